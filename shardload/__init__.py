@@ -1,0 +1,28 @@
+"""Load HDF5, netCDF4 and Zarr arrays into sharded `jax.Array`s over MPI, each shard proven to be where it belongs.
+
+    import shardload
+    shardload.initialize()
+    x = shardload.load("data.h5", mesh, P("a", "b"))
+
+Nothing else than what is named here is public.
+"""
+
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.execute import LoadReport, Plan
+from shardload.launch import initialize
+from shardload.load import load, plan, scatter
+
+__all__ = [
+    "ConfigError",
+    "LoadReport",
+    "PeerError",
+    "Plan",
+    "ShardloadError",
+    "SourceError",
+    "initialize",
+    "load",
+    "plan",
+    "scatter",
+]
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,383 @@
+"""What is in this file, what would loading it cost, and does it work here? The command line: info, plan, demo.
+
+Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
+with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from types import EllipsisType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shardload.errors import ConfigError, ShardloadError
+
+if TYPE_CHECKING:
+    from shardload.sources.base import ArrayInfo
+
+__all__ = ["app", "main"]
+
+_PLAN_NAMES = ("shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers")
+_PLAN_NAMES += ("n_readers", "why")
+
+app = typer.Typer(
+    name="shardload",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
+
+    [bold]Look before you load[/bold] (no MPI, no devices, on a login node):
+
+      shardload info run.h5
+
+      shardload plan run.h5:/density --mesh a=4,b=2 --spec a,b
+
+    [bold]See it work[/bold], checked element by element:
+
+      mpiexec -n 4 python -m shardload demo
+    """,
+)
+
+
+def main() -> None:
+    """Entry point of the ``shardload`` command and of ``python -m shardload``."""
+    app()
+
+
+@app.command()
+def info(
+    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
+
+    Attributes such as scale_factor or _FillValue are shown because they change what the values mean; shardload never
+    applies them.
+
+    For example:
+
+      shardload info run.h5
+
+      shardload info run.h5:/fields/density
+
+      shardload info run.zarr --json
+    """
+    with _one_message():
+        from shardload.sources import find_array, list_arrays, split_path
+
+        path, dataset = split_path(file)
+        arrays = list_arrays(path)
+        if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
+            named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
+            arrays = named or [find_array(path, dataset)]
+    if as_json:
+        typer.echo(_to_json([_describe(array) for array in arrays]))
+    elif dataset is None:
+        _print_arrays(path, arrays)
+    else:
+        _print_array(arrays[0])
+
+
+@app.command()
+def plan(
+    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
+    mesh: Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.")],
+    spec: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")
+    ],
+    dataset: Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")] = None,
+    select: Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')] = None,
+    dtype: Annotated[str | None, typer.Option(help="Load as this type: float32")] = None,
+    pad: Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")] = None,
+    readers: Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")] = "auto",
+    staging: Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what a load would do and cost, one process per device, without loading anything.
+
+    Needs no MPI and no devices, so a mesh of any size can be asked for on a laptop.
+
+    For example:
+
+      shardload plan run.h5 --mesh a=4,b=2 --spec a,b
+
+      shardload plan run.h5:/density --mesh a=256,b=256 --spec -,a,b
+
+      shardload plan run.zarr:/u --mesh n=8 --spec n --select "-1,..." --pad 0
+
+      shardload plan run.h5 --mesh a=2,b=2 --spec a+b --json
+    """
+    axes = parse_mesh(mesh)
+    partition = parse_spec(spec, axes)
+    index = None if select is None else parse_select(select)
+    value = None if pad is None else parse_pad(pad)
+    with _one_message():
+        import shardload
+
+        how = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging}
+        found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
+        typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
+
+
+@app.command()
+def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
+    """Load real climate fields and a field of SIZE^3, check every element, transform it, compare with the usual ways.
+
+    Needs pip install 'shardload[demo]'. Writes the SIZE^3 field twice into a temporary folder, and removes it.
+
+    For example:
+
+      mpiexec -n 4 python -m shardload demo
+
+      mpiexec -n 2 python -m shardload demo --size 128
+    """
+    with _one_message():
+        try:
+            from shardload.demo import run
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the demo needs {error.name}. Type: pip install 'shardload[demo]'") from None
+        raise typer.Exit(run(size))
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Mesh axes and their sizes, in order, from ``--mesh``.
+
+    >>> parse_mesh("a=4,b=2")
+    {'a': 4, 'b': 2}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
+            raise _wrong("--mesh", f"cannot read {part!r} in {text!r}: each axis is NAME=SIZE. Type --mesh a=4,b=2")
+        if name in axes:
+            raise _wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
+        axes[name] = int(size)
+    return axes
+
+
+def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """What `jax.sharding.PartitionSpec` takes, from ``--spec``, checked against the mesh axes.
+
+    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2})
+    (None, 'a', ('b', 'c'))
+    """
+    parts: list[str | tuple[str, ...] | None] = []
+    seen: set[str] = set()
+    for part in text.split(","):
+        if part.strip() == "-":
+            parts.append(None)
+            continue
+        names = tuple(name.strip() for name in part.split("+"))
+        for name in names:
+            if name not in axes:
+                fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
+                raise _wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
+            if name in seen:
+                raise _wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
+            seen.add(name)
+        parts.append(names[0] if len(names) == 1 else names)
+    return tuple(parts)
+
+
+def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...]:
+    """A NumPy-style basic index, from ``--select``; what it means for the array is for the library to say.
+
+    >>> parse_select("0,:,10:20")
+    (0, slice(None, None, None), slice(10, 20, None))
+    """
+    parts: list[slice | int | EllipsisType] = []
+    for part in (piece.strip() for piece in text.strip("[] ").split(",")):
+        try:
+            if part == "...":
+                parts.append(...)
+            elif ":" in part:
+                bounds = [int(bound) if bound.strip() else None for bound in part.split(":")]
+                parts.append(slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1]))
+            else:
+                parts.append(int(part))
+        except (ValueError, TypeError):
+            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\""
+            raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
+    return tuple(parts)
+
+
+def parse_pad(text: str) -> int | float:
+    """A number, from ``--pad``; an integer stays one.
+
+    >>> parse_pad("0"), parse_pad("1e20")
+    (0, 1e+20)
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+
+
+def _wrong(flag: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=flag)
+
+
+def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | None]) -> tuple[Any, Any]:
+    """A mesh without devices, and the spec. The arguments of AbstractMesh changed in JAX 0.6."""
+    from jax.sharding import AbstractMesh, PartitionSpec
+
+    make: Any = AbstractMesh
+    try:
+        mesh = make(tuple(axes.values()), tuple(axes))
+    except (TypeError, ValueError):
+        mesh = make(tuple(axes.items()))
+    return mesh, PartitionSpec(*parts)
+
+
+@contextmanager
+def _one_message() -> Iterator[None]:
+    """Turn what shardload refuses into one message on stderr and exit code 1: it says what to do, a trace does not."""
+    try:
+        yield
+    except ShardloadError as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+        raise typer.Exit(1) from None
+
+
+def _console_and_table() -> tuple[Console, Table]:
+    console = Console(width=None if sys.stdout.isatty() else 10_000)  # a pipe has no width to fit into: cut nothing
+    return console, Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, header_style="bold")
+
+
+def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
+    console, table = _console_and_table()
+    console.print(f"{path}: {arrays[0].format if arrays else 'no arrays'}", highlight=False, markup=False)
+    sharded = any(array.shards for array in arrays)
+    for title in ("name", "shape", "dtype", "chunks", *(("shards",) if sharded else ()), "codec"):
+        table.add_column(title, overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("stored", justify="right", no_wrap=True)
+    table.add_column("notes", overflow="fold")
+    for array in arrays:
+        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks)]
+        row += [_box(array.shards)] if sharded else []
+        row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
+        table.add_row(*map(escape, row), style="dim" if array.refused or array.is_coordinate else None)
+    if arrays:
+        _print_table(console, table)
+
+
+def _print_array(array: ArrayInfo) -> None:
+    console, table = _console_and_table()
+    table.show_header = False
+    rows = {
+        "array": str(array),
+        "format": array.format,
+        "shape": _box(array.shape),
+        "dtype": array.dtype,
+        "chunks": _box(array.chunks),
+        "shards": _box(array.shards) if array.shards else "",
+        "codec": array.codec,
+        "size": human_size(_nbytes(array)),
+        "stored": human_size(array.nbytes_stored),
+        "coordinate": "of other arrays (a dimension scale)" if array.is_coordinate else "",
+        "refused": array.refused or "",
+    }
+    for title, value in rows.items():
+        if value:
+            table.add_row(title, escape(value))
+    for key, value in array.attributes.items():
+        table.add_row(escape(key), f"{escape(_plain_text(value))}  (reported, not applied)")
+    _print_table(console, table)
+
+
+def _print_table(console: Console, table: Table) -> None:
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _notes(array: ArrayInfo) -> str:
+    notes = [f"cannot be loaded: {array.refused}"] if array.refused else []
+    notes += ["coordinate"] if array.is_coordinate else []
+    notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
+    return ", ".join(notes)
+
+
+def _describe(array: ArrayInfo) -> dict[str, Any]:
+    return {**{part.name: getattr(array, part.name) for part in fields(array)}, "nbytes": _nbytes(array)}
+
+
+def _describe_plan(found: Any) -> dict[str, Any]:
+    plan = {name: getattr(found, name) for name in _PLAN_NAMES}
+    costs = {mode: asdict(cost) for mode, cost in found.costs.items()}
+    return {"path": found.info.path, "dataset": found.info.dataset, **plan, "costs": costs}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types that JSON has; NaN and infinities, which it has not, as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _plain_text(value: Any) -> str:
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _nbytes(array: ArrayInfo) -> int | None:
+    import numpy as np
+
+    try:
+        return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    except TypeError:  # a type that only the file knows
+        return None
+
+
+def _box(shape: Sequence[int] | None) -> str:
+    if shape is None:
+        return "-"
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def human_size(nbytes: int | None) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> human_size(512), human_size(64 * 2**20), human_size(None)
+    ('512 B', '64.0 MiB', '-')
+    """
+    if nbytes is None:
+        return "-"
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    power = min(int(math.log2(nbytes)) // 10, 5)
+    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power - 1]}"

@@ -1,0 +1,395 @@
+"""Does it work here, and is it faster than the usual ways? What ``mpiexec -n 4 python -m shardload demo`` runs.
+
+1. Real climate fields (netCDF, from the PyPI package iris-sample-data) as slabs, pencils and blocks.
+2. A field of SIZE^3 in one gzip HDF5 file and one zstd Zarr store, chunked by planes, as the pencils of a 3-D FFT,
+   which is then done (``examples/pencil_fft.py``) and compared with `numpy.fft.fftn`.
+3. The same load as tutorials do it, in two ways, timed in the same manner.
+
+Every load is compared, on every rank and for every shard, with what h5py or zarr-python reads there by itself. Every
+number that is printed was measured in the run that prints it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import zarr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+
+import shardload
+from shardload.errors import ConfigError, ShardloadError
+from shardload.group import world
+
+__all__ = ["run"]
+
+_REPEATS = 3
+_LOADS = ("array", "shape", "layout", "shard", "readers", "seconds", "chunk reads", "max error")
+_COMPARISON = ("file", "how", "seconds", "x shardload", "chunk reads")
+_NUMBERS = ("seconds", "x shardload", "chunk reads", "max error")
+_FFT_TOLERANCE = 1e-5  # of the largest mode; a float32 FFT is good to about 1e-7 times the log of its length
+_SLABS, _PENCILS, _BLOCKS = P(("a", "b")), P(None, "a", "b"), P("a", "b")
+_FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("hybrid_height.nc", "air_potential_temperature", (_SLABS, _PENCILS)),
+    ("hybrid_height.nc", "surface_altitude", (_BLOCKS,)),
+    ("E1_north_america.nc", "air_temperature", (_SLABS, _PENCILS)),
+)
+
+Index = tuple[slice, ...]
+
+
+class _Ranks:
+    """The few things the demo asks of MPI, which all work without it as well: then there is one rank."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.rank: int = comm.Get_rank() if comm else 0
+        self.size: int = comm.Get_size() if comm else 1
+
+    def wait(self) -> None:
+        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
+        if self.comm:
+            request = self.comm.Ibarrier()
+            while not request.Test():
+                time.sleep(0.01)
+
+    def allgather(self, value: Any) -> Any:
+        return self.comm.allgather(value) if self.comm else [value]
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return self.comm.gather(value) if self.comm else [value]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        return self.comm.scatter(values) if self.comm else (values or [None])[0]
+
+
+@dataclass
+class _Demo:
+    """What all steps share, and what they found."""
+
+    ranks: _Ranks
+    console: Console
+    pencil_fft: ModuleType
+    mesh: Mesh
+    loads: Table
+    n_loads: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def say(self, what: str | Table) -> None:
+        if self.ranks.rank == 0:
+            self.console.print(what, highlight=False)
+
+    def median_seconds(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, float]:
+        """Time `load` as stated below the table, and return its last array too."""
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            self.ranks.allgather(None)  # a barrier
+            start = time.perf_counter()
+            x = jax.block_until_ready(load())
+            seconds.append(max(self.ranks.allgather(time.perf_counter() - start)))
+        return x, statistics.median(seconds[1:])
+
+    def verify(self, name: str, x: jax.Array, array: Any) -> float:
+        """Compare each shard on each rank with `array`, sliced there; returns the largest difference on any rank."""
+        wrong, n_elements, worst = [], 0, 0.0
+        for shard in x.addressable_shards:
+            expected, found = _expected(array, shard.index, shard.data.shape), np.asarray(shard.data)
+            if found.dtype != expected.dtype or not np.array_equal(found, expected, equal_nan=True):
+                wrong.append(f"{name}: {shard.device} of rank {self.ranks.rank} holds wrong values in {shard.index}")
+            n_elements += found.size if shard.replica_id == 0 else 0
+            worst = max(worst, float(np.nanmax(np.abs(found - expected), initial=0)))
+        per_rank = self.ranks.allgather((wrong, n_elements, worst))
+        self.failures += [message for messages, _, _ in per_rank for message in messages]
+        if sum(n for _, n, _ in per_rank) != x.size:
+            self.failures.append(f"{name}: the shards together do not have {x.size} elements")
+        return max(error for _, _, error in per_rank)
+
+
+def run(size: int = 256) -> int:
+    """Run the demo on the processes there are.
+
+    Collective: yes, all processes of the job.
+
+    Parameters
+    ----------
+    size : int
+        Elements along each axis of the FFT field, rounded up to what the mesh divides.
+
+    Returns
+    -------
+    int
+        Exit code: 0 if every load was exact and the FFT right, else 1.
+    """
+    with _quiet_stdout() as console:
+        shardload.initialize()
+        ranks = _Ranks(world())
+        try:
+            with _one_fate(ranks):
+                return _run(ranks, console, size)
+        except ShardloadError as error:
+            if ranks.rank == 0:
+                Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False)
+            return 1
+
+
+def _run(ranks: _Ranks, console: Console, size: int) -> int:
+    pencil_fft = _pencil_fft()
+    demo = _Demo(ranks, console, pencil_fft, pencil_fft.square_mesh(), _table("Loaded by shardload", *_LOADS))
+    axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
+    demo.say(f"ranks: {ranks.size}, mesh: {axes}, jax: {jax.__version__}\n")
+    _load_climate(demo)
+    with _shared_folder(ranks) as folder:
+        comparison = _load_and_transform(demo, folder, size)
+    return _conclude(demo, comparison)
+
+
+def _conclude(demo: _Demo, comparison: Table) -> int:
+    demo.say("")
+    demo.say(demo.loads)
+    demo.say(comparison)
+    demo.say(
+        f"seconds: slowest rank, median of {_REPEATS} after one run that is not counted, file in the page cache\n"
+        "chunk reads: chunks decoded by all ranks together / chunks in the array\n"
+        "max error: of a load, absolute; of an FFT, relative to its largest mode, against numpy.fft.fftn in float64\n"
+    )
+    verdict = ["FAILED", *demo.failures] if demo.failures else [f"all {demo.n_loads} loads verified element by element"]
+    demo.say("\n".join(verdict))
+    return 1 if demo.failures else 0
+
+
+def _load_climate(demo: _Demo) -> None:
+    try:
+        import iris_sample_data
+    except ImportError:
+        fix = "pip install 'shardload[demo]'"
+        raise ConfigError(f"the demo loads fields of iris-sample-data, which is not installed. Type: {fix}") from None
+    for file, dataset, specs in _FIELDS:
+        path = Path(iris_sample_data.path, file)
+        with h5py.File(path) as h5:
+            for spec in specs:
+                _load_verified(demo, h5[dataset], path, dataset, spec)
+
+
+def _load_verified(demo: _Demo, array: Any, path: Path, dataset: str, spec: Any) -> tuple[jax.Array, float, str]:
+    """Load, time, compare, and add a row to the table."""
+    title, plans = f"{path.name}:/{dataset}", []
+    demo.say(f"loading {title} as {_spec_text(spec)}")
+
+    def load() -> jax.Array:
+        plans.append(shardload.plan(str(path), demo.mesh, spec, dataset=dataset, pad=0))
+        return plans[-1].execute()
+
+    x, seconds = demo.median_seconds(load)
+    error = demo.verify(f"{title} as {_spec_text(spec)}", x, array)
+    demo.n_loads += 1
+    plan = plans[-1]  # of the last run
+    decoded = _per_chunk(plan.report.chunks_decoded, array)
+    shape = [f"{n}+{m - n}" if m > n else str(n) for n, m in zip(plan.shape, plan.shape_global, strict=True)]
+    layout, shard = f"{plan.decomposition} {_spec_text(spec)}", _box(plan.shard_shape)
+    row = (title, _box(shape), layout, shard, plan.readers, f"{seconds:.3f}", decoded)
+    demo.loads.add_row(*row, f"{error:g}")
+    return x, seconds, decoded
+
+
+def _load_and_transform(demo: _Demo, folder: Path, size: int) -> Table:
+    """Write the field, load it both ways, transform it, and time the peers; returns the comparison."""
+    step = math.lcm(*demo.mesh.devices.shape)
+    n = -(-size // step) * step
+    if demo.ranks.rank == 0:
+        _write_field(folder, n, demo.say)
+    demo.ranks.wait()
+    reference: Any = None
+    table = _table(f"The same load, {n}^3 float32 as {_spec_text(_PENCILS)}", *_COMPARISON)
+    for file in ("field.h5", "field.zarr"):
+        array = _open(folder / file)
+        x, seconds, decoded = _load_verified(demo, array, folder / file, "density", _PENCILS)
+        table.add_row(file, "shardload", f"{seconds:.3f}", "1.0", decoded, style="bold")
+        if reference is None and demo.ranks.rank == 0:
+            reference = np.fft.fftn(array[...].astype(np.float64))
+        demo.ranks.wait()
+        _check_fft(demo, file, demo.pencil_fft.fft3d(x), reference)
+        for how, peer in (("rank 0 reads, comm.scatter", _rank0_scatters), ("every process slices", _everyone_slices)):
+            demo.say(f"the same, the usual way: {how}")
+            y, peer_seconds, decoded = peer(demo, folder / file, x.sharding)
+            demo.verify(f"{file}, {how}", y, array)
+            table.add_row(file, how, f"{peer_seconds:.3f}", f"{peer_seconds / seconds:.1f}", decoded)
+    return table
+
+
+def _write_field(folder: Path, n: int, say: Callable[[str], None]) -> None:
+    """Long waves plus noise, plane by plane, into one HDF5 file and one Zarr store of the same values."""
+    rng = np.random.default_rng(0)
+    turn = 2 * np.pi * np.arange(n) / n
+    waves = [np.cos(turn[:, None] + 2 * turn), np.sin(3 * turn[:, None] - turn)]
+    with h5py.File(folder / "field.h5", "w") as h5:
+        layout: Any = {"shape": (n, n, n), "chunks": (1, n, n), "dtype": "float32"}
+        to_hdf5 = h5.create_dataset("density", **layout, compression="gzip", compression_opts=4, shuffle=True)
+        group = zarr.create_group(str(folder / "field.zarr"), zarr_format=3)
+        to_zarr = group.create_array("density", **layout, compressors=zarr.codecs.ZstdCodec(level=3))
+        for i in range(n):
+            if i % -(-n // 4) == 0:
+                say(f"writing {n}^3 float32 ({4 * n**3 / 2**20:.0f} MiB) as HDF5 and as Zarr: plane {i} of {n}")
+            smooth = waves[0] * np.cos(turn[i]) + waves[1] * np.sin(2 * turn[i])
+            to_hdf5[i] = to_zarr[i] = (smooth + 0.1 * rng.standard_normal((n, n))).astype(np.float32)
+
+
+def _check_fft(demo: _Demo, file: str, modes: jax.Array, reference: Any) -> None:
+    """Bring the modes to rank 0 and compare them there; adds a row to the table."""
+    everything = demo.ranks.gather([(shard.index, np.asarray(shard.data)) for shard in modes.addressable_shards])
+    error = 0.0
+    if everything is not None:
+        found = np.full(modes.shape, np.nan, modes.dtype)
+        for index, values in (part for parts in everything for part in parts):
+            found[index] = values
+        error = float(np.max(np.abs(found - reference)) / np.max(np.abs(reference)))
+    demo.ranks.wait()
+    error = demo.ranks.allgather(error)[0]
+    if not error <= _FFT_TOLERANCE:  # also when it is NaN
+        demo.failures.append(f"the FFT of {file} differs from numpy.fft.fftn by {error:g} of the largest mode")
+    shard = _box(modes.sharding.shard_shape(modes.shape))
+    demo.loads.add_row(f"  its FFT ({modes.dtype})", _box(modes.shape), "", shard, "", "", "", f"{error:.1e}")
+
+
+def _open(path: Path) -> Any:
+    """The array, read by its format's own library."""
+    return h5py.File(path)["density"] if path.suffix == ".h5" else zarr.open_group(str(path), mode="r")["density"]
+
+
+def _rank0_scatters(demo: _Demo, path: Path, sharding: NamedSharding) -> tuple[jax.Array, float, str]:
+    """Rank 0 reads all of it and scatters a list of pieces, which mpi4py pickles."""
+    array = _open(path)
+    mine = list(sharding.addressable_devices_indices_map(array.shape).values())
+    wanted = demo.ranks.allgather(mine)
+
+    def load() -> jax.Array:
+        pieces = None
+        if demo.ranks.rank == 0:
+            values = _open(path)[...]
+            pieces = [[values[index] for index in indices] for indices in wanted]
+        of_index = dict(zip(map(str, mine), demo.ranks.scatter(pieces), strict=True))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: of_index[str(index)])
+
+    x, seconds = demo.median_seconds(load)
+    return x, seconds, _per_chunk(_chunks_met(array, ()), array)
+
+
+def _everyone_slices(demo: _Demo, path: Path, sharding: NamedSharding) -> tuple[jax.Array, float, str]:
+    """Every process opens the file and slices it in JAX's callback, once per device."""
+    array = _open(path)
+
+    def load() -> jax.Array:
+        opened = _open(path)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: opened[index])
+
+    x, seconds = demo.median_seconds(load)
+    n_decoded = sum(_chunks_met(array, index) for index in sharding.devices_indices_map(array.shape).values())
+    return x, seconds, _per_chunk(n_decoded, array)
+
+
+def _expected(array: Any, index: Index, shape: tuple[int, ...]) -> Any:
+    """What a shard has to hold: the file's values, and zeros where the array was padded."""
+    expected = np.zeros(shape, array.dtype.newbyteorder("="))
+    inside = tuple(slice(*part.indices(n)) for part, n in zip(index, array.shape, strict=True))
+    expected[tuple(slice(0, part.stop - part.start) for part in inside)] = array[inside]
+    return expected
+
+
+def _chunks_met(array: Any, index: Index) -> int:
+    """How many chunks a slice of `array` decodes; all of them for ``()``."""
+    index = index or (slice(None),) * array.ndim
+    bounds = [part.indices(n) for part, n in zip(index, array.shape, strict=True)]
+    return math.prod(-(-b // c) - a // c for (a, b, _), c in zip(bounds, array.chunks or array.shape, strict=True))
+
+
+def _per_chunk(n_decoded: int, array: Any) -> str:
+    return f"{n_decoded / _chunks_met(array, ()):.2f}" if array.chunks else "no chunks"
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
+    return table
+
+
+def _box(shape: Sequence[object]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _spec_text(spec: Any) -> str:
+    names = ("-" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec)
+    return f"P({', '.join(names)})"
+
+
+def _pencil_fft() -> ModuleType:
+    """The example, from the installed package or from the checkout."""
+    package = Path(__file__).parent
+    paths = [folder / "examples" / "pencil_fft.py" for folder in (package, package.parent)]
+    spec = next((spec_from_file_location("pencil_fft", path) for path in paths if path.is_file()), None)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"neither {paths[0]} nor {paths[1]} exists: this installation is incomplete")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
+    """A temporary folder that all ranks see, removed however the demo ends."""
+    folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
+    try:
+        blind = [rank for rank, sees in enumerate(ranks.allgather(folder.is_dir())) if not sees]
+        if blind:
+            raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
+        yield folder
+        ranks.wait()  # nobody removes what another still reads
+    finally:  # on every rank: one that failed alone is about to end rank 0
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _one_fate(ranks: _Ranks) -> Iterator[None]:
+    """End all ranks when one fails by itself, is interrupted or is out of time: the others would wait for ever."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: first remove the folder
+    try:
+        yield
+    except ShardloadError:  # raised on all ranks alike
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception):  # and neither Ctrl-C nor the end of the job's time
+            traceback.print_exc()
+        if ranks.comm:
+            ranks.comm.Abort(1)
+        raise
+
+
+@contextmanager
+def _quiet_stdout() -> Iterator[Console]:
+    """A console for the demo, while what C++ libraries write to stdout (Gloo: a line per connection) goes nowhere."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as out, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield Console(file=out, width=None if out.isatty() else 160)
+        finally:
+            os.dup2(out.fileno(), 1)

@@ -1,0 +1,70 @@
+"""Who erred: the caller, this file, or another rank?
+
+The type of an error answers that question and nothing else, so that a script can react to it:
+
+===============  ====================================================================================
+`ConfigError`    the caller: an argument, the launch, the environment. Change the call.
+`SourceError`    the file: missing, damaged, of a kind that cannot be loaded. Change the data.
+`PeerError`      a rank: ranks disagree, or one of them failed for a reason of its own. Look at that rank.
+===============  ====================================================================================
+
+Law: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. A script that
+catches `SourceError` and loads something else therefore branches the same way on all ranks, and nobody waits for a rank
+that went another way. `rank` says where it happened.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError"]
+
+
+class ShardloadError(Exception):
+    """Base class of everything shardload raises on purpose.
+
+    Attributes
+    ----------
+    rank : int or None
+        Rank (in the communicator of the call) on which the error arose; None where there is one process, or where the
+        error is no rank's in particular (all ranks found it).
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class ConfigError(ShardloadError, ValueError):
+    """The caller's error: an argument, the launch or the environment. The same on all ranks."""
+
+
+class SourceError(ShardloadError, OSError):
+    """This file's error: it is missing, damaged, or holds something that cannot be loaded.
+
+    Attributes
+    ----------
+    path, dataset : str or None
+        The file and the array inside it.
+    chunk : tuple of int or None
+        Index of the chunk in the file's chunk grid that could not be read, where it is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        dataset: str | None = None,
+        chunk: tuple[int, ...] | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank)
+        self.path = path
+        self.dataset = dataset
+        self.chunk = chunk
+
+    def __str__(self) -> str:  # OSError would print its (errno, text) pair
+        return str(self.args[0])
+
+
+class PeerError(ShardloadError, RuntimeError):
+    """A rank's error: the ranks disagree, or one failed for a reason that is neither the call nor the file."""

@@ -1,0 +1,394 @@
+"""How do the parts reach their owners?
+
+One `exchange` moves every part of a plan from the block it was read in to the piece it belongs to:
+
+1. Post receives for the first parts of every sender, straight into the pieces (derived datatypes: no packing here).
+2. Read blocks in a thread, at most as many at a time as there are staging buffers; as each one is ready, copy the parts that
+   stay and send the others from the block itself. MPI is called from the calling thread alone.
+3. As messages complete, post the next receives and give buffers back. Nothing blocks, so no order of ranks can deadlock, and a
+   rank with nothing to do sleeps instead of spinning.
+4. Each sender ends with a receipt for each receiver: whether all its reads went well, which regions it sent (so parts that
+   went to the wrong rank are found, not believed) and, where asked, a checksum of each part. The receiver compares.
+
+A reader that fails still sends all it owes, so that nobody waits for it; its receipts are marked bad.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardload.errors import PeerError
+from shardload.group import Group
+from shardload.plan import Part, Read, ReadPlan
+from shardload.region import Region
+
+__all__ = ["Block", "BlockReader", "Piece", "checksum", "exchange", "sendable"]
+
+Array = np.ndarray[Any, Any]
+
+_WINDOW = 256  # receives posted at a time, over all senders (at least one per sender)
+_CHECKSUM_NBYTES = 1 << 20
+_NAPS = (0.0, 2e-5, 1e-4, 5e-4, 1e-3)
+
+# Requests of an exchange that was interrupted (Ctrl-C): MPI may still write into their buffers, so they are never freed.
+_abandoned: list[Any] = []
+
+
+@dataclass
+class Piece:
+    """A shard's data on the host: `region` in global coordinates and the buffer of exactly its shape."""
+
+    region: Region
+    data: Array
+
+    def view(self, region: Region) -> Array:
+        """The part of the buffer that holds `region`."""
+        return self.data[region.slices(self.region.start)]
+
+
+@dataclass
+class Block:
+    """One block in memory. `data` is None where the read went straight into the piece."""
+
+    read: Read
+    data: Array | None
+    release: Callable[[], None]
+    n_sending: int = 0
+
+    def view(self, region: Region) -> Array:
+        """The part of the block that holds `region`."""
+        if self.data is None:
+            raise ValueError("a block that went straight into a piece has no other parts")
+        return self.data[region.slices(self.read.region.start)]
+
+
+class BlockReader(Protocol):
+    """Gives the blocks of one rank, in order. Never raises: see `failed`."""
+
+    def has_room(self) -> bool:
+        """Whether a buffer is free for another block."""
+        ...
+
+    def fetch(self, read: Read) -> Block:
+        """Read one block. Called in a thread, one call at a time. After a failure the content is whatever it is."""
+        ...
+
+    @property
+    def failed(self) -> BaseException | None:
+        """The first error, if there was one."""
+        ...
+
+
+def exchange(
+    group: Group,
+    plan: ReadPlan,
+    reader: BlockReader,
+    pieces: Mapping[int, Piece],
+    *,
+    checksums: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+) -> BaseException | None:
+    """Move every part of `plan` to where it belongs. Collective over `group`; returns, never raises, what went wrong.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    plan : ReadPlan
+        Who reads what, and who needs which part of it.
+    reader : BlockReader
+        Gives this rank's blocks.
+    pieces : mapping of int to Piece
+        This rank's pieces, by shard number. Filled in place.
+    checksums : bool
+        Whether each part is checksummed on both sides.
+    on_progress : callable, optional
+        Called with the bytes of each part that has arrived in a piece.
+
+    Returns
+    -------
+    BaseException or None
+        This rank's own failure, or what its receipts say; the ranks still have to agree on it.
+    """
+    moving = _Exchange(group, plan, reader, pieces, checksums, on_progress or (lambda _: None))
+    try:
+        moving.run()
+    except BaseException:
+        moving.abandon()
+        raise
+    return reader.failed or moving.problem
+
+
+@dataclass
+class _Sent:
+    """What went to one rank: enough for its receipt."""
+
+    identity: int = 0
+    sums: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Sender:
+    """One rank that sends to this one: what comes from it, in order, and how much of it has a receive posted."""
+
+    rank: int
+    parts: list[Part]
+    n_posted: int
+    identity: int
+    sums: list[int]
+    receipt: Array
+
+
+class _Exchange:
+    def __init__(
+        self,
+        group: Group,
+        plan: ReadPlan,
+        reader: BlockReader,
+        pieces: Mapping[int, Piece],
+        checksums: bool,
+        on_progress: Callable[[int], None],
+    ) -> None:
+        self.group, self.plan, self.reader, self.pieces = group, plan, reader, pieces
+        self.checksums, self.on_progress = checksums, on_progress
+        self.tag, self.receipt_tag = group.next_tags()
+        self.requests: list[Any] = []
+        self.on_done: list[Callable[[], None]] = []
+        self.keep: list[Any] = []
+        self.sent: dict[int, _Sent] = {}
+        self.senders: list[_Sender] = []
+        self.problem: Exception | None = None
+
+    def run(self) -> None:
+        self._expect(self.plan.incoming(self.group.rank))
+        with ThreadPoolExecutor(1, thread_name_prefix="shardload-read") as pool:
+            self._progress(self.plan.reads(self.group.rank), pool)
+        for sender in self.senders:
+            self._check_receipt(sender)
+
+    def _progress(self, reads: Iterator[Read], pool: ThreadPoolExecutor) -> None:
+        reading: Future[Block] | None = None
+        following = next(reads, None)
+        receipts_sent = False
+        idle = 0
+        while not receipts_sent or self.requests:
+            moved = self._test()
+            if reading is not None and reading.done():
+                self._deliver(reading.result())
+                reading, moved = None, True
+            if reading is None and following is not None and self.reader.has_room():
+                reading = pool.submit(self.reader.fetch, following)
+                following, moved = next(reads, None), True
+            if reading is None and following is None and not receipts_sent:
+                self._send_receipts()
+                receipts_sent = moved = True
+            idle = 0 if moved else min(idle + 1, len(_NAPS) - 1)
+            if idle:
+                self._nap(_NAPS[idle], reading)
+
+    def _nap(self, seconds: float, reading: Future[Block] | None) -> None:
+        if reading is None:
+            time.sleep(seconds)
+            return
+        try:
+            reading.exception(timeout=seconds)
+        except TimeoutError:
+            return
+
+    # --- sending
+
+    def _deliver(self, block: Block) -> None:
+        """Copy the parts that stay, send the others."""
+        block.n_sending = 1
+        for part in block.read.parts:
+            if part.rank == self.group.rank:
+                self._copy(block, part)
+            else:
+                self._send(block, part)
+        self._one_less(block)
+
+    def _copy(self, block: Block, part: Part) -> None:
+        nbytes = part.region.size * self.plan.itemsize
+        if block.data is not None and self.reader.failed is None:
+            piece = self.pieces[part.shard].view(part.region)
+            view = block.view(part.region)
+            np.copyto(piece, view, casting="no")
+            if self.checksums and checksum(view) != checksum(piece):
+                self._report(part, self.group.rank, "a checksum after the copy differs from the one before it")
+        self._advance(nbytes)
+
+    def _send(self, block: Block, part: Part) -> None:
+        view = block.view(part.region)
+        sent = self.sent.setdefault(part.rank, _Sent())
+        sent.identity = _identity(part.region, sent.identity)
+        if self.checksums:
+            sent.sums.append(checksum(view))
+        message, datatype = _message(self.group.mpi, view)
+        request = self.group.comm.Isend(message, dest=part.rank, tag=self.tag)
+        if datatype is not None:
+            datatype.Free()
+        block.n_sending += 1
+        self._add(request, lambda: self._one_less(block), view)
+
+    def _one_less(self, block: Block) -> None:
+        block.n_sending -= 1
+        if block.n_sending == 0:
+            block.release()
+
+    def _send_receipts(self) -> None:
+        for rank, sent in self.sent.items():
+            went_well = int(self.reader.failed is None)
+            receipt = np.array([went_well, sent.identity, *sent.sums], dtype=np.uint32)
+            request = self.group.comm.Isend(receipt, dest=rank, tag=self.receipt_tag)
+            self._add(request, _nothing, receipt)
+
+    # --- receiving
+
+    def _expect(self, incoming: Mapping[int, list[Part]]) -> None:
+        window = max(1, _WINDOW // max(1, len(incoming)))
+        for rank, parts in incoming.items():
+            identity = 0
+            for part in parts:
+                identity = _identity(part.region, identity)
+            n_sums = len(parts) if self.checksums else 0
+            receipt = np.zeros(2 + n_sums, dtype=np.uint32)
+            sender = _Sender(rank, parts, 0, identity, [0] * n_sums, receipt)
+            self.senders.append(sender)
+            self._add(self.group.comm.Irecv(receipt, source=rank, tag=self.receipt_tag), _nothing, receipt)
+            for _ in range(window):
+                self._receive_next(sender)
+
+    def _receive_next(self, sender: _Sender) -> None:
+        if sender.n_posted == len(sender.parts):
+            return
+        number = sender.n_posted
+        part = sender.parts[number]
+        sender.n_posted += 1
+        view = self.pieces[part.shard].view(part.region)
+        message, datatype = _message(self.group.mpi, view)
+        request = self.group.comm.Irecv(message, source=sender.rank, tag=self.tag)
+        if datatype is not None:
+            datatype.Free()
+
+        def arrived() -> None:
+            if self.checksums:
+                sender.sums[number] = checksum(view)
+            self._advance(view.nbytes)
+            self._receive_next(sender)
+
+        self._add(request, arrived, view)
+
+    def _check_receipt(self, sender: _Sender) -> None:
+        went_well, identity, *sums = (int(v) for v in sender.receipt)
+        if not went_well:
+            return  # that rank raises, and all ranks agree on its error
+        if identity != sender.identity:
+            self._report(sender.parts[0], sender.rank, "the sender's list of regions is not the one that was expected")
+        for part, theirs, ours in zip(sender.parts, sums, sender.sums, strict=False):
+            if theirs != ours:
+                self._report(part, sender.rank, f"its checksum is {ours:08x}, the sender's is {theirs:08x}")
+
+    def _report(self, part: Part, sender: int, what: str) -> None:
+        if self.problem is None:
+            self.problem = PeerError(
+                f"the part {part.region} that came from rank {sender} is not what was sent: {what}. The load is void; "
+                "if it happens again, suspect the network or memory of these two nodes"
+            )
+
+    def _advance(self, nbytes: int) -> None:
+        try:
+            self.on_progress(nbytes)
+        except Exception as error:  # the caller's function: others still wait for this rank's messages
+            self.problem = self.problem or error
+            self.on_progress = lambda _: None
+
+    # --- requests
+
+    def _add(self, request: Any, on_done: Callable[[], None], buffer: Any) -> None:
+        self.requests.append(request)
+        self.on_done.append(on_done)
+        self.keep.append(buffer)
+
+    def _test(self) -> bool:
+        if not self.requests:
+            return False
+        done = self.group.mpi.Request.Testsome(self.requests)
+        if not done:
+            return False
+        callbacks = [self.on_done[i] for i in done]
+        gone = set(done)
+        for name in ("requests", "on_done", "keep"):
+            setattr(self, name, [v for i, v in enumerate(getattr(self, name)) if i not in gone])
+        for callback in callbacks:
+            callback()
+        return True
+
+    def abandon(self) -> None:
+        """Leave an interrupted exchange: what MPI may still write into stays alive."""
+        if self.requests:
+            _abandoned.append((self.requests, self.keep, self.pieces, self.reader))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _identity(region: Region, previous: int) -> int:
+    return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
+
+
+def checksum(data: Array) -> int:
+    """CRC-32 of an array's bytes in C order, whatever its strides; never copies more than 1 MiB at a time.
+
+    >>> import numpy as np
+    >>> checksum(np.arange(4, dtype="<u2")[::-1]) == checksum(np.array([3, 2, 1, 0], dtype="<u2"))
+    True
+    """
+    crc = 0
+    for region in Region.whole(data.shape).split(max(1, _CHECKSUM_NBYTES // data.itemsize)):
+        part = np.ascontiguousarray(data[region.slices()])
+        crc = zlib.crc32(part.reshape(-1).view(np.uint8).data, crc)
+    return crc
+
+
+def _message(mpi: Any, view: Array) -> tuple[list[Any], Any]:
+    """An mpi4py message that is `view`, and its datatype to be freed after posting (None: plain bytes).
+
+    The datatype is made from the view's own strides, so any box of any buffer travels without packing.
+    """
+    if view.flags.c_contiguous:
+        return [_memory(mpi, view, view.nbytes), view.nbytes, mpi.BYTE], None
+    run, axis = view.itemsize, view.ndim
+    while axis and (view.strides[axis - 1] == run or view.shape[axis - 1] == 1):
+        axis -= 1
+        run *= view.shape[axis]
+    datatype = mpi.BYTE.Create_contiguous(run)
+    for n, stride in zip(reversed(view.shape[:axis]), reversed(view.strides[:axis]), strict=True):
+        inner, datatype = datatype, datatype.Create_hvector(n, 1, stride)
+        inner.Free()
+    datatype.Commit()
+    span = view.itemsize + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+    return [_memory(mpi, view, span), 1, datatype], datatype
+
+
+def _memory(mpi: Any, view: Array, nbytes: int) -> Any:
+    buffer = getattr(mpi, "buffer", None) or mpi.memory  # the class was renamed in mpi4py 4
+    return buffer.fromaddress(view.ctypes.data, nbytes)
+
+
+def sendable(view: Array) -> bool:
+    """Whether a view can be sent as it is: native byte order, and strides that only go forward.
+
+    >>> import numpy as np
+    >>> sendable(np.zeros((3, 4))[:, 1:3]), sendable(np.zeros(4)[::-1])
+    (True, False)
+    """
+    return view.dtype.isnative and all(s > 0 or n == 1 for s, n in zip(view.strides, view.shape, strict=True))

@@ -1,0 +1,260 @@
+"""Who takes part, and do they agree?
+
+A `Group` is the ranks of one call. It owns a duplicate of the user's communicator (made once and kept on it as an MPI
+attribute), so that nothing here can ever match a message of the user's. Its collectives carry small fixed buffers, never pickles.
+
+The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
+
+This module and `exchange` are the only ones that know MPI; without MPI a group has one rank and all of this is local.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+
+__all__ = ["Group", "group_of", "mpi_problem", "world"]
+
+_ERRORS: dict[str, type[ShardloadError]] = {
+    e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)
+}
+_TAGS = 1 << 14  # two tags per load, below the 32767 that every MPI grants
+
+
+@cache
+def _load_mpi() -> tuple[Any, str]:
+    """mpi4py's MPI module, or None and why not. Importing it starts MPI, so it waits until somebody needs it."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        return None, str(error)
+    except RuntimeError as error:  # mpi4py's wheel finds no MPI library
+        return None, str(error)
+    return MPI, ""
+
+
+def world() -> Any:
+    """COMM_WORLD as an ``mpi4py.MPI.Comm``, or None where no MPI library can be loaded."""
+    mpi, _ = _load_mpi()
+    return None if mpi is None else mpi.COMM_WORLD
+
+
+def mpi_problem() -> str:
+    """Why MPI cannot be loaded; empty where it can."""
+    return _load_mpi()[1]
+
+
+def group_of(comm: Any = None) -> Group:
+    """The group of a communicator (default: COMM_WORLD; without MPI: this process alone).
+
+    Collective over `comm` the first time, free afterwards.
+    """
+    mpi, _ = _load_mpi()
+    if comm is None:
+        comm = world()
+    if comm is None:
+        return _alone()
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
+    if comm == mpi.COMM_NULL:
+        raise ConfigError("comm is COMM_NULL: this rank is not in it and should not call")
+    if comm.Is_inter():
+        raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
+    group = comm.Get_attr(_keyval())
+    if group is None:
+        group = Group(comm.Dup())
+        comm.Set_attr(_keyval(), group)
+    return group  # type: ignore[no-any-return]
+
+
+@cache
+def _alone() -> Group:
+    return Group(None)
+
+
+@cache
+def _keyval() -> int:
+    mpi, _ = _load_mpi()
+
+    def free(_comm: Any, _keyval: int, group: Group) -> None:
+        group.comm.Free()
+
+    # No copy function: a duplicate that the user makes gets a group of its own.
+    return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
+
+
+class Group:
+    """The ranks of one call. Every method that says so is collective and must be reached by all of them.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank and how many there are.
+    comm : mpi4py.MPI.Comm or None
+        The private duplicate; None for a process alone.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.rank: int = 0 if comm is None else comm.rank
+        self.size: int = 1 if comm is None else comm.size
+        self._n_loads = 0
+        self._processes: tuple[int, ...] | None = None
+
+    @property
+    def mpi(self) -> Any:
+        """mpi4py's MPI module."""
+        return _load_mpi()[0]
+
+    def next_tags(self) -> tuple[int, int]:
+        """Two tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
+        self._n_loads += 1
+        tag = 2 * (self._n_loads % (_TAGS // 2))
+        return tag, tag + 1
+
+    def processes(self, process: int) -> tuple[int, ...]:
+        """The JAX process of each rank. Collective the first time."""
+        if self._processes is None or self._processes[self.rank] != process:
+            self._processes = tuple(int(p) for p in self.gather_int(process))
+        return self._processes
+
+    def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """One integer of every rank, on every rank. Collective."""
+        mine = np.array([value], dtype=np.int64)
+        if self.size == 1:
+            return mine
+        everyone = np.empty(self.size, dtype=np.int64)
+        self.comm.Allgather(mine, everyone)
+        return everyone
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Sums over the ranks, on every rank. Collective."""
+        total = np.array(values, dtype=np.int64)
+        if self.size > 1:
+            self.comm.Allreduce(self.mpi.IN_PLACE, total)
+        return [int(v) for v in total]
+
+    def send_text(self, text: str | None, root: int) -> str:
+        """A text of `root`, on every rank. Collective."""
+        if self.size == 1:
+            return text or ""
+        data = (
+            np.frombuffer((text or "").encode(), dtype=np.uint8) if self.rank == root else np.empty(0, dtype=np.uint8)
+        )
+        length = np.array([len(data)], dtype=np.int64)
+        self.comm.Bcast(length, root)
+        if self.rank != root:
+            data = np.empty(int(length[0]), dtype=np.uint8)
+        elif not data.flags.writeable:
+            data = data.copy()
+        self.comm.Bcast(data, root)
+        return data.tobytes().decode()
+
+    def tell(self, make: Callable[[], str], root: int) -> str:
+        """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
+        if self.size == 1:
+            return make()
+        text, error = None, None
+        if self.rank == root:
+            try:
+                text = "+" + make()
+            except Exception as found:
+                error = found
+                text = "-" + _to_json(_as_shardload(found, root))
+        text = self.send_text(text, root)
+        if text[0] == "-":
+            # What is wrong with the arguments is wrong on every rank; only `root` has looked.
+            n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
+            raise _from_json(text[1:], root, n_failed, self.size) from error
+        return text[1:]
+
+    def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
+        """Raise the same error on every rank if any rank has one; else sum `counts` over the ranks. Collective.
+
+        Of several errors the lowest failing rank's is raised. Where only some ranks failed, the text says which.
+        """
+        failed, *sums = self.sum_ints([int(error is not None), *(counts or [])])
+        if not failed:
+            return sums
+        if self.size == 1:
+            raise _as_shardload(error, None) from error
+        first = int(self.gather_int(self.rank if error is not None else self.size).min())
+        if self.rank == first:
+            text = _to_json(_as_shardload(error, first))
+        else:
+            text = None
+        shared = _from_json(self.send_text(text, first), first, failed, self.size)
+        raise shared from error
+
+    def agree_same(self, what: Mapping[str, str], error: BaseException | None = None) -> None:
+        """Raise on every rank if any rank has an error, or if the ranks' values of `what` differ. Collective.
+
+        Raises
+        ------
+        PeerError
+            Naming the first value that differs, and the first rank that differs from rank 0.
+        """
+        if self.size == 1:
+            self.agree(error)
+            return
+        values = list(what.values()) if error is None else [""] * len(what)
+        digest = np.array([_digest(v) for v in values], dtype=np.uint64)
+        # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
+        sent = np.concatenate([[np.uint64(error is None)], digest, ~digest])
+        least = np.empty_like(sent)
+        self.comm.Allreduce(sent, least, self.mpi.MIN)
+        if not least[0]:
+            self.agree(error)
+        n = len(digest)
+        differs = np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
+        if not differs.size:
+            return
+        which = int(differs[0])
+        name, mine = list(what.items())[which]
+        reference = self.send_text(mine, 0)
+        other = int(self.gather_int(self.rank if mine != reference else self.size).min())
+        theirs = self.send_text(mine, other)
+        raise PeerError(
+            f"rank {other} was called with {name} = {theirs} (digest {_digest(theirs):016x}), "
+            f"rank 0 with {reference} (digest {_digest(reference):016x}): all ranks must pass the same path, sharding and "
+            "options. Nothing was loaded",
+            rank=other,
+        )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
+    if isinstance(error, ShardloadError):
+        if error.rank is None:
+            error.rank = rank
+        return error
+    return PeerError(f"{type(error).__name__}: {error}", rank=rank)
+
+
+def _to_json(error: ShardloadError) -> str:
+    kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
+    more = {k: getattr(error, k) for k in ("path", "dataset", "chunk") if isinstance(error, SourceError)}
+    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more})
+
+
+def _from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
+    found = json.loads(text)
+    kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
+    if n_failed == size:
+        rank = None  # everybody found it: it is no rank's in particular
+    else:
+        more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
+        message = f"on rank {first} of {size}{more}: {message}"
+    if found.get("chunk") is not None:
+        found["chunk"] = tuple(found["chunk"])
+    return _ERRORS[kind](message, rank=rank, **found)

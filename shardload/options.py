@@ -1,0 +1,152 @@
+"""What did the caller ask for? The arguments of a load, checked one by one before anything is opened.
+
+Pure: no JAX, no MPI, no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.cost import MODES
+from shardload.errors import ConfigError
+from shardload.units import parse_nbytes
+
+__all__ = ["AUTO", "Options", "Progress", "pad_value"]
+
+AUTO = "auto"
+VERIFY = ("index", "checksum")
+Progress = bool | Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options of one call.
+
+    Attributes
+    ----------
+    dataset : str or None
+        Name inside the file.
+    select : object
+        As the caller gave it; its meaning depends on the array's shape.
+    dtype : dtype or None
+        What to cast to; None to keep the file's.
+    pad : object
+        Fill value for axes that do not divide; None to refuse them.
+    readers : str or int
+        ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
+    staging_nbytes : int
+        Cap on host memory per process beyond its own pieces.
+    checksums : bool
+        Whether each part is checksummed from block to piece.
+    progress : bool, callable or None
+        Whether to show progress; None: where standard error is a terminal.
+    """
+
+    dataset: str | None
+    select: Any
+    dtype: np.dtype[Any] | None
+    pad: Any
+    readers: str | int
+    staging_nbytes: int
+    checksums: bool
+    progress: Progress
+
+    @classmethod
+    def check(
+        cls,
+        *,
+        dataset: Any = None,
+        select: Any = None,
+        dtype: Any = None,
+        pad: Any = None,
+        readers: Any = AUTO,
+        staging: Any = "256MiB",
+        verify: Any = "index",
+        progress: Any = None,
+    ) -> Options:
+        """Check each argument by itself.
+
+        Raises
+        ------
+        ConfigError
+            Naming the argument, what was found and what is possible.
+        """
+        if dataset is not None and (not isinstance(dataset, str) or not dataset):
+            raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
+        if isinstance(readers, str):
+            if readers not in (*MODES, AUTO):
+                raise ConfigError(
+                    f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks"
+                )
+        elif isinstance(readers, bool) or not isinstance(readers, (int, np.integer)) or readers < 1:
+            raise ConfigError(
+                f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks"
+            )
+        if verify not in VERIFY:
+            raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'")
+        if progress is not None and not isinstance(progress, bool) and not callable(progress):
+            raise ConfigError(
+                f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)"
+            )
+        return cls(
+            dataset=dataset,
+            select=select,
+            dtype=_dtype(dtype),
+            pad=pad,
+            readers=readers if isinstance(readers, str) else int(readers),
+            staging_nbytes=parse_nbytes(staging),
+            checksums=verify == "checksum",
+            progress=progress,
+        )
+
+    def describe(self) -> dict[str, str]:
+        """What every rank must pass alike, as text."""
+        return {
+            "dataset": repr(self.dataset),
+            "select": repr(self.select),
+            "dtype": str(self.dtype),
+            "pad": repr(self.pad),
+            "readers": repr(self.readers),
+            "staging": str(self.staging_nbytes),
+            "verify": "checksum" if self.checksums else "index",
+        }
+
+
+def _dtype(dtype: Any) -> np.dtype[Any] | None:
+    if dtype is None:
+        return None
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError:
+        raise ConfigError(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'") from None
+    return found.newbyteorder("=")
+
+
+def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
+    """The fill value as an element of `dtype`.
+
+    Raises
+    ------
+    ConfigError
+        If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 one.
+    """
+    try:
+        given = np.asarray(pad)
+        if given.ndim or given.dtype.kind not in "biufc":
+            raise ValueError("not a number")
+        with np.errstate(all="ignore"):
+            value = given.astype(dtype)[()]
+        kept = value == given or (given != given and value != value)
+        rounded = given.dtype.kind in "fc" and np.issubdtype(dtype, np.inexact) and np.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        kept = rounded = False
+        value = None
+    if not (kept or rounded):
+        raise ConfigError(
+            f"pad is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as pad=0"
+        )
+    return value

@@ -1,0 +1,227 @@
+"""From arguments and metadata to a plan: what is decided before anything is read.
+
+`Call.begin` checks the arguments and agrees on them; `plan_file` and `plan_memory` turn them and an `ArrayInfo` into a `Plan`;
+`Call.finish` agrees that all ranks made the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.errors import ConfigError
+from shardload.execute import Job, Plan
+from shardload.group import Group, group_of
+from shardload.launch import rank_of_process
+from shardload.layout import (
+    describe_decomposition,
+    describe_sharding,
+    layout_shards,
+    padded_shape,
+    read_sharding,
+    read_spec,
+    verify_layout,
+)
+from shardload.options import AUTO, Options, pad_value
+from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
+from shardload.reader import STAGING_BLOCKS
+from shardload.region import Selection, select_axes
+from shardload.sources.base import ArrayInfo
+from shardload.sources.memory import MemorySource
+
+__all__ = ["Call", "plan_file", "plan_memory"]
+
+# Big enough that a read is efficient, small enough that reading and sending overlap.
+_BLOCK_NBYTES = 16 << 20
+# A quarter of the staging cap per block: one that is read, one that is sent, and as much again for the decoder.
+_BLOCKS_IN_STAGING = 4
+
+
+@dataclass
+class Call:
+    """The arguments of one call, checked, and the ranks that make it. `group` is None for an abstract mesh."""
+
+    sharding: NamedSharding
+    options: Options
+    group: Group | None
+
+    @classmethod
+    def begin(cls, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]) -> Call:
+        """Check the arguments and agree on them."""
+        given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
+        group = None if isinstance(given, AbstractMesh) else group_of(comm)
+        what = {**what, "sharding": "", **dict.fromkeys(Options.check().describe(), "")}
+        call, error = None, None
+        try:
+            call = cls(read_sharding(mesh, spec), Options.check(**options), group)
+            what |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
+        except ConfigError as found:
+            error = found
+        if group is not None:
+            group.agree_same(what, error)
+        if call is None:
+            raise error or ConfigError("the arguments could not be read")
+        return call
+
+    def finish(self, make: Callable[[], Plan]) -> Plan:
+        """Plan, and agree that all ranks planned the same."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as found:
+            error = found
+        if self.group is not None:
+            self.group.agree_same({"a plan": "" if made is None else _describe_job(made)}, error)
+        if made is None:
+            raise error or ConfigError("nothing was planned")
+        return made
+
+
+def _describe_job(made: Plan) -> str:
+    p = made.read_plan
+    return (
+        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
+        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {zlib.crc32(p.shards.ranks.tobytes()):08x}"
+    )
+
+
+def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
+    """Plan the load of an array in a file: `info` is its metadata, `path` what opens it."""
+    options = call.options
+    try:
+        selection = select_axes(options.select, info.shape)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+    dtype = options.dtype or np.dtype(info.dtype)
+    shards, n_ranks = _lay_out(call, selection.shape, dtype, str(info))
+    itemsize = np.dtype(info.dtype).itemsize
+    if info.chunks is None:
+        phase: tuple[int, ...] = (0,) * len(selection.kept)
+        chunks = Grid(selection.shape, plan_row_chunks(selection.shape, itemsize), phase)
+    else:
+        cell = tuple(info.chunks[k] for k in selection.kept)
+        chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+        _check_staging(info, itemsize, options.staging_nbytes)
+    max_nbytes = min(_BLOCK_NBYTES, options.staging_nbytes // _BLOCKS_IN_STAGING)
+    wide = max(itemsize, dtype.itemsize)
+    plans = {}
+    for mode in MODES:
+        n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
+        n_readers = min(n, n_ranks)
+        within = shards.shard_shape if mode == DIRECT else None
+        blocks = plan_blocks(chunks, wide, max_nbytes=max_nbytes, n_readers=n_readers, within=within)
+        plans[mode] = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, n_readers)
+    return _choose(call, info, plans, selection, chunks, dtype, path)
+
+
+def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> Plan:
+    """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
+    dtype = call.options.dtype or np.dtype(info.dtype)
+    shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
+    phase = (0,) * len(info.shape)
+    if as_it_is:  # blocks are views: one per shard, as large as it is
+        blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
+    else:
+        itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
+        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
+        max_nbytes = min(_BLOCK_NBYTES, call.options.staging_nbytes // _BLOCKS_IN_STAGING)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
+    read_plan = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, 1, root)
+    return _choose(call, info, {ROOT: read_plan}, select_axes(None, info.shape), chunks, dtype, source)
+
+
+def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> tuple[Shards, int]:
+    """Cut the array by its sharding and check it all: dtype, axes, processes, JAX's index map. Also the number of ranks."""
+    sharding, group = call.sharding, call.group
+    axes = read_spec(sharding, len(shape))
+    shape_global = padded_shape(shape, axes, sharding, pad=call.options.pad is not None, name=name)
+    if call.options.pad is not None:
+        pad_value(call.options.pad, dtype)
+    if group is None:
+        n_devices = math.prod(sharding.mesh.shape.values())
+        return layout_shards(sharding, axes, shape_global, None), n_devices
+    _refuse_lossy(dtype, name)
+    shards = layout_shards(sharding, axes, shape_global, rank_of_process(group))
+    verify_layout(shards, sharding, group.rank)
+    return shards, group.size
+
+
+def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
+    if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
+        parts = 2 if dtype.kind == "c" else 1
+        if dtype.itemsize // parts > 4:
+            small = {"f": "float32", "c": "complex64", "i": "int32", "u": "uint32"}[dtype.kind]
+            loss = "wrap large values" if dtype.kind in "iu" else "lose half the digits"
+            raise ConfigError(
+                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss} as {small}. "
+                f"Pass dtype='{small}' to cast it, or switch them on first: jax.config.update('jax_enable_x64', True)"
+            )
+
+
+def _check_staging(info: ArrayInfo, itemsize: int, staging_nbytes: int) -> None:
+    needed = _BLOCKS_IN_STAGING * math.prod(info.chunks or ()) * itemsize
+    if needed > staging_nbytes:
+        raise ConfigError(
+            f"one chunk of {info} is {needed // _BLOCKS_IN_STAGING:,} bytes, and reading holds {_BLOCKS_IN_STAGING} of them (one "
+            f"that is read, one that is sent, and what decoding takes), but staging is {staging_nbytes:,} bytes. "
+            f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
+        )
+
+
+def _choose(
+    call: Call,
+    info: ArrayInfo,
+    plans: dict[str, ReadPlan],
+    selection: Selection,
+    chunks: Grid,
+    dtype: np.dtype[Any],
+    handle: Any,
+) -> Plan:
+    """Take one of the plans: the one that was asked for, or the one that costs least."""
+    options = call.options
+    has_chunks = info.chunks is not None
+    is_memory = ROOT in plans and len(plans) == 1
+    costs = {
+        mode: plan_cost(
+            mode,
+            plan,
+            chunks,
+            has_chunks=has_chunks,
+            file_itemsize=np.dtype(info.dtype).itemsize,
+            codec=info.codec,
+            staging_blocks=0 if is_memory else STAGING_BLOCKS,
+        )
+        for mode, plan in plans.items()
+    }
+    if options.readers == AUTO:
+        mode, why = choose_mode(costs, plans[ROOT].n_ranks)
+    elif isinstance(options.readers, int):
+        mode, why = PARALLEL, f"readers={options.readers} was asked for"
+    else:
+        mode, why = options.readers, f"readers={options.readers!r} was asked for"
+    plan = plans[mode]
+    return Plan(
+        info=info,
+        shape=plan.blocks.shape,
+        shape_global=plan.shards.shape_global,
+        dtype=dtype,
+        sharding=call.sharding,
+        decomposition=describe_decomposition(plan.shards),
+        shard_shape=plan.shards.shard_shape,
+        n_replicas=plan.shards.ranks.shape[1],
+        n_ranks=plan.n_ranks,
+        readers=mode,
+        n_readers=costs[mode].n_readers,
+        why=why,
+        costs=costs,
+        staging_nbytes=options.staging_nbytes,
+        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle),
+    )

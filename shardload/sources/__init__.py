@@ -1,0 +1,367 @@
+"""How do I obtain these values? Finds the format of a file or an open object, and the one array that was meant.
+
+1. Every module of this package with a `FORMAT` is a format; a new one is a new file here and nothing else. Formats are
+   imported one after the other, until one claims the path or object, so a rank that reads HDF5 never imports zarr.
+2. `find_array` answers which array was meant, from metadata alone: run it on one rank and tell the others.
+3. `open_source` opens that array on every rank that reads.
+
+What the caller can mend by writing something else is a `ConfigError`; what is wrong with the file is a `SourceError`,
+whatever the library below raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import math
+import os
+import pkgutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError, ShardloadError, SourceError
+from shardload.sources.base import ArrayInfo, Format, Source, refusal
+
+__all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "refusal", "split_path"]
+
+_MOST_NAMED = 8
+
+# Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
+_OTHERS = (
+    (0, b"CDF", "a netCDF-3 classic file", "Convert it: `nccopy -k nc4 in.nc out.nc`."),
+    (0, b"\x93NUMPY", "a NumPy .npy file", "Pass the array itself: `numpy.load(path, mmap_mode='r')`."),
+    (0, b"SIMPLE  =", "a FITS file", "Write its array to HDF5 or Zarr first, with astropy and h5py for instance."),
+    (0, b"GRIB", "a GRIB file", "Convert it: `cdo -f nc4 copy in.grib out.nc`, or `grib_to_netcdf -k 3`."),
+    (0, b"\x0e\x03\x13\x01", "an HDF4 file", "Convert it: `h4toh5 in.hdf out.h5`."),
+    (0, b"MATLAB 5.0", "a MATLAB file before version 7.3", "Save it anew: `save('out.mat', '-v7.3')`, which is HDF5."),
+    (0, b"PAR1", "a Parquet file", "Write its columns to HDF5 or Zarr first."),
+    (0, b"II*\x00", "a TIFF file", "Write its image to HDF5 or Zarr first."),
+    (0, b"MM\x00*", "a TIFF file", "Write its image to HDF5 or Zarr first."),
+    (0, b"\x1f\x8b", "a gzip file", "Unpack it: `gunzip`, or `tar -xzf` for an archive."),
+    (257, b"ustar", "a tar archive", "Unpack it: `tar -xf`."),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the data", "Fetch the data: `git lfs pull`."),
+    (0, b"PK", "a zip file without a Zarr store at its root", "Unpack it, or zip it from inside the store."),
+)
+
+
+def split_path(path: str) -> tuple[str, str | None]:
+    """Cut ``"file.h5:/group/rho"`` into the path and the name of the array in it.
+
+    A path that exists as it stands is kept whole. ``:`` separates where what precedes it exists; ``:/`` separates
+    always (except in ``"s3://"``), so that the message about a missing file names the file.
+
+    Examples
+    --------
+    >>> split_path("no-such-file.h5:/group/rho")
+    ('no-such-file.h5', '/group/rho')
+    >>> split_path("s3://bucket/store.zarr")
+    ('s3://bucket/store.zarr', None)
+    """
+    head, scheme, rest = path.rpartition("://")
+    if scheme:
+        left, found, name = rest.rpartition(":/")
+        return (f"{head}://{left}", "/" + name) if found and left else (path, None)
+    if os.path.exists(path):
+        return path, None
+    colons = [k for k, letter in enumerate(path) if letter == ":" and k > 0]
+    for k in reversed(colons):
+        if os.path.exists(path[:k]):
+            return path[:k], path[k + 1 :] or None
+    for k in colons:
+        if path[k + 1 : k + 2] == "/":
+            return path[:k], path[k + 1 :]
+    return path, None
+
+
+def list_arrays(path: str) -> list[ArrayInfo]:
+    """Every array in the file or store at `path`, loadable or not, from metadata alone.
+
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
+
+    Raises
+    ------
+    SourceError
+        If there is no such file, it is of no format known here, or it is damaged.
+    """
+    file_format = _format_of(path)
+    with _as_source_error(path):
+        return file_format.list_arrays(path)
+
+
+def find_array(path_or_object: Any, dataset: str | None = None) -> ArrayInfo:
+    """The one array that is meant, from metadata alone.
+
+    Collective: no. One rank runs it, and the others are told.
+
+    Parameters
+    ----------
+    path_or_object : str, os.PathLike, or an open array
+        A path (``"file.h5"``, ``"file.h5:/group/rho"``), or an open `h5py.Dataset`, `zarr.Array` or NumPy array.
+    dataset : str, optional
+        Name of the array, with or without the leading ``/``. Without it the file must hold exactly one array that can
+        be loaded and is not a coordinate of another.
+
+    Returns
+    -------
+    ArrayInfo
+        With `refused` None.
+
+    Raises
+    ------
+    ConfigError
+        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed.
+    SourceError
+        If the file cannot be opened, or the array, or its type, cannot be loaded.
+    """
+    path = _as_path(path_or_object)
+    if path is None:
+        return _loadable(_info_of_object(path_or_object, dataset))
+    if dataset is None:
+        path, dataset = split_path(path)
+    file_format = _format_of(path)
+    if dataset is None:
+        return _only_array(path, list_arrays(path))
+    name = _full_name(dataset)
+    try:
+        with _as_source_error(path, name):
+            source = file_format.open_path(path, name)
+    except KeyError:
+        raise _no_such_array(path, name, list_arrays(path)) from None
+    source.close()
+    return _loadable(source.info)
+
+
+def open_source(path_or_object: Any, dataset: str) -> Source:
+    """Open for reading the array that `find_array` found.
+
+    Collective: no. Each rank that reads opens its own, and closes it.
+
+    Parameters
+    ----------
+    path_or_object : str, os.PathLike, or an open array
+        As given to `find_array`.
+    dataset : str
+        The name that `find_array` returned; not looked at for an open array.
+
+    Raises
+    ------
+    SourceError
+        If it cannot be opened here: gone, not visible from this machine, damaged, or of an encoding unknown here.
+    """
+    path = _as_path(path_or_object)
+    if path is None:
+        source = _format_of_object(path_or_object).open_object(path_or_object)
+    else:
+        path = split_path(path)[0]
+        file_format = _format_of(path)
+        name = _full_name(dataset)
+        try:
+            with _as_source_error(path, name):
+                source = file_format.open_path(path, name)
+        except KeyError:
+            raise SourceError(
+                f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
+                "this machine sees another file under this path. Load from a file system that all ranks share.",
+                path=path,
+                dataset=name,
+            ) from None
+    try:
+        _loadable(source.info)
+    except SourceError:
+        source.close()
+        raise
+    return source
+
+
+def _formats() -> Iterator[Format]:
+    """The formats, imported one by one as they are asked for; one whose library is not installed is left out."""
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
+        try:
+            found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMAT", None)
+        except ModuleNotFoundError as error:
+            if (error.name or __name__).partition(".")[0] == __name__.partition(".")[0]:
+                raise
+            continue
+        if found is not None:
+            yield found
+
+
+def _possible() -> str:
+    """The formats that files can have, for messages."""
+    return ", ".join(f.name for f in _formats() if f.name != "memory")
+
+
+def _as_path(path_or_object: Any) -> str | None:
+    """The path, if it is one; None for an open array."""
+    if isinstance(path_or_object, str | os.PathLike):
+        return os.fsdecode(path_or_object)
+    return None
+
+
+def _full_name(dataset: str) -> str:
+    """``"rho"``, ``"/rho"`` and ``"/rho/"`` are the same array."""
+    return "/" + dataset.strip("/")
+
+
+@contextlib.contextmanager
+def _as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
+    """Turn whatever a format's library raises on a damaged file into a SourceError; KeyError (no such name) passes."""
+    try:
+        yield
+    except (ShardloadError, KeyError, MemoryError) as error:
+        # "No such name" names the dataset; a library's own KeyError, from metadata that lacks something, does not.
+        if not isinstance(error, KeyError) or (dataset is not None and error.args == (dataset,)):
+            raise
+        raise _damaged(path, dataset, error) from error
+    except Exception as error:
+        raise _damaged(path, dataset, error) from error
+
+
+def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
+    what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
+    return SourceError(
+        f"{what} cannot be opened: its metadata is damaged, or asks for something that is not installed. The library "
+        f"below says: {type(error).__name__}: {error}",
+        path=path,
+        dataset=dataset,
+    )
+
+
+def _format_of(path: str) -> Format:
+    """The format that claims the file; SourceError, with what the file is instead, if none does."""
+    if "://" not in path:
+        _check_access(path)
+    for file_format in _formats():
+        if file_format.claims_path(path):
+            return file_format
+    raise SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {_possible()}.", path=path)
+
+
+def _check_access(path: str) -> None:
+    """SourceError unless `path` is there and readable by this user."""
+    try:
+        os.stat(path)
+        # Opened, not listed: a folder may hold a million chunks.
+        os.scandir(path).close() if os.path.isdir(path) else open(path, "rb").close()
+        return
+    except PermissionError as error:
+        text = f"'{path}' may not be read by this user ({error.strerror}: '{error.filename}'). Ask for access."
+    except (FileNotFoundError, NotADirectoryError):
+        text = _what_is_there_instead(path)
+    except (OSError, ValueError) as error:
+        text = f"'{path}' cannot be read: {error}."
+    raise SourceError(text, path=path)
+
+
+def _what_is_there_instead(path: str) -> str:
+    """The message about a file that does not exist, with names like it from the same folder."""
+    if os.path.islink(path):
+        return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
+    folder, name = os.path.split(os.path.normpath(path))
+    if folder and not os.path.isdir(folder):
+        return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
+    near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
+    if not near:
+        return f"there is no file '{path}'. The working folder is '{os.getcwd()}'."
+    return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
+
+
+def _what_it_is(path: str) -> str:
+    """The message about a file that no format claims."""
+    if os.path.isdir(path):
+        inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
+        hint = f" In it: {_some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
+        return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
+    with open(path, "rb") as file:
+        head = file.read(512)
+    if not head:
+        return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."
+    for offset, mark, what, fix in _OTHERS:
+        if head[offset:].startswith(mark):
+            return f"'{path}' is {what}, which cannot be loaded. {fix}"
+    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}."
+
+
+def _format_of_object(obj: Any) -> Format:
+    """The format whose library `obj` comes from."""
+    for file_format in _formats():
+        if file_format.claims_object(obj):
+            return file_format
+    raise ConfigError(
+        f"nothing can be loaded from an object of type {type(obj).__module__}.{type(obj).__qualname__}. Pass a "
+        "path, or an open h5py.Dataset, zarr.Array or numpy.ndarray."
+    )
+
+
+def _info_of_object(obj: Any, dataset: str | None) -> ArrayInfo:
+    """The metadata of an open array; a name beside it must be its own."""
+    info = _format_of_object(obj).open_object(obj).info
+    if dataset is not None and _full_name(dataset) != info.dataset:
+        raise ConfigError(
+            f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."
+        )
+    return info
+
+
+def _loadable(info: ArrayInfo) -> ArrayInfo:
+    """The same, or SourceError if it is refused."""
+    if info.refused is not None:
+        raise SourceError(
+            f"{info} cannot be loaded: it holds {info.refused}.",
+            path=info.path,
+            dataset=info.dataset,
+        )
+    return info
+
+
+def _only_array(path: str, infos: Sequence[ArrayInfo]) -> ArrayInfo:
+    """The array that can be meant when no name is given."""
+    fields = [info for info in infos if info.refused is None and not info.is_coordinate]
+    if len(fields) == 1:
+        return fields[0]
+    if fields:
+        fields.sort(key=_nbytes, reverse=True)
+        raise ConfigError(
+            f"'{path}' holds {len(fields)} arrays; pass dataset='...' (largest first): "
+            f"{_some([_told(info) for info in fields])}."
+        )
+    others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
+    there = f"It holds {_some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
+    raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
+
+
+def _no_such_array(path: str, name: str, infos: Sequence[ArrayInfo]) -> ConfigError:
+    """The message about a name that is no array's: a group's, or nobody's."""
+    below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
+    if below:
+        what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
+        return ConfigError(f"{what}: {_some([_told(i) for i in below])}.")
+    if not infos:
+        return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
+
+    def likeness(info: ArrayInfo) -> float:
+        pairs = (info.dataset, name), (info.dataset.rpartition("/")[2], name.rpartition("/")[2])
+        return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
+
+    near = _some([_told(info) for info in sorted(infos, key=likeness, reverse=True)])
+    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
+
+
+def _nbytes(info: ArrayInfo) -> int:
+    try:
+        return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+    except TypeError:  # a name of ml_dtypes that nobody registered with NumPy
+        return math.prod(info.shape)
+
+
+def _told(info: ArrayInfo) -> str:
+    return f"'{info.dataset}' {info.shape} {info.dtype}"
+
+
+def _some(texts: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    rest = len(texts) - _MOST_NAMED
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,218 @@
+"""How do I obtain these values? The one small interface that every format satisfies.
+
+A format is one module in this package with a `FORMAT` object (see `Format`); nothing else in shardload knows its name.
+A `Source` is one open array of it. Sources know nothing of ranks, devices or plans.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from shardload.region import Region
+
+__all__ = ["ArrayInfo", "Format", "Source", "check_request", "json_value", "native_dtype", "refusal"]
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """What is known of one array without reading any of its values.
+
+    Attributes
+    ----------
+    path : str
+        File or store, as the user named it.
+    dataset : str
+        Full name inside it, with a leading ``/`` (``"/group/rho"``); ``"/"`` where the store is itself one array.
+    format : str
+        For people: ``"HDF5"``, ``"Zarr v3"``.
+    shape : tuple of int
+        Elements along each axis, as in the file.
+    dtype : str
+        NumPy's name in native byte order (``"float32"``), or the file's own name for what cannot be loaded
+        (``"string"``).
+    chunks : tuple of int or None
+        Elements per chunk (the unit of decode) along each axis; None where any part can be read by itself (contiguous).
+    codec : str
+        How chunks are encoded, for people and for the cost model: ``"none"``, ``"gzip+shuffle"``, ``"zstd"``.
+    nbytes_stored : int or None
+        Bytes on disk, where the format says.
+    shards : tuple of int or None
+        Zarr: elements per shard file, a multiple of `chunks`.
+    refused : str or None
+        Why the array cannot be loaded (``"variable-length strings"``), None where it can.
+    is_coordinate : bool
+        A coordinate of other arrays (an HDF5/netCDF dimension scale), not a field by itself.
+    attributes : mapping
+        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar):
+        reported, never applied.
+    """
+
+    path: str
+    dataset: str
+    format: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...] | None = None
+    codec: str = "none"
+    nbytes_stored: int | None = None
+    shards: tuple[int, ...] | None = None
+    refused: str | None = None
+    is_coordinate: bool = False
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As text, for another rank."""
+        return json.dumps(asdict(self) | {"attributes": dict(self.attributes)})
+
+    @classmethod
+    def from_json(cls, text: str) -> ArrayInfo:
+        """The inverse of `to_json`."""
+        found = json.loads(text)
+        for name in ("shape", "chunks", "shards"):
+            found[name] = None if found[name] is None else tuple(found[name])
+        return cls(**found)
+
+    def __str__(self) -> str:
+        """As messages name it: ``'/density' in 'data.h5'``."""
+        return f"'{self.dataset}' in '{self.path}'"
+
+
+@runtime_checkable
+class Source(Protocol):
+    """One open array. Not collective: each rank that reads opens its own."""
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype, chunks and the rest; never touches values."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values that `read_into` writes: the file's, in native byte order."""
+        ...
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Write the values of `region` (the file's coordinates) into `out`.
+
+        `out` is C-contiguous and writable, has exactly `region.shape` and `dtype`. Each chunk that meets `region` is
+        decoded once. Empty regions are allowed and read nothing. Called from one thread at a time. Whatever goes wrong
+        in the file surfaces as the library's own exception: the caller knows which chunk, and says so.
+        """
+        ...
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
+        ...
+
+    def close(self) -> None:
+        """Give back what this object opened; an object handed in by the caller stays open."""
+        ...
+
+
+class Format(Protocol):
+    """One file format. Each module of this package that has one exposes it as `FORMAT`."""
+
+    name: str
+
+    def claims_path(self, path: str) -> bool:
+        """Whether the file or store at `path` is of this format (by content, not by suffix). Never raises."""
+        ...
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
+        ...
+
+    def list_arrays(self, path: str) -> list[ArrayInfo]:
+        """Every array in the file, in its own order."""
+        ...
+
+    def open_path(self, path: str, dataset: str) -> Source:
+        """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
+        ...
+
+    def open_object(self, obj: Any) -> Source:
+        """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
+        ...
+
+
+_KINDS = {
+    "f": "extended precision floats, which JAX does not have",
+    "c": "extended precision complex numbers, which JAX does not have",
+    "S": "strings",
+    "U": "strings",
+    "T": "variable-length strings",
+    "O": "Python objects",
+    "M": "dates: load them as the integers they are stored as",
+    "m": "time spans: load them as the integers they are stored as",
+}
+
+
+def refusal(dtype: np.dtype[Any]) -> str | None:
+    """Why values of `dtype` cannot become a `jax.Array`, in words that follow "holds"; None where they can.
+
+    Booleans, integers, floats and complex numbers that JAX has are accepted in any byte order, and so are the types of
+    `ml_dtypes` (``bfloat16`` and smaller floats), which NumPy files under the same kind as records.
+
+    Examples
+    --------
+    >>> refusal(np.dtype(">f8")) is None
+    True
+    >>> refusal(np.dtype("S4"))
+    'strings'
+    """
+    if dtype.kind in "biu" or (dtype.kind in "fc" and dtype.itemsize <= {"f": 8, "c": 16}[dtype.kind]):
+        return None
+    if dtype.subdtype is not None:
+        return f"small arrays of shape {dtype.subdtype[1]} as elements"
+    if dtype.names is not None:
+        return f"records with fields {', '.join(dtype.names)}"
+    if dtype.type.__module__ == "ml_dtypes":
+        return None
+    return _KINDS.get(dtype.kind, "raw bytes without a type")
+
+
+def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same type in this machine's byte order, without metadata (HDF5 enum names, for instance).
+
+    >>> native_dtype(np.dtype(">f4")) == np.dtype("float32")
+    True
+    """
+    return np.dtype(dtype.type) if refusal(dtype) is None else dtype.newbyteorder("=")
+
+
+def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np.ndarray[Any, Any]) -> None:
+    """Raise ValueError unless `region` is inside the array and `out` is the buffer that `Source.read_into` is promised.
+
+    Libraries clamp a region that reaches outside the array, or broadcast into a buffer of another shape, silently.
+    """
+    if region.ndim != len(info.shape) or not Region.whole(info.shape).contains(region):
+        raise ValueError(f"region {region} reaches outside {info}, which has shape {info.shape}")
+    if out.shape != region.shape or out.dtype != dtype:
+        raise ValueError(
+            f"the buffer for region {region} of {info} is {out.shape} {out.dtype}, expected {region.shape} {dtype}"
+        )
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ValueError(f"the buffer for region {region} of {info} must be C-contiguous and writable")
+
+
+def json_value(value: Any) -> Any:
+    """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
+
+    What is neither (references, records) becomes its text. An array of one element counts as that element, since netCDF
+    stores scalars so.
+
+    >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3))
+    (1.5, 'K', 3)
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.item() if value.size == 1 else value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, list | tuple):
+        return [json_value(part) for part in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,343 @@
+"""How do I obtain values from HDF5, and so from netCDF4? With the HDF5 library, straight into the caller's buffer.
+
+1. `open_path` opens the file read-only and looks the name up, through soft and external links.
+2. `describe` turns the dataset's metadata into an `ArrayInfo`, without touching values; what cannot be loaded, and why,
+   is settled there, so that reading is the plain case.
+3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts
+   byte order on the way, and writes into the caller's buffer.
+
+Values that HDF5 has not stored (chunks never written) are its fill value, as HDF5 defines it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError
+from shardload.region import Region
+from shardload.sources.base import ArrayInfo, Source, check_request, json_value, native_dtype, refusal
+
+__all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
+
+with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
+    importlib.import_module("hdf5plugin")
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+# Names people use. The numbers below 32000 are HDF5's own, those above are registered with the HDF Group.
+_FILTERS = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    307: "bzip2",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32017: "sz",
+    32024: "sz3",
+    32026: "blosc2",
+}
+_HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
+
+_REFUSED_CLASSES = {
+    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
+    h5py.h5t.STRING: ("string", "strings"),
+    h5py.h5t.BITFIELD: ("bitfield", "bit fields"),
+    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
+    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
+    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
+    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
+}
+_COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
+_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+
+
+class Hdf5Source:
+    """One open HDF5 dataset.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open; one that `info.refused` does not refuse.
+    info : ArrayInfo
+        What `describe` says of it.
+    file : h5py.File, optional
+        The file to close with this source; None where the dataset is the caller's.
+    """
+
+    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, file: h5py.File | None = None) -> None:
+        self._dataset, self._info, self._file = dataset, info, file
+        self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
+        # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not convert
+        # to from the complex type of HDF5 2.0 in the other byte order.
+        is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
+        name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
+        self._memory_type = getattr(h5py.h5t, name) if name else None
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype, chunks and the rest."""
+        return self._info
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values, in native byte order."""
+        return self._dtype
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Read `region` into `out` with one ``H5Dread``."""
+        check_request(self._info, self._dtype, region, out)
+        if region.size == 0:
+            return
+        identifier = self._dataset.id
+        if region.ndim == 0:
+            identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
+            return
+        space = identifier.get_space()
+        space.select_hyperslab(region.start, region.shape)
+        identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """None: the values are in a file."""
+        return None
+
+    def close(self) -> None:
+        """Close the dataset and the file, where this object opened them."""
+        if self._file is not None and self._file.id.valid:
+            # A dataset reached through an external link lives in another file, which closes with its last object.
+            self._dataset.id.close()
+            self._file.close()
+
+
+class Hdf5Format:
+    """HDF5 files, of any layout and with any filter that the HDF5 library at hand can decode."""
+
+    name = "HDF5"
+
+    def claims_path(self, path: str) -> bool:
+        """Whether the HDF5 signature is at byte 0, 512, 1024, 2048, ... as the HDF5 file format asks."""
+        try:
+            size, at = os.path.getsize(path), 0
+            with open(path, "rb") as file:
+                while at < size:
+                    file.seek(at)
+                    if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                        return True
+                    at = 2 * at or 512
+        except (OSError, ValueError):
+            return False
+        return False
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is an `h5py.Dataset`, group or file."""
+        return isinstance(obj, h5py.Dataset | h5py.Group)
+
+    def list_arrays(self, path: str) -> list[ArrayInfo]:
+        """Every dataset in the file; links to elsewhere are not followed."""
+        with _open_file(path) as file:
+            return list(_describe_all(file, path))
+
+    def open_path(self, path: str, dataset: str) -> Source:
+        """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
+        file = _open_file(path)
+        try:
+            found = _look_up(file, path, dataset)
+            return Hdf5Source(found, describe(found, path, dataset), file)
+        except BaseException:
+            file.close()
+            raise
+
+    def open_object(self, obj: Any) -> Source:
+        """Take an open `h5py.Dataset`."""
+        if not obj:
+            raise SourceError(
+                f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
+                "can be read from it. Keep its file open during the load, or pass the path of the file."
+            )
+        path = str(obj.file.filename)
+        if isinstance(obj, h5py.Group):
+            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
+            raise ConfigError(
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: "
+                f"{names}."
+            )
+        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>")))
+
+
+FORMAT = Hdf5Format()
+
+
+def _open_file(path: str) -> h5py.File:
+    """Open read-only; SourceError, with what to do about it, if the library will not."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        said = str(error)
+    if "unable to lock file" in said:
+        why = (
+            "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
+            "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
+        )
+    elif "truncated file" in said:
+        why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
+    elif "already open" in said:
+        why = "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file."
+    else:
+        why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
+    raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
+
+
+def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
+    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere."""
+    try:
+        found = file[name]
+    except (KeyError, OSError, RuntimeError) as error:
+        try:
+            link = file.get(name, getlink=True)
+        except (KeyError, OSError, RuntimeError):
+            raise KeyError(name) from error  # nothing of that name, not even a link
+        if isinstance(link, h5py.SoftLink):
+            target = f"'{link.path}'"
+        elif isinstance(link, h5py.ExternalLink):
+            target = f"'{link.path}' in '{link.filename}'"
+        else:
+            raise OSError(str(error)) from error  # a KeyError would say that there is no such name
+        raise SourceError(
+            f"'{name}' in '{path}' is a link to {target}, which cannot be opened. Restore the target, or name another "
+            f"array. HDF5 says: {error}",
+            path=path,
+            dataset=name,
+        ) from error
+    if not isinstance(found, h5py.Dataset):
+        raise KeyError(name)
+    return found
+
+
+def _describe_all(group: h5py.Group, path: str) -> Iterator[ArrayInfo]:
+    """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
+    names: list[str] = []
+    group.visit(names.append)
+    base = (group.name or "").rstrip("/")
+    for name in names:
+        full = f"{base}/{name}"
+        try:
+            found = group[name]
+            if isinstance(found, h5py.Dataset):
+                yield describe(found, path, full)
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+
+
+def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
+    """What is known of a dataset without reading its values.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open.
+    path, name : str
+        As the user named the file and the dataset.
+    """
+    creation = dataset.id.get_create_plist()
+    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
+    dtype, refused = _type_of(dataset.id.get_type())
+    is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
+    if dataset.shape is None:
+        refused = "nothing: its dataspace is null, which is neither an array nor a number"
+    elif refused is None:
+        refused = _missing_filter(filters) or (_missing_source(dataset, path) if is_virtual else None)
+    chunked = creation.get_layout() == h5py.h5d.CHUNKED
+    return ArrayInfo(
+        path=path,
+        dataset=name,
+        format=_flavour(dataset),
+        shape=tuple(dataset.shape or ()),
+        dtype=dtype,
+        chunks=tuple(creation.get_chunk()) if chunked else None,
+        codec=_codec(filters),
+        nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
+        refused=refused,
+        is_coordinate=_attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs},
+    )
+
+
+def _type_of(file_type: Any) -> tuple[str, str | None]:
+    """Name of the values' type, and why it is refused."""
+    if file_type.get_class() in _REFUSED_CLASSES:
+        return _REFUSED_CLASSES[file_type.get_class()]
+    try:
+        dtype = file_type.dtype
+    except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
+        return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
+    refused = refusal(dtype)
+    if file_type.get_class() == h5py.h5t.COMPOUND and refused is not None:
+        return "compound", refused
+    return (dtype.name if refused else native_dtype(dtype).name), refused
+
+
+def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
+    """What is said of the first filter that this HDF5 cannot undo."""
+    for number, _, _, label in filters:
+        decodes = h5py.h5z.filter_avail(number) and (
+            h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
+        )
+        if not decodes:
+            known = _FILTERS.get(number) or label.decode(errors="replace") or "unnamed"
+            return (
+                f"chunks encoded with HDF5 filter {number} ({known}), which the HDF5 library here cannot decode: "
+                "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
+            )
+    return None
+
+
+def _missing_source(dataset: h5py.Dataset, path: str) -> str | None:
+    """What is said of the first file that a virtual dataset maps to and that is not there.
+
+    HDF5 delivers fill values in its place without a word. Names with ``%b`` stand for as many files as there are, so a
+    missing one is no error there. HDF5 looks beside the virtual file, under HDF5_VDS_PREFIX, and in the working folder.
+    """
+    beside = os.path.dirname(str(dataset.file.filename))
+    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", beside or ".")
+    for name in {str(source.file_name) for source in dataset.virtual_sources()}:
+        places = [os.path.join(folder, name) for folder in (prefix, beside, "")]
+        if name != "." and "%" not in name and not any(map(os.path.exists, places)):
+            return f"values of another file, '{name}', which is not there (HDF5 would deliver fill values in its place)"
+    return None
+
+
+def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
+    """The filter pipeline for people: what compresses first, then what helps it."""
+    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
+    return "+".join(_FILTERS.get(n) or f"{label.decode(errors='replace')}#{n}" for n, _, _, label in ordered) or "none"
+
+
+def _flavour(dataset: h5py.Dataset) -> str:
+    """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
+    root = dataset.file.attrs
+    marked = "_NCProperties" in root or "_nc3_strict" in root or "_Netcdf4Dimid" in dataset.attrs
+    return "netCDF4" if marked else "HDF5"
+
+
+def _attribute(dataset: h5py.Dataset, key: str) -> Any:
+    """An attribute as plain Python; None where there is none, words where h5py cannot read it."""
+    if key not in dataset.attrs:
+        return None
+    try:
+        value = dataset.attrs[key]
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        return f"unreadable ({error})"
+    return None if isinstance(value, h5py.Empty) else json_value(value)

@@ -1,0 +1,113 @@
+"""How do I obtain values that are in memory already? By looking at them: a NumPy array, or memory map, as source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import SourceError
+from shardload.region import Region
+from shardload.sources.base import ArrayInfo, Source, check_request, native_dtype, refusal
+
+__all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
+
+_PATH, _NAME = "<memory>", "/array"
+
+
+class MemorySource:
+    """A NumPy array with any strides and any byte order.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        Not copied, never written.
+
+    Raises
+    ------
+    SourceError
+        If JAX has no type for the values.
+
+    Examples
+    --------
+    >>> source = MemorySource(np.arange(6, dtype=">i4").reshape(2, 3))
+    >>> out = np.empty((2, 1), "int32")
+    >>> source.read_into(Region((0, 1), (2, 2)), out)
+    >>> out.tolist()
+    [[1], [4]]
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        refused = refusal(array.dtype)
+        if refused is not None:
+            raise SourceError(
+                f"the array of shape {array.shape} in memory holds {refused} (NumPy dtype {array.dtype}), so it cannot "
+                "be loaded. Pass an array of booleans, integers, floats or complex numbers.",
+                path=_PATH,
+                dataset=_NAME,
+            )
+        self._array = array
+        self._dtype = native_dtype(array.dtype)
+        self._info = ArrayInfo(
+            path=_PATH,
+            dataset=_NAME,
+            format="memory",
+            shape=array.shape,
+            dtype=self._dtype.name,
+            nbytes_stored=array.nbytes,
+        )
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype and the rest."""
+        return self._info
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values, in native byte order."""
+        return self._dtype
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Copy the values of `region` into `out`, swapping bytes where the array's are not native."""
+        check_request(self._info, self._dtype, region, out)
+        out[...] = self._array[region.slices()]
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """The values of `region` themselves, with the array's own strides; None if their bytes need swapping."""
+        if not Region.whole(self._info.shape).contains(region):
+            raise ValueError(f"region {region} reaches outside {self._info}, which has shape {self._info.shape}")
+        # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
+        index: Any = (*region.slices(), ...)
+        return self._array[index] if self._array.dtype.isnative else None
+
+    def close(self) -> None:
+        """Nothing to give back: the array is the caller's."""
+
+
+class MemoryFormat:
+    """NumPy arrays; no path is of this format."""
+
+    name = "memory"
+
+    def claims_path(self, path: str) -> bool:
+        """Never."""
+        return False
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is a NumPy array."""
+        return isinstance(obj, np.ndarray)
+
+    def list_arrays(self, path: str) -> list[ArrayInfo]:
+        """None: there is no file."""
+        return []
+
+    def open_path(self, path: str, dataset: str) -> Source:
+        """KeyError: there is no file."""
+        raise KeyError(dataset)
+
+    def open_object(self, obj: np.ndarray[Any, Any]) -> Source:
+        """Wrap a NumPy array."""
+        return MemorySource(obj)
+
+
+FORMAT = MemoryFormat()

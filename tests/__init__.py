@@ -1,0 +1,1 @@
+"""The test suite: see CONTRIBUTING.md for what the folders mean."""

@@ -1,0 +1,294 @@
+"""One suite, under plain ``pytest`` and under ``mpiexec -n 4 python -m pytest --with-mpi tests``.
+
+Which tests run where (the others are deselected, not skipped, and the header says how many):
+
+==============  =============================  ==================================================
+folder          plain ``pytest``               under mpiexec
+==============  =============================  ==================================================
+`tests/unit`    yes                            no
+`tests/mpi`     yes, as a job of one process   yes; ``@pytest.mark.mpi(min_size=4)`` asks for ranks
+`tests/jobs`    yes; they start their own      no
+==============  =============================  ==================================================
+
+Under mpiexec, after each phase of a test (setup, call, teardown) the ranks agree on its outcome: what fails on one
+rank fails on all, so they go on together, and rank 0, which alone prints, shows what each rank had to say. A rank that
+waits for one that never comes runs into the test's timeout, which prints every rank's stack and ends the job.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+TESTS = Path(__file__).parent
+JOB_SECONDS = 900.0  # a test in tests/jobs; run_job's own timeouts are shorter and say more
+OUTCOMES = ("passed", "skipped", "failed")
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
+
+MPI: Any
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError):  # RuntimeError: mpi4py's wheel found no MPI library
+    MPI = None
+
+SIZE: int = MPI.COMM_WORLD.size if MPI else 1
+
+
+class Alone:
+    """What tests need of a communicator, where there is no MPI."""
+
+    rank, size = 0, 1
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 1
+
+    def Barrier(self) -> None: ...
+
+    barrier = Barrier
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def gather(self, value: Any, root: int = 0) -> list[Any]:
+        return [value]
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def allreduce(self, value: Any, op: Any = None) -> Any:
+        return value
+
+
+@pytest.fixture(scope="session")
+def comm() -> Any:
+    """COMM_WORLD; a stand-in of size 1 where there is no MPI library."""
+    return MPI.COMM_WORLD if MPI else Alone()
+
+
+@pytest.fixture
+def shared_tmp_path(comm: Any) -> Iterator[Path]:
+    """One empty folder for all ranks; gone after the test. (pytest's own `tmp_path` is another one on each rank.)"""
+    path = Path(comm.bcast(tempfile.mkdtemp(prefix="shardload-test-") if comm.rank == 0 else None, root=0))
+    yield path
+    comm.barrier()  # nobody reads it any more
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Under MPI all ranks must try the same examples, and none may give up on its own because it is slow.
+    together: dict[str, Any] = {"database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+    hypothesis.settings.register_profile(
+        "shardload",
+        deadline=None,  # the machine may be busy; pytest-timeout is the limit
+        derandomize=SIZE > 1 or "CI" in os.environ,
+        print_blob=True,
+        **(together if SIZE > 1 else {}),
+    )
+    hypothesis.settings.load_profile("shardload")
+    if SIZE > 1:
+        config.option.with_mpi = True
+        if MPI.COMM_WORLD.rank:
+            config.option.xmlpath = None  # rank 0 writes the report
+        config.pluginmanager.register(Ranks(config), "shardload-ranks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept: list[pytest.Item] = []
+    dropped: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        reason = _elsewhere(item)
+        (dropped.setdefault(reason, []) if reason else kept).append(item)
+        if _folder(item) == "jobs" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(JOB_SECONDS))
+    items[:] = kept
+    config.stash[DROPPED] = {reason: len(tests) for reason, tests in dropped.items()}
+    for tests in dropped.values():
+        config.hook.pytest_deselected(items=tests)
+
+
+DROPPED = pytest.StashKey[dict[str, int]]()
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+
+
+def _elsewhere(item: pytest.Item) -> str | None:
+    """Why this test is not for this run; None if it is."""
+    if SIZE > 1 and _folder(item) != "mpi":
+        return "left to plain pytest"
+    if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
+        return "left to runs with more ranks"
+    return None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if not MPI:
+        return "mpi: no library; one process"
+    library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("\t", " ").strip("\x00 ")
+    return f"mpi: {SIZE} rank{'s' if SIZE > 1 else ''}, {' '.join(library.split())}"
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    dropped = config.stash.get(DROPPED, {})
+    return [f"{len(items)} tests run here" + "".join(f"; {n} {reason}" for reason, n in sorted(dropped.items()))]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Add this run's counts to the Makefile's sum of all runs."""
+    if (tally := os.environ.get("SHARDLOAD_TALLY")) and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
+        counts = [len(terminalreporter.stats.get(key, ())) for key in ("passed", "failed", "error")]
+        with open(tally, "a") as file:
+            file.write(f"{counts[0]} {counts[1] + counts[2]}\n")
+
+
+class Ranks:
+    """What `pytest` needs to be one program on many ranks. Registered under mpiexec only."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.comm = MPI.COMM_WORLD.Dup()  # no test can take a message of ours
+        self.rank: int = self.comm.rank
+        self.stderr = os.dup(2)  # the real one: pytest redirects 2 while tests run
+        self.collect_errors: list[str] = []
+        self.pending = ""  # this rank's failure, while it waits for the others
+        self.timer: threading.Timer | None = None
+        for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # they would write .pytest_cache, all ranks at once
+            if config.pluginmanager.has_plugin(name):
+                config.pluginmanager.unregister(name=name)
+
+    def say(self, text: str) -> None:
+        """Print past pytest, in one write, so that ranks do not mix their lines."""
+        prefix = f"[rank {self.rank}] "
+        os.write(self.stderr, "".join(f"{prefix}{line}\n" for line in text.splitlines()).encode())
+
+    # --- the session ----------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> Generator[None, object, object]:
+        manager = session.config.pluginmanager
+        for plugin in manager.get_plugins():
+            if type(plugin).__module__ == "pytest_mpi":
+                plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
+        if self.rank:
+            reporter: Any = manager.get_plugin("terminalreporter")
+            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+        try:
+            import shardload
+
+            shardload.initialize()  # before any test can touch JAX's devices
+        except BaseException:
+            self.end_job("cannot start jax.distributed:\n" + traceback.format_exc())
+        return (yield)
+
+    def end_job(self, why: str) -> None:
+        """End the whole job: the other ranks would wait for this one for ever."""
+        self.say(why)
+        self.comm.Abort(3)
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.end_job(f"INTERNAL ERROR of pytest or a plugin:\n{excrepr}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.collect_errors.append(report.longreprtext)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Every rank must have collected the same tests, or they would wait for each other for ever."""
+        names = "\n".join(item.nodeid for item in session.items)
+        mine = (hashlib.sha256(names.encode()).hexdigest(), len(session.items), "\n".join(self.collect_errors))
+        everyone = self.comm.allgather(mine)
+        if len({(digest, bool(errors)) for digest, _, errors in everyone}) > 1:
+            lines = [f"rank {k} collected {n} tests {errors}".rstrip() for k, (_, n, errors) in enumerate(everyone)]
+            pytest.exit("the ranks collected different tests:\n" + "\n".join(lines), returncode=4)
+
+    # --- outcomes -------------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the outermost: it sees the report that would be printed
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self.agree(report)
+        return report
+
+    def agree(self, report: pytest.TestReport) -> None:
+        """Give all ranks the same outcome. Collective."""
+        if report.failed:
+            self.pending = "\n".join([report.longreprtext, *(text for _, text in report.sections if text)])
+        outcomes = self.gather_outcomes(report.outcome)
+        failures = self.comm.gather(self.pending) if "failed" in outcomes else None
+        self.pending = ""
+        if len(set(outcomes)) == 1 and "failed" not in outcomes:
+            return
+        ranks = {o: [k for k in range(len(outcomes)) if outcomes[k] == o] for o in OUTCOMES if o in outcomes}
+        summary = ", ".join(f"{outcome} on {_names(those)}" for outcome, those in ranks.items())
+        if not report.failed:
+            report.outcome = "failed"
+            report.longrepr = f"{summary}; the ranks must agree"
+            if hasattr(report, "wasxfail"):
+                del report.wasxfail
+        elif len(ranks) > 1:
+            report.sections.append(("outcomes", summary))
+        if failures:
+            shown = {failures[0]} if outcomes[0] == "failed" else set()
+            for text in dict.fromkeys(failures):
+                those = [k for k in range(len(failures)) if failures[k] == text and outcomes[k] == "failed"]
+                if those and text not in shown:
+                    report.sections.append((f"failure on {_names(those)}", text))
+
+    def gather_outcomes(self, outcome: str) -> list[str]:
+        """Everyone's outcome. Waits asleep: a rank that is still at work may need the core."""
+        codes = np.empty(self.comm.size, np.int8)
+        request = self.comm.Iallgather(np.array([OUTCOMES.index(outcome)], np.int8), codes)
+        while not request.Test():
+            time.sleep(0.0005)
+        return [OUTCOMES[code] for code in codes]
+
+    # --- timeouts -------------------------------------------------------------------------------------------
+
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
+        """In place of pytest-timeout's own timer, whose report only rank 0 would show."""
+        self.timer = threading.Timer(settings.timeout, self.expire, (item.nodeid, settings.timeout))
+        self.timer.daemon = True
+        self.timer.start()
+        # Should C code hold the GIL, no Python thread can run; this one is not Python.
+        faulthandler.dump_traceback_later(settings.timeout + 10, exit=True, file=self.stderr)
+        return True
+
+    def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool:
+        if self.timer:
+            self.timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+        return True
+
+    def expire(self, test: str, seconds: float) -> None:
+        """Say where this rank is, give the others a moment to do the same, and end the process and so the job."""
+        main = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = "".join(traceback.format_stack(main)[-12:])
+        failed = f"this rank has FAILED and waits for the others:\n{self.pending}\n" if self.pending else ""
+        self.say(f"TIMEOUT: {test} took more than {seconds} s\n{failed}it is here:\n{stack}")
+        time.sleep(2)
+        os._exit(1)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

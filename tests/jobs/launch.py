@@ -1,0 +1,338 @@
+"""How does a test start an MPI job that can never hang the suite?
+
+`run_job` starts ``mpiexec`` and waits, for a limited time. A job that is not done by then has hung: every process of
+it is killed, wherever it went (launchers put ranks into process groups of their own, and an orphan has no parent to
+ask), and the test fails with the last output and the Python stack of every rank.
+
+The processes of a job are told by an environment variable that all of them inherit, `MARK`.
+
+As a program it does the same for the Makefile, with the output live::
+
+    python tests/jobs/launch.py -n 4 --timeout 300 --mpi openmpi -- -m pytest --with-mpi tests
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+__all__ = ["Job", "job_command", "job_environment", "mpiexec_of", "run_job"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "SHARDLOAD_JOB"  # ids of the jobs that a process belongs to, joined by ':'
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH's hydra, Open MPI's prte
+TAIL_LINES = 40
+GONE = (psutil.Error, OSError)  # a process may end, or be another user's, while it is looked at
+
+# What a surrounding MPI job or an earlier choice of library leaves in the environment and would mislead the new job.
+FOREIGN = ("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPI4PY_")
+
+# Each rank's output goes to files of its own: launchers mix the ranks' lines, and lose the last ones of a killed rank.
+RANK_SHELL = r"""
+ulimit -c 0
+rank=${PMI_RANK-${OMPI_COMM_WORLD_RANK-unknown}}
+exec "$@" >"$SHARDLOAD_JOB_DIR/$rank.out" 2>"$SHARDLOAD_JOB_DIR/$rank.err"
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended.
+
+    Attributes
+    ----------
+    returncode : int
+        mpiexec's.
+    stdout, stderr : str
+        Of all ranks, in the order of ranks; stderr ends with what mpiexec itself said.
+    seconds : float
+        Wall time.
+    rank_stdout, rank_stderr : tuple of str
+        Of each rank.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    rank_stdout: tuple[str, ...]
+    rank_stderr: tuple[str, ...]
+
+    def check(self) -> Job:
+        """Return this job if it ended well; AssertionError with every rank's last output if not."""
+        if self.returncode:
+            raise AssertionError(f"the job ended with {self.returncode} after {self.seconds:.1f} s\n{self.tail()}")
+        return self
+
+    def tail(self) -> str:
+        """Every rank's last lines, and mpiexec's."""
+        said = "".join(self.rank_stderr)
+        return _tails(self.rank_stdout, self.rank_stderr, self.stderr.removeprefix(said))
+
+
+def run_job(
+    program: str | Path | Sequence[str | Path],
+    n: int,
+    *,
+    timeout: float,
+    mpi: str = "mpich",
+    env: Mapping[str, str] | None = None,
+    devices_per_process: int = 1,
+    python: str | Path | None = None,
+    cwd: str | Path | None = None,
+) -> Job:
+    """Run a Python program on `n` ranks and wait for it, at most `timeout` seconds.
+
+    Parameters
+    ----------
+    program : path, or sequence of arguments
+        A script, or arguments for the interpreter such as ``["-m", "shardload", "demo"]``.
+    n : int
+        Ranks.
+    timeout : float
+        Seconds. A job that needs longer has hung.
+    mpi : {"mpich", "openmpi"}
+        Library and launcher. MPICH's stands beside `python`, Open MPI's in ``.openmpi`` (``make setup``).
+    env : mapping, optional
+        Variables on top of this process's and of `job_environment`'s.
+    devices_per_process : int
+        CPU devices that JAX shows on each process.
+    python : path, optional
+        Interpreter (default: this one).
+    cwd : path, optional
+        Where to run (default: here).
+
+    Raises
+    ------
+    AssertionError
+        If the job hung. A job that fails is returned: see `Job.check`.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
+        environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
+        environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder}
+        command = job_command(program, n, mpi=mpi, python=python, rank_shell=True)
+        log = Path(folder, "mpiexec")
+        with log.open("wb") as launcher:
+            code, seconds, killed = _run(command, environment, timeout, launcher, launcher, cwd)
+        out = tuple(_read(Path(folder, f"{rank}.out")) for rank in range(n))
+        err = tuple(_read(Path(folder, f"{rank}.err")) for rank in range(n))
+        said = _read(log)
+    if code is None:
+        raise AssertionError(
+            f"HUNG: {' '.join(command)}\nnot done after {timeout} s; its {killed} processes were killed\n"
+            f"{_tails(out, err, said)}"
+        )
+    if killed:
+        said += f"run_job: {killed} processes outlived mpiexec and were killed\n"
+    return Job(code, "".join(out), "".join(err) + said, seconds, out, err)
+
+
+def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1) -> dict[str, str]:
+    """The environment of a job: this process's without another job's traces, and kind to a small machine."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+    env.setdefault("JAX_PLATFORMS", "cpu")
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a hung rank is sent SIGABRT and prints its stack
+        "PYTHONUNBUFFERED": "1",  # ... and has printed what it had to say
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_per_process}",
+    }
+    if mpi == "openmpi":
+        env |= {
+            "MPI4PY_MPIABI": "openmpi",  # mpi4py's wheel speaks both; it would take MPICH, which stands beside it
+            "MPI4PY_LIBMPI": str(_openmpi_prefix() / "lib" / "libmpi.so.40"),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers and CI are root
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+    elif n > (os.cpu_count() or 1):
+        # A waiting rank of MPICH spins, and takes its share of the core from those that work. This makes it sleep: on
+        # 2 cores, 1.4 s of work on one rank took 6.4 s with 7 others waiting, 1.8 s so. It costs 0.3 ms a collective.
+        env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+    return env
+
+
+def job_command(
+    program: str | Path | Sequence[str | Path],
+    n: int,
+    *,
+    mpi: str = "mpich",
+    python: str | Path | None = None,
+    rank_shell: bool = False,
+) -> list[str]:
+    """The command line: mpiexec, then the interpreter and its arguments."""
+    interpreter = str(python or sys.executable)
+    arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
+    command = [str(mpiexec_of(mpi, interpreter)), "-n", str(n)]
+    if mpi == "openmpi":
+        command.insert(1, "--oversubscribe")
+    if rank_shell:
+        command += ["/bin/sh", "-c", RANK_SHELL, "rank"]
+    return [*command, interpreter, *arguments]
+
+
+def mpiexec_of(mpi: str, python: str | Path | None = None) -> Path:
+    """The launcher that goes with the MPI library `mpi`."""
+    if mpi == "openmpi":
+        return _openmpi_prefix() / "bin" / "mpiexec"
+    if mpi != "mpich":
+        raise ValueError(f"mpi is {mpi!r}; expected 'mpich' or 'openmpi'")
+    beside = Path(python or sys.executable).parent / "mpiexec"  # unresolved: a venv's python is a link
+    found = beside if beside.exists() else shutil.which("mpiexec")
+    if not found:
+        raise FileNotFoundError(
+            f"no mpiexec beside {python or sys.executable} or on PATH: pip install 'shardload[mpich]'"
+        )
+    return Path(found)
+
+
+def _openmpi_prefix() -> Path:
+    prefix = Path(os.environ.get("SHARDLOAD_OPENMPI", ROOT / ".openmpi"))
+    if not (prefix / "bin" / "mpiexec").exists():
+        raise FileNotFoundError(f"no Open MPI in {prefix}: `make setup` installs it, SHARDLOAD_OPENMPI names another")
+    return prefix
+
+
+def _run(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    timeout: float,
+    stdout: IO[bytes] | None,
+    stderr: IO[bytes] | None,
+    cwd: str | Path | None,
+) -> tuple[int | None, float, int]:
+    """Exit code (None: hung), seconds, and how many processes had to be killed."""
+    job = uuid.uuid4().hex
+    marks = f"{os.environ.get(MARK, '')}:{job}"  # a job inside a job ends with the outer one
+    began = time.monotonic()
+    launcher = subprocess.Popen(
+        command,
+        env={**env, MARK: marks},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+    code = None
+    try:
+        code = launcher.wait(timeout)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also when interrupted
+        seconds = time.monotonic() - began
+        killed = _kill(job, launcher, stacks=True) if code is None else _kill_orphans(job, launcher)
+    return code, seconds, killed
+
+
+def _processes(job: str) -> list[psutil.Process]:
+    """Every live process of a job."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(*GONE):
+            if job in process.environ().get(MARK, "").split(":") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _kill_orphans(job: str, launcher: subprocess.Popen[bytes]) -> int:
+    """Kill what outlived mpiexec; a helper that is on its way out has a moment."""
+    deadline = time.monotonic() + 2
+    while _processes(job):
+        if time.monotonic() > deadline:
+            return _kill(job, launcher, stacks=False)
+        time.sleep(0.05)
+    return 0
+
+
+def _kill(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> int:
+    """Kill every process of a job; return how many there were."""
+    processes = _processes(job)
+    segments = {path for process in processes for path in _shared_memory(process)}
+    if stacks:
+        for process in processes:
+            with suppress(*GONE):
+                environment = process.environ()
+                if "python" in process.name() and any(name in environment for name in RANK_VARIABLES):
+                    process.send_signal(signal.SIGABRT)  # faulthandler prints the stack, then the rank dies
+        time.sleep(1)
+    if launcher.poll() is None:
+        launcher.terminate()  # it knows its temporary files
+        try:
+            launcher.wait(3)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
+    while left := _processes(job):  # a process may have started another in the meantime
+        for process in left:
+            with suppress(*GONE):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+    for path in segments:  # MPICH and Open MPI unlink theirs only when they end well
+        path.unlink(missing_ok=True)
+    return len(processes)
+
+
+def _shared_memory(process: psutil.Process) -> set[Path]:
+    """Shared-memory files that a process has mapped: its job's, so nobody else misses them."""
+    try:
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    names = (line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/" in line)
+    return {Path(name) for name in names if not name.endswith(" (deleted)")}
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _tails(out: Sequence[str], err: Sequence[str], launcher: str) -> str:
+    parts = []
+    for rank in range(len(out)):
+        parts += [(f"rank {rank} stdout", out[rank]), (f"rank {rank} stderr", err[rank])]
+    parts.append(("mpiexec", launcher))
+    ends = [(title, text.splitlines()[-TAIL_LINES:]) for title, text in parts if text.strip()]
+    return "\n".join(f"--- {title}\n" + "\n".join(lines) for title, lines in ends)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a job with its output live; 124 if it hung, as coreutils' timeout has it."""
+    parser = argparse.ArgumentParser(prog="launch.py", description=main.__doc__)
+    parser.add_argument("-n", type=int, required=True, help="ranks")
+    parser.add_argument("--timeout", type=float, required=True, help="seconds")
+    parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich")
+    parser.add_argument("--devices", type=int, default=1, help="CPU devices that each process shows to JAX")
+    parser.add_argument("program", nargs="+", help="arguments for the interpreter, after --")
+    options = parser.parse_args(arguments)
+    env = job_environment(options.n, mpi=options.mpi, devices_per_process=options.devices)
+    command = job_command(options.program, options.n, mpi=options.mpi)
+    code, _, killed = _run(command, env, options.timeout, None, None, None)
+    if code is None:
+        print(
+            f"HUNG: {' '.join(command)}\nnot done after {options.timeout} s; its {killed} processes were killed",
+            flush=True,
+        )
+        return 124
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

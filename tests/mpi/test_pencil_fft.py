@@ -1,0 +1,158 @@
+"""The pencil FFT of the examples, against numpy.fft.fftn, with every axis of a different length."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pencil_fft.py"
+TOLERANCE = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
+
+
+def load_example() -> Any:
+    spec = importlib.util.spec_from_file_location("pencil_fft", EXAMPLE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+@contextmanager
+def precision_of(dtype: type) -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", dtype is np.float64)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def meshes() -> list[Mesh]:
+    """Every pa x pb there is for these devices, and one with the devices in another order."""
+    devices = np.array(jax.devices())
+    n = devices.size
+    found = [Mesh(devices.reshape(n // pb, pb), ("a", "b")) for pb in range(1, n + 1) if n % pb == 0]
+    return [*found, Mesh(devices[::-1].reshape(found[0].devices.shape[::-1]), ("p", "q"))]
+
+
+def field(dtype: type) -> np.ndarray[Any, Any]:
+    n = len(jax.devices())
+    return np.random.default_rng(1).normal(1, 1, (2 * n, 3 * n, 5 * n)).astype(dtype)
+
+
+def place(values: np.ndarray[Any, Any], mesh: Mesh, spec: Any) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh, spec), lambda index: values[index])
+
+
+def worst(modes: jax.Array, expected: np.ndarray[Any, Any]) -> float:
+    """Largest error on the shards of this process, relative to the largest mode."""
+    errors = [np.abs(np.asarray(s.data) - expected[s.index]).max(initial=0) for s in modes.addressable_shards]
+    return float(max(errors) / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equals_numpy_on_every_mesh(dtype: type) -> None:
+    with precision_of(dtype):
+        values = field(dtype)
+        expected = np.fft.fftn(values.astype(np.float64))
+        for mesh in meshes():
+            a, b = mesh.axis_names
+            pa, pb = mesh.devices.shape
+            modes = example.fft3d(place(values, mesh, P(None, a, b)))
+            assert modes.dtype == np.result_type(dtype, np.complex64)
+            n0, n1, n2 = values.shape
+            assert modes.sharding.shard_shape(modes.shape) == (n0 // pa, n1 // pb, n2)
+            assert worst(modes, expected) < TOLERANCE[dtype], mesh
+
+
+def test_explicit_mesh() -> None:
+    """What jax.make_mesh gives today has axes of another type than Mesh(...) has."""
+    mesh = jax.make_mesh((1, len(jax.devices())), ("a", "b"))
+    values = field(np.float32)
+    modes = example.fft3d(place(values, mesh, P(None, "a", "b")))
+    assert worst(modes, np.fft.fftn(values)) < TOLERANCE[np.float32]
+
+
+def test_of_pencils_loaded_from_a_file(shared_tmp_path: Path, comm: Any) -> None:
+    import h5py
+
+    import shardload
+
+    values = field(np.float32)
+    path = shared_tmp_path / "field.h5"
+    if comm.Get_rank() == 0:
+        with h5py.File(path, "w") as h5:
+            h5.create_dataset("density", data=values, chunks=(1, *values.shape[1:]), compression="gzip")
+    comm.Barrier()
+    x = shardload.load(str(path), example.square_mesh(), P(None, "a", "b"))
+    assert worst(example.fft3d(x), np.fft.fftn(values)) < TOLERANCE[np.float32]
+
+
+def test_plane_wave_has_two_modes() -> None:
+    x = example.plane_wave(example.square_mesh(), (1, 2, 3))
+    expected = np.zeros(x.shape)
+    expected[1, 2, 3] = expected[-1, -2, -3] = x.size / 2
+    assert worst(example.fft3d(x), expected) < TOLERANCE[np.float32]
+
+
+def test_refuses_what_is_not_a_pencil() -> None:
+    mesh = example.square_mesh()
+    values = field(np.float32)
+    for spec in (P("a", "b"), P(None, "a"), P(None, ("a", "b"), None), P()):
+        with pytest.raises(ValueError, match=re.escape("P(None, 'a', 'b')")):
+            example.fft3d(place(values, mesh, spec))
+
+
+@pytest.mark.mpi(min_size=4)
+def test_refuses_axes_that_do_not_divide() -> None:
+    mesh = example.square_mesh()
+    pa = mesh.shape["a"]
+    values = np.zeros((pa + 1, 4 * pa, 4 * pa), np.float32)
+    with pytest.raises(ValueError, match=f"axis 0 has {pa + 1} elements"):
+        example.fft3d(place(values, mesh, P(None, "a", "b")))
+
+
+@pytest.fixture
+def four_devices(comm: Any) -> dict[str, str]:
+    """The environment of a single process with four devices."""
+    if comm.Get_size() > 1:
+        pytest.skip("starts processes of its own: left to plain pytest")
+    return {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+
+
+def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
+    tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil"
+    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
+    done = subprocess.run(command, env=four_devices, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout
+
+
+def test_script_says_what_it_found(four_devices: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
+    root = str(EXAMPLE.parents[1])
+    done = subprocess.run(
+        command, env={**four_devices, "PYTHONPATH": root}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(16, 16, 16) float32, shard (16, 8, 8) on each of 4 devices" in done.stdout
+    strongest = re.search(r"strongest mode .*\((\d+), (\d+), (\d+)\): (\S+)", done.stdout)
+    assert strongest
+    assert tuple(map(int, strongest.groups()[:3])) in {(1, 2, 3), (15, 14, 13)}
+    assert float(strongest[4]) == pytest.approx(16**3 / 2, rel=1e-5)

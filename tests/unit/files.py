@@ -1,0 +1,100 @@
+"""Which files do the tests read? Writers of small HDF5 and Zarr files whose values tell where they came from.
+
+Every value is its own flat index in the array (modulo a prime, where the type is too small for that), and every axis has
+a length of its own: a value that turns up in the wrong place says which place is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import zarr
+
+from shardload.region import Region
+from shardload.sources.base import Source
+
+SHAPES: tuple[tuple[int, ...], ...] = ((), (11,), (5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 3, 4, 5, 7))
+
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+    *(">i2", ">i4", ">i8", ">u2", ">f2", ">f4", ">f8", ">c8", ">c16"),
+)
+
+_PRIMES = {"bool": 2, "int8": 113, "uint8": 251, "float16": 2039}
+
+
+def flat(shape: tuple[int, ...], dtype: Any = "float32", first: int = 0) -> np.ndarray[Any, Any]:
+    """An array whose values are their own flat index plus `first`."""
+    dtype = np.dtype(dtype)
+    index = np.arange(first, first + math.prod(shape), dtype="int64").reshape(shape)
+    if dtype.kind == "b":
+        return np.asarray((index * index // 3) % 2 == 1)  # no pattern that a shift or a transpose would keep
+    index = index % _PRIMES.get(dtype.newbyteorder("=").name, 2**62)
+    if dtype.kind == "c":
+        return np.asarray((index - 1j * (index + 0.5)).astype(dtype))
+    return np.asarray(index.astype(dtype))
+
+
+def chunks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Chunks that divide no axis evenly, except those of length 1 or 2."""
+    return tuple(max(1, n // 2) for n in shape)
+
+
+def regions_of(shape: tuple[int, ...]) -> Iterator[Region]:
+    """The whole, the middle, the last element, one plane per axis, and an empty region."""
+    yield Region.whole(shape)
+    yield Region(tuple(n // 3 for n in shape), tuple(n - (n > 3) for n in shape))
+    if 0 in shape:
+        return
+    yield Region(tuple(n - 1 for n in shape), shape)
+    for axis, size in enumerate(shape):
+        at = size // 2
+        yield Region(
+            (*(0,) * axis, at, *(0,) * (len(shape) - axis - 1)), (*shape[:axis], at + 1, *shape[axis + 1 :])
+        )
+    if shape:
+        yield Region((1, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
+
+
+def check_source(source: Source, expected: np.ndarray[Any, Any]) -> None:
+    """Raise AssertionError unless `source` delivers `expected`, by every region of `regions_of`, in native byte order."""
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    assert source.info.shape == expected.shape
+    assert source.info.refused is None
+    assert source.dtype == native.dtype and source.dtype.isnative
+    assert source.info.dtype == native.dtype.name
+    for region in regions_of(expected.shape):
+        out = np.full(region.shape, 99).astype(native.dtype)
+        source.read_into(region, out)
+        np.testing.assert_array_equal(out, native[region.slices()], err_msg=f"{source.info} {region}", strict=True)
+
+
+def read_all(source: Source) -> np.ndarray[Any, Any]:
+    """All values of a source."""
+    out = np.empty(source.info.shape, source.dtype)
+    source.read_into(Region.whole(source.info.shape), out)
+    return out
+
+
+def write_hdf5(path: Path | str, arrays: dict[str, Any], **options: Any) -> str:
+    """Write arrays, contiguous unless `options` (of `h5py.Group.create_dataset`) say otherwise; returns the path."""
+    with h5py.File(path, "w") as file:
+        for name, data in arrays.items():
+            file.create_dataset(name, data=data, **options)
+    return str(path)
+
+
+def write_zarr(path: Path | str, arrays: dict[str, Any], zarr_format: Any = 3, **options: Any) -> str:
+    """Write arrays into a group, in chunks that do not divide the axes; returns the path."""
+    group = zarr.open_group(path, mode="w", zarr_format=zarr_format)
+    for name, data in arrays.items():
+        data = np.asarray(data)
+        chunks = {"chunks": chunks_of(data.shape), **options}
+        group.create_array(name, data=data, **chunks)
+    return str(path)

@@ -1,0 +1,326 @@
+"""What the command line prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import EllipsisType
+
+import h5py
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardload.cli import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
+
+MESH = {"a": 4, "b": 2}
+
+
+def run(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(args))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def unwrapped(text: str) -> str:
+    """A message in a box of 80 columns, as one line."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w") as h5:
+        rho = h5.create_dataset(
+            "fields/density",
+            data=np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20),
+            chunks=(1, 8, 20),
+            compression=4,
+        )
+        rho.attrs["units"] = "kg m-3"
+        rho.attrs["scale_factor"] = np.float32(0.5)
+        rho.attrs["_FillValue"] = np.float32("nan")
+        h5.create_dataset(
+            "big", (16384, 16384, 16384), "f4", chunks=(1, 16384, 16384), compression=4
+        )  # allocates nothing
+        h5["words"] = ["a", "bc"]
+        x = h5.create_dataset("x", data=np.arange(12.0))
+        x.make_scale("x")
+        rho.dims[0].attach_scale(x)
+    return str(path)
+
+
+# --- what was typed
+
+
+def test_mesh_keeps_the_order_of_its_axes() -> None:
+    assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)]
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "a=x", "a=0", "a=-1", "=4", "a=4,", "4", "a=1.5", "a=4;b=2"])
+def test_mesh_that_cannot_be_read_says_what_to_type(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--mesh a=4,b=2"):
+        parse_mesh(text)
+
+
+def test_mesh_axis_twice() -> None:
+    with pytest.raises(typer.BadParameter, match="'a' twice"):
+        parse_mesh("a=4,a=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("a,b", ("a", "b")),
+        ("-,b,a", (None, "b", "a")),
+        ("a+b", (("a", "b"),)),
+        (" b + a , - ", (("b", "a"), None)),
+        ("-", (None,)),
+    ],
+)
+def test_spec(text: str, spec: tuple[str | tuple[str, ...] | None, ...]) -> None:
+    assert parse_spec(text, MESH) == spec
+
+
+@pytest.mark.parametrize("text", ["c", "a,,b", "", "a+", "None,a"])
+def test_spec_that_names_no_mesh_axis(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--spec -,a,b"):
+        parse_spec(text, MESH)
+
+
+def test_spec_with_an_axis_twice() -> None:
+    with pytest.raises(typer.BadParameter, match="'a' twice"):
+        parse_spec("a,a", MESH)
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("0,:,10:20", (0, slice(None), slice(10, 20))),
+        ("-1,...", (-1, ...)),
+        ("[5:, :-3]", (slice(5, None), slice(None, -3))),
+        ("::2", (slice(None, None, 2),)),
+    ],
+)
+def test_select(text: str, index: tuple[slice | int | EllipsisType, ...]) -> None:
+    assert parse_select(text) == index
+
+
+@pytest.mark.parametrize("text", ["", "x", "0,,1", "1:2:3:4", "1.5", "a:b"])
+def test_select_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="0,:,10:20"):
+        parse_select(text)
+
+
+def test_pad() -> None:
+    assert (parse_pad("0"), type(parse_pad("0"))) == (0, int)
+    assert parse_pad("-9.99e8") == -9.99e8
+    assert np.isnan(parse_pad("nan"))
+    with pytest.raises(typer.BadParameter, match="not a number"):
+        parse_pad("zero")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**44, "16.0 TiB"),
+        (2**70, "1048576.0 PiB"),
+        (None, "-"),
+    ],
+)
+def test_human_size(nbytes: int | None, text: str) -> None:
+    assert human_size(nbytes) == text
+
+
+# --- info
+
+
+def test_info_lists_every_array_with_what_matters(file: str) -> None:
+    code, out, _ = run("info", file)
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines()[2:]}
+    assert set(lines) == {"/fields/density", "/big", "/words", "/x"}
+    for part in (
+        "12 x 8 x 20",
+        "1 x 8 x 20",
+        "float32",
+        "gzip",
+        "7.5 KiB",
+        "scale_factor=0.5",
+        "_FillValue=nan",
+        "kg m-3",
+    ):
+        assert part in lines["/fields/density"]
+    assert "16.0 TiB" in lines["/big"]
+    assert "cannot be loaded" in lines["/words"]
+    assert "coordinate" in lines["/x"]
+
+
+def test_info_in_a_pipe_is_not_cut_or_wrapped(tmp_path: Path) -> None:
+    name = "/" + "long" * 80
+    with h5py.File(tmp_path / "f.h5", "w") as h5:
+        h5[name] = np.zeros(3)
+    code, out, _ = run("info", str(tmp_path / "f.h5"))
+    assert code == 0
+    assert [line for line in out.splitlines() if name in line and "float64" in line]
+    assert out == "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
+
+
+def test_info_of_one_array_shows_its_attributes(file: str) -> None:
+    code, out, _ = run("info", f"{file}:/fields/density")
+    assert code == 0
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert rows["scale_factor"] == "0.5  (reported, not applied)"
+    assert rows["shape"] == "12 x 8 x 20"
+
+
+def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
+    code, out, _ = run("info", f"{file}:/words")
+    assert code == 0
+    assert "refused" in out
+
+
+def test_info_json(file: str) -> None:
+    code, out, _ = run("info", file, "--json")
+    assert code == 0
+    arrays = {array["dataset"]: array for array in json.loads(out)}
+    rho = arrays["/fields/density"]
+    assert (rho["shape"], rho["chunks"], rho["nbytes"]) == ([12, 8, 20], [1, 8, 20], 12 * 8 * 20 * 4)
+    assert rho["attributes"]["_FillValue"] == "nan"  # JSON has no NaN
+    assert arrays["/words"]["refused"]
+    assert json.loads(run("info", f"{file}:/x", "--json")[1])[0]["is_coordinate"] is True
+
+
+def test_info_of_zarr_shows_shards(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    zarr.create_array(str(tmp_path / "z.zarr"), shape=(8, 8), chunks=(2, 4), shards=(4, 8), dtype="i2")
+    code, out, _ = run("info", str(tmp_path / "z.zarr"))
+    assert code == 0
+    header, row = out.splitlines()[1:]
+    assert "shards" in header
+    assert all(part in row for part in ("8 x 8", "2 x 4", "4 x 8", "int16"))
+
+
+def test_info_of_nothing_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    code, out, err = run("info", str(tmp_path / "no.h5"))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert "no.h5" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_info_of_a_name_that_is_not_there_names_those_that_are(file: str) -> None:
+    code, _, err = run("info", f"{file}:/fields/densitty")
+    assert code == 1
+    assert "/fields/density" in err
+
+
+# --- plan
+
+
+def test_plan_prints_the_plan(file: str) -> None:
+    code, out, err = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b")
+    assert (code, err) == (0, "")
+    assert "pencil" in out
+
+
+def test_plan_json(file: str) -> None:
+    args = ("--dataset", "fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", "--json")
+    code, out, _ = run("plan", file, *args, "--select", ":10,...", "--readers", "parallel")
+    assert code == 0
+    plan = json.loads(out)
+    assert (plan["shape"], plan["shard_shape"], plan["n_ranks"]) == ([10, 8, 20], [10, 2, 10], 8)
+    assert (plan["dtype"], plan["readers"], plan["decomposition"]) == ("float32", "parallel", "pencil")
+    assert plan["costs"]["direct"]["amplification"] == 8
+    assert plan["costs"]["parallel"]["chunks_decoded"] == 10
+
+
+def test_plan_pads_when_told_to(file: str) -> None:
+    args = ("plan", f"{file}:/fields/density", "--mesh", "a=3", "--spec", "-,a", "--json")
+    code, _, err = run(*args)
+    assert code == 1
+    assert "pad" in err
+    code, out, _ = run(*args, "--pad", "0")
+    assert code == 0
+    assert json.loads(out)["shape_global"] == [12, 9, 20]
+
+
+def test_plan_over_two_mesh_axes(file: str) -> None:
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=2,b=2", "--spec", "a+b", "--json")
+    assert code == 0
+    assert json.loads(out)["shard_shape"] == [3, 8, 20]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("--mesh", "a4", "--spec", "a"), 2, "Type --mesh a=4,b=2"),
+        (("--mesh", "a=4", "--spec", "z"), 2, "--mesh has the axes a."),
+        (("--mesh", "a=4", "--spec", "a", "--select", "x"), 2, "--select"),
+        (("--mesh", "a=4", "--spec", "a", "--pad", "x"), 2, "--pad"),
+        (
+            (
+                "--mesh",
+                "a=4",
+            ),
+            2,
+            "--spec",
+        ),
+        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "readers"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "staging"),
+        (("--mesh", "a=4", "--spec", "a", "--select", "99"), 1, "99"),
+    ],
+)
+def test_plan_refuses(file: str, args: tuple[str, ...], code: int, text: str) -> None:
+    found, out, err = run("plan", f"{file}:/fields/density", *args)
+    assert (found, out) == (code, "")
+    assert text in unwrapped(err)
+    assert "Traceback" not in err
+
+
+# --- the command itself
+
+
+def shell(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "shardload", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_plan_for_65536_devices_answers_in_a_moment(file: str) -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["n_ranks"] == 65536
+    assert min(seconds) < 4  # 2 on an idle machine; import jax alone is up to 1
+
+
+def test_help_has_examples() -> None:
+    for args, text in (
+        ((), "mpiexec -n 4 python -m shardload demo"),
+        (("info",), "shardload info run.h5:/fields/density"),
+        (("plan",), "--mesh a=256,b=256 --spec -,a,b"),
+        (("demo",), "--size 128"),
+    ):
+        done = shell(*args, "--help")
+        assert done.returncode == 0
+        assert text in unwrapped(done.stdout)
+
+
+def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
+    wrong = shell("info", "--colour")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    missing = shell("info", str(tmp_path / "no.h5"))
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: ")
