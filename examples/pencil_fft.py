@@ -64,7 +64,8 @@ def fft3d(x: jax.Array) -> jax.Array:
         If the array is not sharded so, or its axes do not divide.
     """
     mesh, a, b = _pencil_axes(x)
-    return _transform(mesh, a, b)(x)
+    modes: jax.Array = _transform(mesh, a, b)(x)
+    return modes
 
 
 @functools.cache  # one compiled function per mesh, however often fft3d is called
@@ -81,7 +82,7 @@ def _transform(mesh: Mesh, a: str, b: str) -> Any:
 
 def _pencil_axes(x: jax.Array) -> tuple[Mesh, str, str]:
     """The mesh of `x` and the names of the two mesh axes that cut it."""
-    sharding = x.sharding
+    sharding: Any = x.sharding
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if x.ndim != 3 or len(spec) != 3 or spec[0] is not None or not all(isinstance(name, str) for name in spec[1:]):
         raise ValueError(
@@ -111,7 +112,7 @@ def plane_wave(mesh: Mesh, modes: tuple[int, int, int] = (1, 2, 3)) -> jax.Array
     pa, pb = mesh.devices.shape
     shape = (8 * pa, 8 * math.lcm(pa, pb), 8 * pb)
 
-    def values(index: tuple[slice, ...]) -> Any:
+    def values(index: Any) -> Any:
         axes = np.ogrid[tuple(slice(*part.indices(n)) for part, n in zip(index, shape, strict=True))]
         phase = sum(m * i / n for m, i, n in zip(modes, axes, shape, strict=True))
         return np.cos(2 * np.pi * np.asarray(phase)).astype(np.float32)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_PLAN_NAMES = ("shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers")
-_PLAN_NAMES += ("n_readers", "why")
+_PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
+_PLAN_NAMES += ["n_readers", "why"]
 
 app = typer.Typer(
     name="shardload",
@@ -97,9 +97,7 @@ def info(
 def plan(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
     mesh: Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.")],
-    spec: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")
-    ],
+    spec: Annotated[str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")],
     dataset: Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")] = None,
     select: Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')] = None,
     dtype: Annotated[str | None, typer.Option(help="Load as this type: float32")] = None,
@@ -129,7 +127,7 @@ def plan(
     with _one_message():
         import shardload
 
-        how = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging}
+        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
 

@@ -58,11 +58,11 @@ class Cost:
     amplification : float
         `decoded_nbytes` over the bytes of the array; 1.0 is each byte once.
     messages, moved_nbytes : int
-        Messages between different ranks and the bytes in them.
+        Messages between different ranks (before long ones are split) and the bytes in them.
     is_exact : bool
         Whether these two are exact; else they are upper bounds.
     reader_nbytes : int
-        Bytes decoded by the busiest rank.
+        Bytes decoded by the busiest rank (at most: the last blocks may be cut short).
     peak_nbytes : int
         Host memory of the fullest rank: its pieces and its staging blocks.
     seconds : float
@@ -90,6 +90,8 @@ def plan_cost(
     has_chunks: bool,
     file_itemsize: int,
     codec: str,
+    chunk_nbytes: int | None = None,
+    casts: bool = False,
     staging_blocks: int = 2,
 ) -> Cost:
     """Count what a plan costs.
@@ -108,11 +110,15 @@ def plan_cost(
         Bytes per element in the file.
     codec : str
         `ArrayInfo.codec`.
+    chunk_nbytes : int, optional
+        Bytes of one chunk in the file, where that is more than a cell of `chunks`: a selection may drop axes.
+    casts : bool
+        Whether values are cast to another dtype on the way, in a buffer of their own.
     staging_blocks : int
         Blocks that a reader holds at once.
     """
     array_nbytes = math.prod(plan.blocks.shape) * file_itemsize
-    chunk_nbytes = math.prod(chunks.cell) * file_itemsize
+    chunk_nbytes = chunk_nbytes or math.prod(chunks.cell) * file_itemsize
     held = _shards_per_rank(plan.shards, plan.n_ranks)
     piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * int(held.max(initial=0))
     if plan.is_direct:
@@ -125,10 +131,12 @@ def plan_cost(
         decodes = chunks.n_cells
         decoded_nbytes = chunks.n_cells * chunk_nbytes if has_chunks else array_nbytes
         n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
-        reader_nbytes = -(-decoded_nbytes // n_readers)
+        most_chunks = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell) // math.prod(chunks.cell)
+        reader_nbytes = min(decoded_nbytes, most_chunks * chunk_nbytes)
         messages, moved_nbytes, is_exact = _count_messages(plan)
-    block_nbytes = min(math.prod(plan.blocks.cell), math.prod(plan.blocks.shape)) * plan.itemsize
-    staging_nbytes = 0 if plan.is_direct else staging_blocks * block_nbytes
+    staging_nbytes = 0
+    if casts or not plan.is_direct or _is_staged(plan):
+        staging_nbytes = plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize)
     seconds = reader_nbytes / _decode_rate(codec, has_chunks)
     if plan.is_direct and not has_chunks:
         seconds += _runs_per_piece(plan) * _RUN_SECONDS
@@ -177,11 +185,7 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
         return _CONTIGUOUS_RATE
     names = codec.lower().split("+")
     return min(
-        (
-            next((r for known, r in _CODEC_RATES.items() if known in n), _OTHER_CODEC_RATE)
-            for n in names
-            if n != "shuffle"
-        ),
+        (next((r for known, r in _CODEC_RATES.items() if known in n), _OTHER_CODEC_RATE) for n in names if n != "shuffle"),
         default=_CODEC_RATES["none"],
     )
 
@@ -208,11 +212,8 @@ def _direct_decodes(plan: ReadPlan, chunks: Grid, has_chunks: bool) -> tuple[int
     ):
         low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
         high = np.minimum(low + extent, size)
-        if has_chunks:
-            along = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0)
-        else:
-            along = high - low
-        counts = np.multiply.outer(counts, along)
+        n_chunks = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0)
+        counts = np.multiply.outer(counts, n_chunks if has_chunks else high - low)
     shard, rank = _unique_holders(shards)
     per_holder = counts.reshape(-1)[shard]
     if per_holder.size == 0:
@@ -244,8 +245,9 @@ def _count_messages(plan: ReadPlan) -> tuple[int, int, bool]:
     if n_pairs * n_replicas > _MAX_PAIRS:
         total = math.prod(plan.blocks.shape) * plan.itemsize * n_replicas
         return n_pairs * n_replicas, total, False
-    block: IntArray = np.zeros((), dtype=np.int64)
-    shard, size = block, np.ones((), dtype=np.int64)
+    block: Any = np.zeros((), dtype=np.int64)
+    shard: Any = block
+    size: Any = np.ones((), dtype=np.int64)
     strides = itertools.accumulate(reversed(plan.blocks.counts), lambda a, b: a * b, initial=1)
     cut_strides = itertools.accumulate(reversed(plan.shards.cuts), lambda a, b: a * b, initial=1)
     # The last axis first, so that strides build up; order does not matter for sums.
@@ -261,6 +263,18 @@ def _count_messages(plan: ReadPlan) -> tuple[int, int, bool]:
     repeated[:, 1:] = holders[:, 1:] == holders[:, :-1]
     remote = ((holders[shard] != owner[:, None]) & ~repeated[shard]).sum(axis=1)
     return int(remote.sum()), int((remote * size).sum()) * plan.itemsize, True
+
+
+def _is_staged(plan: ReadPlan) -> bool:
+    """Whether some direct read has gaps in its piece, so that it cannot be read straight into it."""
+    blocks, gapless = plan.blocks, True
+    axes = zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True)
+    for size, cell, phase, extent in reversed(list(axes)):
+        if not gapless and min(size, cell, extent) > 1:
+            return True
+        # A block that ends inside a shard leaves a gap between the runs of the axes before; so does padding.
+        gapless = gapless and size % max(1, extent) == 0 and not any(e % extent for e in range(cell - phase, size, cell))
+    return False
 
 
 def _runs_per_piece(plan: ReadPlan) -> int:

@@ -32,10 +32,11 @@ import h5py
 import jax
 import numpy as np
 import zarr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
+from zarr.codecs import ZstdCodec
 
 import shardload
 from shardload.errors import ConfigError, ShardloadError
@@ -122,7 +123,7 @@ class _Demo:
         self.failures += [message for messages, _, _ in per_rank for message in messages]
         if sum(n for _, n, _ in per_rank) != x.size:
             self.failures.append(f"{name}: the shards together do not have {x.size} elements")
-        return max(error for _, _, error in per_rank)
+        return max(float(error) for _, _, error in per_rank)
 
 
 def run(size: int = 256) -> int:
@@ -192,7 +193,8 @@ def _load_climate(demo: _Demo) -> None:
 
 def _load_verified(demo: _Demo, array: Any, path: Path, dataset: str, spec: Any) -> tuple[jax.Array, float, str]:
     """Load, time, compare, and add a row to the table."""
-    title, plans = f"{path.name}:/{dataset}", []
+    title = f"{path.name}:/{dataset}"
+    plans: list[shardload.Plan] = []
     demo.say(f"loading {title} as {_spec_text(spec)}")
 
     def load() -> jax.Array:
@@ -202,7 +204,7 @@ def _load_verified(demo: _Demo, array: Any, path: Path, dataset: str, spec: Any)
     x, seconds = demo.median_seconds(load)
     error = demo.verify(f"{title} as {_spec_text(spec)}", x, array)
     demo.n_loads += 1
-    plan = plans[-1]  # of the last run
+    plan: Any = plans[-1]  # of the last run
     decoded = _per_chunk(plan.report.chunks_decoded, array)
     shape = [f"{n}+{m - n}" if m > n else str(n) for n, m in zip(plan.shape, plan.shape_global, strict=True)]
     layout, shard = f"{plan.decomposition} {_spec_text(spec)}", _box(plan.shard_shape)
@@ -245,7 +247,7 @@ def _write_field(folder: Path, n: int, say: Callable[[str], None]) -> None:
         layout: Any = {"shape": (n, n, n), "chunks": (1, n, n), "dtype": "float32"}
         to_hdf5 = h5.create_dataset("density", **layout, compression="gzip", compression_opts=4, shuffle=True)
         group = zarr.create_group(str(folder / "field.zarr"), zarr_format=3)
-        to_zarr = group.create_array("density", **layout, compressors=zarr.codecs.ZstdCodec(level=3))
+        to_zarr = group.create_array("density", **layout, compressors=ZstdCodec(level=3))
         for i in range(n):
             if i % -(-n // 4) == 0:
                 say(f"writing {n}^3 float32 ({4 * n**3 / 2**20:.0f} MiB) as HDF5 and as Zarr: plane {i} of {n}")
@@ -275,7 +277,7 @@ def _open(path: Path) -> Any:
     return h5py.File(path)["density"] if path.suffix == ".h5" else zarr.open_group(str(path), mode="r")["density"]
 
 
-def _rank0_scatters(demo: _Demo, path: Path, sharding: NamedSharding) -> tuple[jax.Array, float, str]:
+def _rank0_scatters(demo: _Demo, path: Path, sharding: Any) -> tuple[jax.Array, float, str]:
     """Rank 0 reads all of it and scatters a list of pieces, which mpi4py pickles."""
     array = _open(path)
     mine = list(sharding.addressable_devices_indices_map(array.shape).values())
@@ -293,7 +295,7 @@ def _rank0_scatters(demo: _Demo, path: Path, sharding: NamedSharding) -> tuple[j
     return x, seconds, _per_chunk(_chunks_met(array, ()), array)
 
 
-def _everyone_slices(demo: _Demo, path: Path, sharding: NamedSharding) -> tuple[jax.Array, float, str]:
+def _everyone_slices(demo: _Demo, path: Path, sharding: Any) -> tuple[jax.Array, float, str]:
     """Every process opens the file and slices it in JAX's callback, once per device."""
     array = _open(path)
 
@@ -363,8 +365,10 @@ def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
             raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
         yield folder
         ranks.wait()  # nobody removes what another still reads
-    finally:  # on every rank: one that failed alone is about to end rank 0
-        shutil.rmtree(folder, ignore_errors=True)
+    finally:  # rank 0, which writes, goes first; a rank that failed alone is about to end it, and waits no longer
+        began = time.monotonic()
+        while folder.exists() and (waited := time.monotonic() - began) < 4:
+            shutil.rmtree(folder, ignore_errors=True) if ranks.rank == 0 or waited > 2 else time.sleep(0.01)
 
 
 @contextmanager

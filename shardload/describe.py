@@ -44,9 +44,7 @@ def describe_plan(plan: Described) -> str:
     padded = f", padded to {_shape(plan.shape_global)}" if plan.shape_global != plan.shape else ""
     selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
     cast = f" cast to {plan.dtype}" if str(plan.dtype) != info.dtype else ""
-    chunks = (
-        f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
-    )
+    chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     lines = [
         f"load {info}, {info.format}",
@@ -82,9 +80,7 @@ def _table(plan: Described) -> list[str]:
                 "->" if mode == plan.readers else "",
                 mode,
                 f"{cost.n_readers}",
-                f"{cost.chunks_decoded:,} chunks"
-                if plan.info.chunks is not None
-                else format_nbytes(cost.decoded_nbytes),
+                f"{cost.chunks_decoded:,} chunks" if plan.info.chunks is not None else format_nbytes(cost.decoded_nbytes),
                 f"{cost.amplification:.2f}x",
                 format_nbytes(cost.reader_nbytes),
                 f"{bound}{cost.messages:,}",
@@ -95,10 +91,7 @@ def _table(plan: Described) -> list[str]:
         )
     widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
     return [
-        "  "
-        + "  ".join(
-            c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  " + "  ".join(c.ljust(w) if k < 2 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
         for row in rows
     ]
 

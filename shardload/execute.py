@@ -6,7 +6,6 @@ exchange, assemble, agree.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -149,6 +148,8 @@ class Job:
         The ranks; None for an abstract mesh, which cannot be executed.
     handle : object
         A path, an open array, or a source in memory (None on the ranks that do not have it).
+    n_buffers, pack_nbytes : int
+        Staging buffers to read into, and as many of `pack_nbytes` to pack parts into.
     """
 
     group: Group | None
@@ -159,6 +160,8 @@ class Job:
     has_chunks: bool
     dtype: np.dtype[Any]
     handle: Any
+    n_buffers: int
+    pack_nbytes: int
 
     def run(self, made: Plan) -> tuple[jax.Array, tuple[int, int]]:
         """Open and make room, agree, read and exchange, assemble, agree. Collective."""
@@ -217,7 +220,8 @@ class Job:
             self.selection,
             self.chunks,
             has_chunks=self.has_chunks,
-            block_size=min(math.prod(self.read_plan.blocks.cell), math.prod(self.read_plan.blocks.shape)),
+            block_size=self.read_plan.max_read_size,
+            n_buffers=self.n_buffers,
             dtype=self.dtype,
             pieces=pieces,
             rank=group.rank,
@@ -225,7 +229,14 @@ class Job:
         total = sum(p.data.nbytes for p in pieces.values())
         with progress_of(self.options.progress, str(made.info), total, group.rank) as advance:
             failed = exchange(
-                group, self.read_plan, reader, pieces, checksums=self.options.checksums, on_progress=advance
+                group,
+                self.read_plan,
+                reader,
+                pieces,
+                pack_nbytes=self.pack_nbytes,
+                n_pack=self.n_buffers,
+                checksums=self.options.checksums,
+                on_progress=advance,
             )
         counts = [reader.chunks_decoded, reader.nbytes_read]
         if failed is not None:

@@ -1,7 +1,7 @@
 """Who takes part, and do they agree?
 
-A `Group` is the ranks of one call. It owns a duplicate of the user's communicator (made once and kept on it as an MPI
-attribute), so that nothing here can ever match a message of the user's. Its collectives carry small fixed buffers, never pickles.
+A `Group` is the ranks of one call. It owns a duplicate of the user's communicator (made once, kept on it as an MPI
+attribute), so that nothing here can ever match a message of the user's. Its collectives carry small buffers, never pickles.
 
 The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
 
@@ -22,9 +22,7 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 __all__ = ["Group", "group_of", "mpi_problem", "world"]
 
-_ERRORS: dict[str, type[ShardloadError]] = {
-    e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)
-}
+_ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
 _TAGS = 1 << 14  # two tags per load, below the 32767 that every MPI grants
 
 
@@ -145,9 +143,7 @@ class Group:
         """A text of `root`, on every rank. Collective."""
         if self.size == 1:
             return text or ""
-        data = (
-            np.frombuffer((text or "").encode(), dtype=np.uint8) if self.rank == root else np.empty(0, dtype=np.uint8)
-        )
+        data = np.frombuffer((text or "").encode(), dtype=np.uint8) if self.rank == root else np.empty(0, dtype=np.uint8)
         length = np.array([len(data)], dtype=np.int64)
         self.comm.Bcast(length, root)
         if self.rank != root:
@@ -160,7 +156,12 @@ class Group:
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
         if self.size == 1:
-            return make()
+            try:
+                return make()
+            except ShardloadError:
+                raise
+            except Exception as found:  # the same type as with more ranks
+                raise _as_shardload(found, None) from found
         text, error = None, None
         if self.rank == root:
             try:
@@ -186,10 +187,7 @@ class Group:
         if self.size == 1:
             raise _as_shardload(error, None) from error
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
-        if self.rank == first:
-            text = _to_json(_as_shardload(error, first))
-        else:
-            text = None
+        text = _to_json(_as_shardload(error, first)) if self.rank == first else None
         shared = _from_json(self.send_text(text, first), first, failed, self.size)
         raise shared from error
 

@@ -73,9 +73,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     named = [n for entry in spec for n in _entry_names(entry)]
     repeated = [n for n in named if named.count(n) > 1]
     if repeated:
-        raise ConfigError(
-            f"{_spec_text(spec)} names mesh axis {repeated[0]!r} twice; a mesh axis can cut one array axis"
-        )
+        raise ConfigError(f"{_spec_text(spec)} names mesh axis {repeated[0]!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, spec)
 
 
@@ -104,9 +102,7 @@ def _entry_names(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     if entry is PartitionSpec.UNCONSTRAINED:
-        raise ConfigError(
-            "P.UNCONSTRAINED leaves the layout to the compiler; a load needs to know it: use a name or None"
-        )
+        raise ConfigError("P.UNCONSTRAINED leaves the layout to the compiler; a load needs to know it: use a name or None")
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 

@@ -63,8 +63,8 @@ def load(
         Fill value for the tail of axes that do not divide over the mesh; `Plan.shape` is then the true shape. Without it such
         an axis is an error.
     readers : {"auto", "root", "parallel", "direct"} or int
-        Who reads: ``"root"``, rank 0 alone; ``"parallel"``, all ranks, each chunk once in the job; ``"direct"``, each process what
-        it holds; an int, that many ranks; ``"auto"`` decides from the plan.
+        Who reads: ``"root"``, rank 0 alone; ``"parallel"``, all ranks, each chunk once in the job; ``"direct"``, each process
+        what it holds; an int, that many ranks; ``"auto"`` decides from the plan.
     staging : str or int
         Cap on each process's host memory beyond its own pieces, in bytes or such as ``"256MiB"``.
     verify : {"index", "checksum"}
@@ -174,7 +174,8 @@ def scatter(
 ) -> jax.Array:
     """Give every process its shard of an array that one rank has or makes.
 
-    The root sends from views of its array, piece by piece: no pickle, no second copy. The other ranks' `array` is not looked at.
+    The root sends from views of its array, piece by piece: no pickle, no second copy of it. What other ranks pass as `array`
+    is not looked at.
 
     Collective: yes, over `comm`.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardload.cost import MODES
 from shardload.errors import ConfigError
+from shardload.sources.base import native_dtype, refusal
 from shardload.units import parse_nbytes
 
 __all__ = ["AUTO", "Options", "Progress", "pad_value"]
@@ -79,19 +80,13 @@ class Options:
             raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
         if isinstance(readers, str):
             if readers not in (*MODES, AUTO):
-                raise ConfigError(
-                    f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks"
-                )
+                raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
         elif isinstance(readers, bool) or not isinstance(readers, (int, np.integer)) or readers < 1:
-            raise ConfigError(
-                f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks"
-            )
-        if verify not in VERIFY:
+            raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
+        if not isinstance(verify, str) or verify not in VERIFY:
             raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'")
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
-            raise ConfigError(
-                f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)"
-            )
+            raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
         return cls(
             dataset=dataset,
             select=select,
@@ -121,9 +116,12 @@ def _dtype(dtype: Any) -> np.dtype[Any] | None:
         return None
     try:
         found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):
         raise ConfigError(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'") from None
-    return found.newbyteorder("=")
+    refused = refusal(found)
+    if refused is not None:
+        raise ConfigError(f"dtype is {dtype!r}, which holds {refused}; expected a type of numbers such as 'float32'")
+    return native_dtype(found)
 
 
 def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
@@ -138,15 +136,18 @@ def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
         given = np.asarray(pad)
         if given.ndim or given.dtype.kind not in "biufc":
             raise ValueError("not a number")
+        if given.dtype.kind == "c" and dtype.kind != "c":
+            if given.imag:
+                raise ValueError("not a real number")
+            given = given.real
         with np.errstate(all="ignore"):
             value = given.astype(dtype)[()]
         kept = value == given or (given != given and value != value)
-        rounded = given.dtype.kind in "fc" and np.issubdtype(dtype, np.inexact) and np.isfinite(value)
+        has_fractions = np.asarray(0.5).astype(dtype) == 0.5  # bfloat16 and its like are not np.inexact
+        rounded = given.dtype.kind in "fc" and has_fractions and np.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         kept = rounded = False
         value = None
     if not (kept or rounded):
-        raise ConfigError(
-            f"pad is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as pad=0"
-        )
+        raise ConfigError(f"pad is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as pad=0")
     return value

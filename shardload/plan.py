@@ -1,12 +1,12 @@
 """Who reads what, and who needs which part of it?
 
-Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; every rank that holds the same integers holds the same plan.
+Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that hold the same integers hold the same plan.
 
 1. An array is cut three ways, each a `Grid`: by the file into chunks, by the readers into blocks (whole chunks, so that no
    chunk is decoded twice), by the sharding into shards. Each axis is cut independently of the others.
 2. `Shards` is the sharding's cut together with the ranks that hold each shard.
-3. `ReadPlan` says, for one rank at a time and at a cost of its own work only, which blocks it reads and to whom each part goes
-   (`reads`), and which parts it gets from whom, in the order in which they are sent (`incoming`). The owner of a block is
+3. `ReadPlan` says, for one rank at a time and at the cost of its own work alone, which blocks it reads and where each part
+   goes (`reads`), and which parts it gets from whom, in the order in which they are sent (`incoming`). The owner of a block is
    a formula, so no rank ever lists what the others do.
 """
 
@@ -238,6 +238,8 @@ class ReadPlan:
         Ranks in the job, and how many of them read. `n_readers` = 0: every rank reads what it holds, nothing travels.
     root : int
         The rank that reads when there is one reader.
+    max_message_nbytes : int
+        Cap on a message, beside `MAX_MESSAGE_NBYTES`.
     """
 
     blocks: Grid
@@ -246,6 +248,7 @@ class ReadPlan:
     n_ranks: int
     n_readers: int
     root: int = 0
+    max_message_nbytes: int = 1 << 62
 
     def __post_init__(self) -> None:
         if not 0 <= self.n_readers <= self.n_ranks or not 0 <= self.root < self.n_ranks:
@@ -255,6 +258,12 @@ class ReadPlan:
     def is_direct(self) -> bool:
         """Whether every rank reads its own shards."""
         return self.n_readers == 0
+
+    @property
+    def max_read_size(self) -> int:
+        """Elements that no `Read` exceeds: a block, or as much of it as fits into a shard where only that is read."""
+        reach = self.shards.shard_shape if self.is_direct else self.blocks.shape
+        return math.prod(map(min, self.blocks.cell, self.blocks.shape, reach))
 
     def reader_rank(self, reader: int) -> int:
         """The rank of a reader: readers are spread evenly over the ranks, and so over the nodes."""
@@ -327,7 +336,8 @@ class ReadPlan:
 
     def _messages(self, block: Region, shard: int) -> Iterator[Region]:
         region = block.intersect(self.shards.region(shard))
-        return iter(()) if region is None else region.split(MAX_MESSAGE_NBYTES // self.itemsize)
+        cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
+        return iter(()) if region is None else region.split(max(1, cap // self.itemsize))
 
 
 def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 20) -> tuple[int, ...]:
@@ -341,9 +351,7 @@ def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 
     return (1,) * (len(shape) - 1) + (max(1, min(shape[-1], row_nbytes // itemsize)),)
 
 
-def plan_blocks(
-    chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int, within: Sequence[int] | None = None
-) -> Grid:
+def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int, within: Sequence[int] | None = None) -> Grid:
     """Group chunks into blocks: what one reader reads at once.
 
     A block is whole chunks, contiguous in the file's (C) order, at most `max_nbytes` (but at least one chunk), and small
@@ -373,7 +381,7 @@ def plan_blocks(
     cell_size = [min(c, e) for c, e in zip(chunks.cell, extent, strict=True)]
     room = max(1, max_nbytes // max(1, math.prod(cell_size) * itemsize))
     if n_readers:
-        room = max(1, min(room, -(-chunks.n_cells // (BLOCKS_PER_READER * n_readers))))
+        room = max(1, min(room, chunks.n_cells // (BLOCKS_PER_READER * n_readers)))
     grouped = [1] * len(counts)
     for axis in reversed(range(len(counts))):
         # Chunks along this axis that one read can meet: all of them, or those that one shard reaches into.

@@ -32,17 +32,19 @@ from shardload.layout import (
 )
 from shardload.options import AUTO, Options, pad_value
 from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
-from shardload.reader import STAGING_BLOCKS
 from shardload.region import Selection, select_axes
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
+from shardload.units import format_nbytes
 
 __all__ = ["Call", "plan_file", "plan_memory"]
 
 # Big enough that a read is efficient, small enough that reading and sending overlap.
 _BLOCK_NBYTES = 16 << 20
-# A quarter of the staging cap per block: one that is read, one that is sent, and as much again for the decoder.
-_BLOCKS_IN_STAGING = 4
+# What one reading rank holds: two blocks (one is read, one is sent), two with packed parts, one in the file's dtype where
+# values are cast, and two chunks inside the decoder (as stored and as decoded). Where blocks are one large chunk each, there
+# is one of each kind instead of two.
+_BLOCKS_HELD = 7
 
 
 @dataclass
@@ -109,8 +111,8 @@ def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     else:
         cell = tuple(info.chunks[k] for k in selection.kept)
         chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
-        _check_staging(info, itemsize, options.staging_nbytes)
-    max_nbytes = min(_BLOCK_NBYTES, options.staging_nbytes // _BLOCKS_IN_STAGING)
+        _check_staging(info, itemsize, dtype, options.staging_nbytes)
+    max_nbytes = min(_BLOCK_NBYTES, options.staging_nbytes // _BLOCKS_HELD)
     wide = max(itemsize, dtype.itemsize)
     plans = {}
     for mode in MODES:
@@ -126,15 +128,15 @@ def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: 
     """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
     dtype = call.options.dtype or np.dtype(info.dtype)
     shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
+    itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
+    max_nbytes = min(_BLOCK_NBYTES, call.options.staging_nbytes // _BLOCKS_HELD)
     phase = (0,) * len(info.shape)
-    if as_it_is:  # blocks are views: one per shard, as large as it is
+    if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
-        itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        max_nbytes = min(_BLOCK_NBYTES, call.options.staging_nbytes // _BLOCKS_IN_STAGING)
         blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
-    read_plan = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, 1, root)
+    read_plan = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
     return _choose(call, info, {ROOT: read_plan}, select_axes(None, info.shape), chunks, dtype, source)
 
 
@@ -161,19 +163,34 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             small = {"f": "float32", "c": "complex64", "i": "int32", "u": "uint32"}[dtype.kind]
             loss = "wrap large values" if dtype.kind in "iu" else "lose half the digits"
             raise ConfigError(
-                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss} as {small}. "
-                f"Pass dtype='{small}' to cast it, or switch them on first: jax.config.update('jax_enable_x64', True)"
+                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss} as "
+                f"{small}. Pass dtype='{small}' to cast it, or switch them on first: jax.config.update('jax_enable_x64', True)"
             )
 
 
-def _check_staging(info: ArrayInfo, itemsize: int, staging_nbytes: int) -> None:
-    needed = _BLOCKS_IN_STAGING * math.prod(info.chunks or ()) * itemsize
+def _staging_needed(block_size: int, chunk_size: int, itemsize: int, dtype: np.dtype[Any], casts: bool, n: int) -> int:
+    """Bytes that one reading rank holds beyond its pieces, with `n` buffers of each kind."""
+    return 2 * n * block_size * dtype.itemsize + casts * block_size * itemsize + 2 * chunk_size * itemsize
+
+
+def _check_staging(info: ArrayInfo, itemsize: int, dtype: np.dtype[Any], staging_nbytes: int) -> None:
+    chunk_size = math.prod(info.chunks or ())
+    casts = dtype != np.dtype(info.dtype)
+    needed = _staging_needed(chunk_size, chunk_size, itemsize, dtype, casts, 1)
     if needed > staging_nbytes:
         raise ConfigError(
-            f"one chunk of {info} is {needed // _BLOCKS_IN_STAGING:,} bytes, and reading holds {_BLOCKS_IN_STAGING} of them (one "
-            f"that is read, one that is sent, and what decoding takes), but staging is {staging_nbytes:,} bytes. "
+            f"one chunk of {info} is {format_nbytes(chunk_size * itemsize)}, and reading it takes {format_nbytes(needed)} (the "
+            f"chunk as stored, as decoded, as read and as sent), but staging is {format_nbytes(staging_nbytes)}. "
             f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
         )
+
+
+def _buffers(plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], staging_nbytes: int) -> tuple[int, int]:
+    """How many staging buffers of each kind, and bytes of those that parts are packed into."""
+    block_size = min(plan.max_read_size, max(1, plan.max_message_nbytes // plan.itemsize))
+    casts, itemsize = dtype != np.dtype(info.dtype), np.dtype(info.dtype).itemsize
+    needed = _staging_needed(block_size, math.prod(info.chunks or (0,)), itemsize, dtype, casts, 2)
+    return (2 if needed <= staging_nbytes else 1), block_size * dtype.itemsize
 
 
 def _choose(
@@ -197,7 +214,9 @@ def _choose(
             has_chunks=has_chunks,
             file_itemsize=np.dtype(info.dtype).itemsize,
             codec=info.codec,
-            staging_blocks=0 if is_memory else STAGING_BLOCKS,
+            chunk_nbytes=math.prod(info.chunks) * np.dtype(info.dtype).itemsize if info.chunks else None,
+            casts=dtype != np.dtype(info.dtype),
+            staging_blocks=0 if is_memory else 2 * _buffers(plan, info, dtype, options.staging_nbytes)[0],
         )
         for mode, plan in plans.items()
     }
@@ -208,6 +227,7 @@ def _choose(
     else:
         mode, why = options.readers, f"readers={options.readers!r} was asked for"
     plan = plans[mode]
+    n_buffers, pack_nbytes = _buffers(plan, info, dtype, options.staging_nbytes)
     return Plan(
         info=info,
         shape=plan.blocks.shape,
@@ -223,5 +243,5 @@ def _choose(
         why=why,
         costs=costs,
         staging_nbytes=options.staging_nbytes,
-        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle),
+        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle, n_buffers, pack_nbytes),
     )

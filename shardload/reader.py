@@ -21,10 +21,7 @@ from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import Source
 
-__all__ = ["STAGING_BLOCKS", "SourceReader", "aligned_empty"]
-
-# One block is read while the one before is sent.
-STAGING_BLOCKS = 2
+__all__ = ["SourceReader", "aligned_empty"]
 
 _ALIGNMENT = 64
 
@@ -54,6 +51,8 @@ class SourceReader:
         Whether these are real.
     block_size : int
         Most elements in a block.
+    n_buffers : int
+        Staging buffers: with two, one block is read while the one before is sent.
     dtype : dtype
         What blocks hold: the source's dtype, or what it is to be cast to.
     pieces : mapping of int to Piece
@@ -70,12 +69,19 @@ class SourceReader:
         *,
         has_chunks: bool,
         block_size: int,
+        n_buffers: int,
         dtype: np.dtype[Any],
         pieces: Mapping[int, Piece],
         rank: int,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
-        self._block_size, self._dtype, self._pieces, self._rank = block_size, dtype, pieces, rank
+        self._block_size, self._n_buffers, self._dtype, self._pieces, self._rank = (
+            block_size,
+            n_buffers,
+            dtype,
+            pieces,
+            rank,
+        )
         self._casts = source.dtype != dtype
         self._free: list[Array] = []
         self._n_staged = 0
@@ -91,7 +97,7 @@ class SourceReader:
 
     def has_room(self) -> bool:
         """Whether a staging buffer is free for another block."""
-        return bool(self._free) or self._n_staged < STAGING_BLOCKS
+        return bool(self._free) or self._n_staged < self._n_buffers
 
     def fetch(self, read: Read) -> Block:
         """Read one block. After a failure the content is whatever it is, but it has the right shape to be sent."""
@@ -152,7 +158,9 @@ class SourceReader:
     def _drop_axes(self, view: Array) -> Array:
         """A view with the file's axes, without those that the selection dropped."""
         kept = set(self._selection.kept)
-        return view[tuple(slice(None) if k in kept else 0 for k in range(view.ndim))]
+        index: Any = (*(slice(None) if k in kept else 0 for k in range(view.ndim)), ...)  # an array, also when 0-d
+        box: Array = view[index]
+        return box
 
     def _stage(self, read: Read) -> Block:
         buffer = self._free.pop() if self._free else None

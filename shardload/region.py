@@ -106,6 +106,8 @@ class Region:
         >>> Region((0,), (4,)).intersect(Region((4,), (8,))) is None
         True
         """
+        if len(self.start) != len(other.start):
+            raise ValueError(f"regions {self} and {other} have different numbers of axes")
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -133,7 +135,9 @@ class Region:
         >>> list(Region((0, 0), (3, 4)).split(8))
         [Region(start=(0, 0), stop=(2, 4)), Region(start=(2, 0), stop=(3, 4))]
         """
-        if self.size <= max_size or self.ndim == 0:
+        if max_size < 1:
+            raise ValueError(f"cannot split {self} into regions of at most {max_size} elements")
+        if self.size <= max_size:
             yield self
             return
         axis = next(k for k, n in enumerate(self.shape) if n > 1)
@@ -191,7 +195,7 @@ class Selection:
 Index = slice | SupportsIndex | EllipsisType
 
 
-def select_axes(index: Index | Sequence[Index] | None, shape: Sequence[int]) -> Selection:
+def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -> Selection:
     """Read a NumPy-style basic index (slices with step 1, integers, one ``...``) over an array of `shape`.
 
     Negative numbers count from the end, and a slice that reaches past the end stops there, as in NumPy. An integer out of
@@ -210,10 +214,10 @@ def select_axes(index: Index | Sequence[Index] | None, shape: Sequence[int]) -> 
     """
     if index is None:
         parts: list[Index] = []
-    elif isinstance(index, (tuple, list)):
+    elif isinstance(index, tuple):
         parts = list(index)
     else:
-        parts = [index]  # type: ignore[list-item]
+        parts = [index]
     if sum(p is Ellipsis for p in parts) > 1:
         raise ValueError("select has more than one '...'; one stands for all the axes that are not named")
     named = sum(p is not Ellipsis for p in parts)
@@ -227,21 +231,20 @@ def select_axes(index: Index | Sequence[Index] | None, shape: Sequence[int]) -> 
     for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):
             if part.step not in (None, 1):
-                raise ValueError(
-                    f"select has step {part.step} on axis {axis}; only step 1 is possible: load all and slice"
-                )
-            low, high, _ = part.indices(size)
+                raise ValueError(f"select has step {part.step} on axis {axis}; only step 1 is possible: load all and slice")
+            try:
+                low, high, _ = part.indices(size)
+            except TypeError:
+                raise ValueError(f"select has {part} on axis {axis}; the bounds of a slice are integers") from None
             start.append(low)
             stop.append(max(low, high))
             kept.append(axis)
             continue
         try:
-            i = operator.index(part)  # type: ignore[arg-type]
+            i = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
         except TypeError:
-            raise ValueError(
-                f"select has {part!r} on axis {axis}; each axis takes a slice with step 1 or an integer"
-            ) from None
-        if isinstance(part, bool) or not -size <= i < size:
+            raise ValueError(f"select has {part!r} on axis {axis}; each axis takes a slice with step 1 or an integer") from None
+        if not -size <= i < size:
             raise IndexError(f"select has {part!r} on axis {axis}, which has {size} elements")
         start.append(i % size)
         stop.append(i % size + 1)

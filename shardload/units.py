@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def parse_nbytes(text: int | str) -> int:
         units = {u.lower(): factor for u, factor in _UNITS.items()}
         if found is None or found[2].lower() not in units:
             raise ConfigError(f"staging is {text!r}; expected bytes, as an int or such as '256MiB' or '2GB'")
-        n = int(float(found[1]) * units[found[2].lower()])
+        n = int(Fraction(found[1]) * units[found[2].lower()])
     if n <= 0:
         raise ConfigError(f"staging is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
@@ -41,7 +42,7 @@ def format_nbytes(n: int) -> str:
     """
     value = float(n)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value < 1024 or unit == "PiB":
+        if round(value, 1) < 1024 or unit == "PiB":
             break
         value /= 1024
     return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -109,7 +109,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.with_mpi = True
         if MPI.COMM_WORLD.rank:
             config.option.xmlpath = None  # rank 0 writes the report
-        config.pluginmanager.register(Ranks(config), "shardload-ranks")
+        config.pluginmanager.register(Ranks(), "shardload-ranks")
 
 
 @pytest.hookimpl(trylast=True)
@@ -166,16 +166,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 class Ranks:
     """What `pytest` needs to be one program on many ranks. Registered under mpiexec only."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self) -> None:
         self.comm = MPI.COMM_WORLD.Dup()  # no test can take a message of ours
         self.rank: int = self.comm.rank
         self.stderr = os.dup(2)  # the real one: pytest redirects 2 while tests run
         self.collect_errors: list[str] = []
         self.pending = ""  # this rank's failure, while it waits for the others
         self.timer: threading.Timer | None = None
-        for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # they would write .pytest_cache, all ranks at once
-            if config.pluginmanager.has_plugin(name):
-                config.pluginmanager.unregister(name=name)
 
     def say(self, text: str) -> None:
         """Print past pytest, in one write, so that ranks do not mix their lines."""
@@ -187,6 +184,9 @@ class Ranks:
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionstart(self, session: pytest.Session) -> Generator[None, object, object]:
         manager = session.config.pluginmanager
+        for name in ("lfplugin", "nfplugin", "stepwise"):  # they would write .pytest_cache, all ranks at once
+            if manager.has_plugin(name):
+                manager.unregister(name=name)
         for plugin in manager.get_plugins():
             if type(plugin).__module__ == "pytest_mpi":
                 plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
@@ -232,12 +232,13 @@ class Ranks:
 
     def agree(self, report: pytest.TestReport) -> None:
         """Give all ranks the same outcome. Collective."""
-        if report.failed:
+        if not report.passed:
             self.pending = "\n".join([report.longreprtext, *(text for _, text in report.sections if text)])
         outcomes = self.gather_outcomes(report.outcome)
-        failures = self.comm.gather(self.pending) if "failed" in outcomes else None
+        agreed = len(set(outcomes)) == 1 and "failed" not in outcomes
+        texts = None if agreed else self.comm.gather(self.pending)
         self.pending = ""
-        if len(set(outcomes)) == 1 and "failed" not in outcomes:
+        if agreed:
             return
         ranks = {o: [k for k in range(len(outcomes)) if outcomes[k] == o] for o in OUTCOMES if o in outcomes}
         summary = ", ".join(f"{outcome} on {_names(those)}" for outcome, those in ranks.items())
@@ -248,12 +249,10 @@ class Ranks:
                 del report.wasxfail
         elif len(ranks) > 1:
             report.sections.append(("outcomes", summary))
-        if failures:
-            shown = {failures[0]} if outcomes[0] == "failed" else set()
-            for text in dict.fromkeys(failures):
-                those = [k for k in range(len(failures)) if failures[k] == text and outcomes[k] == "failed"]
-                if those and text not in shown:
-                    report.sections.append((f"failure on {_names(those)}", text))
+        for text in dict.fromkeys(texts or []):  # on rank 0; the same text of several ranks once
+            those = [k for k, one in enumerate(texts or []) if one == text]
+            if text and not (0 in those and outcomes[0] == "failed"):  # that is this report's own
+                report.sections.append((f"{outcomes[those[0]]} on {_names(those)}", text))
 
     def gather_outcomes(self, outcome: str) -> list[str]:
         """Everyone's outcome. Waits asleep: a rank that is still at work may need the core."""

@@ -221,10 +221,14 @@ def _as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
 
 
 def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
+    """The message about a file that its library cannot open."""
     what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
+    if isinstance(error, ModuleNotFoundError):
+        text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
+        return SourceError(text, path=path, dataset=dataset)
     return SourceError(
-        f"{what} cannot be opened: its metadata is damaged, or asks for something that is not installed. The library "
-        f"below says: {type(error).__name__}: {error}",
+        f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
+        f"says: {type(error).__name__}: {error}",
         path=path,
         dataset=dataset,
     )

@@ -177,12 +177,12 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
 
 
 def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same type in this machine's byte order, without metadata (HDF5 enum names, for instance).
+    """The same type in this machine's byte order, without metadata (HDF5 enum names, say); refused ones as they are.
 
     >>> native_dtype(np.dtype(">f4")) == np.dtype("float32")
     True
     """
-    return np.dtype(dtype.type) if refusal(dtype) is None else dtype.newbyteorder("=")
+    return np.dtype(dtype.type) if refusal(dtype) is None else dtype
 
 
 def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np.ndarray[Any, Any]) -> None:

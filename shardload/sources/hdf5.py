@@ -81,8 +81,8 @@ class Hdf5Source:
     def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, file: h5py.File | None = None) -> None:
         self._dataset, self._info, self._file = dataset, info, file
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
-        # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not convert
-        # to from the complex type of HDF5 2.0 in the other byte order.
+        # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
+        # convert to from the complex type of HDF5 2.0 in the other byte order.
         is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
@@ -171,8 +171,7 @@ class Hdf5Format:
         if isinstance(obj, h5py.Group):
             names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
             raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: "
-                f"{names}."
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>")))
 
@@ -208,7 +207,9 @@ def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
         try:
             link = file.get(name, getlink=True)
         except (KeyError, OSError, RuntimeError):
-            raise KeyError(name) from error  # nothing of that name, not even a link
+            link = None
+        if link is None:
+            raise KeyError(name) from error
         if isinstance(link, h5py.SoftLink):
             target = f"'{link.path}'"
         elif isinstance(link, h5py.ExternalLink):
@@ -292,9 +293,7 @@ def _type_of(file_type: Any) -> tuple[str, str | None]:
 def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
     """What is said of the first filter that this HDF5 cannot undo."""
     for number, _, _, label in filters:
-        decodes = h5py.h5z.filter_avail(number) and (
-            h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED
-        )
+        decodes = h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED)
         if not decodes:
             known = _FILTERS.get(number) or label.decode(errors="replace") or "unnamed"
             return (

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import zarr
 import zarr.buffer
-import zarr.errors
 import zarr.storage
 
 from shardload.errors import ConfigError
@@ -105,21 +104,15 @@ class ZarrFormat:
 
     def list_arrays(self, path: str) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
-        store = _open_store(path)
-        try:
-            with _quiet():
-                root = zarr.open(store, mode="r")
-                if isinstance(root, zarr.Array):
-                    return [describe(root, path, "/")]
-                try:
-                    return list(_describe_all(root, path))
-                except Exception:
-                    # One array that zarr-python cannot make sense of fails the whole listing; the others can be loaded.
-                    if not os.path.isdir(path):
-                        raise
+        with _quiet():
+            if os.path.isdir(path):
                 return list(_describe_folder(path))
-        finally:
-            _close_store(store)
+            store = _open_store(path)
+            try:
+                root = zarr.open(store, mode="r")
+                return [describe(root, path, "/")] if isinstance(root, zarr.Array) else list(_describe_all(root, path))
+            finally:
+                _close_store(store)
 
     def open_path(self, path: str, dataset: str) -> Source:
         """Open an array by its name; KeyError if there is none."""
@@ -133,7 +126,7 @@ class ZarrFormat:
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
             return ZarrSource(found, describe(found, path, dataset), store)
-        except zarr.errors.NodeNotFoundError as error:
+        except FileNotFoundError as error:
             _close_store(store)
             raise KeyError(dataset) from error
         except BaseException:
@@ -146,8 +139,7 @@ class ZarrFormat:
         if isinstance(obj, zarr.Group):
             names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
             raise ConfigError(
-                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: "
-                f"{names}."
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         return ZarrSource(obj, describe(obj, path, obj.name))
 
@@ -172,9 +164,8 @@ def _close_store(store: Any) -> None:
 def _quiet() -> Iterator[None]:
     """Without zarr-python's remarks on stray files and on data types that other programs may not know."""
     with warnings.catch_warnings():
-        for remark in ("ZarrUserWarning", "UnstableSpecificationWarning"):
-            if hasattr(zarr.errors, remark):
-                warnings.simplefilter("ignore", getattr(zarr.errors, remark))
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
@@ -187,37 +178,45 @@ def _store_name(store: Any) -> str:
 
 
 def _describe_all(group: Any, path: str) -> Iterator[ArrayInfo]:
-    """What is known of every array below `group`, by name; consolidated metadata is used where there is some."""
+    """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
     base = "/" + group.path.strip("/")
     for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
         if isinstance(member, zarr.Array):
             yield describe(member, path, f"{base.rstrip('/')}/{name}")
 
 
-def _describe_folder(path: str) -> Iterator[ArrayInfo]:
-    """The same by walking the folder, where an array that zarr-python cannot open is listed with its reason."""
-    for folder, folders, files in os.walk(path):
-        folders.sort()
-        if not _is_array(folder, files):
-            continue
-        folders.clear()  # what lies below an array is its chunks
-        name = "/" + os.path.relpath(folder, path).replace(os.sep, "/")
+def _describe_folder(path: str, name: str = "/") -> Iterator[ArrayInfo]:
+    """The same for a store that is a folder, by walking it down to its arrays.
+
+    zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
+    such an array is listed with its reason, and the others can be loaded.
+    """
+    folder = os.path.join(path, name.strip("/"))
+    if _is_array(folder):
         try:
             array = zarr.open_array(folder, mode="r")
         except Exception as error:
+            if name == "/":
+                raise
             refused = f"metadata that zarr-python cannot read ({error})"
             yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
         else:
             yield describe(array, path, name)
+        return
+    # An array's own folder is never listed: it may hold a million chunks.
+    for entry in sorted(os.listdir(folder)):
+        if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
+            yield from _describe_folder(path, f"{name.rstrip('/')}/{entry}")
 
 
-def _is_array(folder: str, files: list[str]) -> bool:
+def _is_array(folder: str) -> bool:
     """Whether a folder of a store is an array, by its metadata; broken metadata counts, so as not to be passed over."""
-    if ".zarray" in files or "zarr.json" not in files:
-        return ".zarray" in files
+    file = os.path.join(folder, "zarr.json")
+    if not os.path.exists(file):
+        return os.path.exists(os.path.join(folder, ".zarray"))
     try:
-        with open(os.path.join(folder, "zarr.json"), "rb") as file:
-            return bool(json.load(file)["node_type"] == "array")
+        with open(file, "rb") as opened:
+            return bool(json.load(opened)["node_type"] == "array")
     except (OSError, ValueError, LookupError, TypeError):
         return True
 

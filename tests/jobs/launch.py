@@ -133,7 +133,7 @@ def run_job(
         said = _read(log)
     if code is None:
         raise AssertionError(
-            f"HUNG: {' '.join(command)}\nnot done after {timeout} s; its {killed} processes were killed\n"
+            f"HUNG: {program} on {n} ranks ({mpi}): not done after {timeout} s; its {killed} processes were killed\n"
             f"{_tails(out, err, said)}"
         )
     if killed:
@@ -247,7 +247,7 @@ def _processes(job: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with suppress(*GONE):
-            if job in process.environ().get(MARK, "").split(":") and process.status() != psutil.STATUS_ZOMBIE:
+            if job in process.environ().get(MARK, "").split(":") and _is_alive(process):
                 found.append(process)
     return found
 
@@ -267,12 +267,7 @@ def _kill(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> int:
     processes = _processes(job)
     segments = {path for process in processes for path in _shared_memory(process)}
     if stacks:
-        for process in processes:
-            with suppress(*GONE):
-                environment = process.environ()
-                if "python" in process.name() and any(name in environment for name in RANK_VARIABLES):
-                    process.send_signal(signal.SIGABRT)  # faulthandler prints the stack, then the rank dies
-        time.sleep(1)
+        _print_stacks(processes)
     if launcher.poll() is None:
         launcher.terminate()  # it knows its temporary files
         try:
@@ -288,6 +283,34 @@ def _kill(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> int:
     for path in segments:  # MPICH and Open MPI unlink theirs only when they end well
         path.unlink(missing_ok=True)
     return len(processes)
+
+
+def _print_stacks(processes: Sequence[psutil.Process]) -> None:
+    """Have every rank say where it is, and die of it."""
+    ranks: list[psutil.Process] = []
+    launchers: list[psutil.Process] = []
+    for process in processes:
+        with suppress(*GONE):
+            is_rank = any(name in process.environ() for name in RANK_VARIABLES)
+            (ranks if is_rank else launchers).append(process)
+    for process in launchers:  # or they would kill the others as soon as one rank is gone
+        with suppress(*GONE):
+            process.suspend()
+    for process in ranks:
+        with suppress(*GONE):
+            process.send_signal(signal.SIGABRT)  # Python's faulthandler prints the stack
+    deadline = time.monotonic() + 3
+    while any(_is_alive(process) for process in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in launchers:
+        with suppress(*GONE):
+            process.resume()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(*GONE):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _shared_memory(process: psutil.Process) -> set[Path]:

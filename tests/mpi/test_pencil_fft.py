@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pencil_fft.py"
-TOLERANCE = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
+TOLERANCE: dict[type, float] = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
 
 
 def load_example() -> Any:
@@ -35,7 +35,7 @@ example = load_example()
 
 @contextmanager
 def precision_of(dtype: type) -> Iterator[None]:
-    before = jax.config.jax_enable_x64
+    before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", dtype is np.float64)
     try:
         yield
@@ -138,7 +138,20 @@ def four_devices(comm: Any) -> dict[str, str]:
 
 def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
     tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil"
-    command = [sys.executable, "-W", "error", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", tests]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "pytest",
+        "-q",
+        "--with-mpi",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        tests,
+    ]
     done = subprocess.run(command, env=four_devices, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import EllipsisType
 
@@ -43,9 +43,7 @@ def file(tmp_path: Path) -> str:
         rho.attrs["units"] = "kg m-3"
         rho.attrs["scale_factor"] = np.float32(0.5)
         rho.attrs["_FillValue"] = np.float32("nan")
-        h5.create_dataset(
-            "big", (16384, 16384, 16384), "f4", chunks=(1, 16384, 16384), compression=4
-        )  # allocates nothing
+        h5.create_dataset("big", (16384, 16384, 16384), "f4", chunks=(64, 64, 64), compression=4)  # allocates nothing
         h5["words"] = ["a", "bc"]
         x = h5.create_dataset("x", data=np.arange(12.0))
         x.make_scale("x")
@@ -295,14 +293,13 @@ def shell(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_plan_for_65536_devices_answers_in_a_moment(file: str) -> None:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["n_ranks"] == 65536
-    assert min(seconds) < 4  # 2 on an idle machine; import jax alone is up to 1
+    # Processor time, interpreter and import of jax included: it says the same on a busy machine.
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2
 
 
 def test_help_has_examples() -> None:

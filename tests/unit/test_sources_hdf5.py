@@ -17,12 +17,12 @@ import iris_sample_data
 import netCDF4
 import numpy as np
 import pytest
-from tests.unit.files import DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
 
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources import find_array, list_arrays, open_source
 from shardload.sources.base import ArrayInfo, Source
+from tests.unit.files import ALONE, DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -149,8 +149,11 @@ def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
         half.set_ebias(127)
         made = h5py.h5d.create(file.id, b"bfloat16", half, h5py.h5s.create_simple((3,)))
         made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1.5, -3e38, 0.25], "float32"))
-        native = h5py.h5d.create(file.id, b"complex", h5py.h5t.COMPLEX_IEEE_F32BE, h5py.h5s.create_simple((5,)))
-        native.write(h5py.h5s.ALL, h5py.h5s.ALL, flat((5,), "complex64"), h5py.h5t.NATIVE_FLOAT_COMPLEX)
+        if hasattr(h5py.h5t, "COMPLEX"):  # the complex type of HDF5 2.0, which earlier versions cannot open
+            native = h5py.h5d.create(file.id, b"complex", h5py.h5t.COMPLEX_IEEE_F32BE, h5py.h5s.create_simple((5,)))
+            native.write(h5py.h5s.ALL, h5py.h5s.ALL, flat((5,), "complex64"), h5py.h5t.NATIVE_FLOAT_COMPLEX)
+        else:
+            file["complex"] = flat((5,), "complex64")
     path = str(tmp_path / "a.h5")
     check(path, "/enum", np.array([[0, 1, 300], [300, 7, 0]], "int16"))
     check(path, "/complex", flat((5,), "complex64"))
@@ -224,7 +227,9 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
         assert info.refused is not None and why in info.refused, name
         assert not kind or info.dtype == kind
         for attempt in (find_array, open_source):
-            with pytest.raises(SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}") as caught:
+            with pytest.raises(
+                SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}"
+            ) as caught:
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
     assert find_array(path, None).dataset == "/good"  # the one array left that can be loaded
@@ -255,7 +260,13 @@ def test_netcdf4_agrees_with_the_netcdf_library(tmp_path: Path) -> None:
             file.createVariable(name, "f8", (name,))[:] = np.arange({"time": 4, "lat": 3, "lon": 5}[name])
         for k, endian in enumerate(("little", "big")):
             made = file.createGroup("g").createVariable(
-                f"v{k}", ("<i2", ">i2")[k], ("time", "lat", "lon"), zlib=True, endian=endian, fill_value=-9, chunksizes=(1, 2, 5)
+                f"v{k}",
+                ("<i2", ">i2")[k],
+                ("time", "lat", "lon"),
+                zlib=True,
+                endian=endian,
+                fill_value=-9,
+                chunksizes=(1, 2, 5),
             )
             made.set_auto_maskandscale(False)
             made[:] = data
@@ -347,8 +358,8 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: li
 def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list[int]) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 5))}, chunks=(2, 2), compression=460)
     zstd = write_hdf5(tmp_path / "z.h5", {"a": flat((4, 5))}, chunks=(2, 2), **hdf5plugin.Zstd())
-    code = (
-        "import sys; sys.modules['hdf5plugin'] = None\n"
+    code = ALONE + (
+        "sys.modules['hdf5plugin'] = None\n"
         "from shardload.sources import open_source, list_arrays\n"
         "for path in sys.argv[1:]:\n"
         "    assert list_arrays(path)[0].shape == (4, 5)\n"
@@ -363,7 +374,9 @@ def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list
         check=True,
         env={"HDF5_PLUGIN_PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
     ).stdout.splitlines()
-    assert said[0].startswith(f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter")
+    assert said[0].startswith(
+        f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter"
+    )
     assert "filter 460 (counting)" in said[0] and "filter 32015 (zstd)" in said[1]
     assert all("`pip install hdf5plugin`" in line for line in said)
 
@@ -382,13 +395,15 @@ def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
     out = np.empty((2, 40), "int64")
     source.read_into(Region((2, 0), (4, 40)), out)  # the chunk before it is whole
     np.testing.assert_array_equal(out, data[2:4])
-    with pytest.raises(OSError, match="filter returned failure"):
+    with pytest.raises(OSError, match=r"filter returned failure|inflate|checksum"):
         source.read_into(Region((4, 0), (6, 40)), out)
     source.close()
     for size in (9, 100, len(whole) // 2, len(whole) - 1):
         Path(path).write_bytes(whole[:size])
         for attempt in (list_arrays, find_array):
-            with pytest.raises(SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: ") as caught:
+            with pytest.raises(
+                SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: "
+            ) as caught:
                 attempt(path)
             assert caught.value.path == path
             assert size < 100 or "Copy or write it again" in str(caught.value)
@@ -402,7 +417,7 @@ def test_fletcher32_finds_a_flipped_bit(tmp_path: Path) -> None:
     raw[offset + 5] ^= 1
     Path(path).write_bytes(raw)
     source = open_source(path, "/a")
-    with pytest.raises(OSError, match="filter returned failure"):
+    with pytest.raises(OSError, match=r"filter returned failure|inflate|checksum"):
         read_all(source)
     source.close()
 

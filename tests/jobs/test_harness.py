@@ -1,0 +1,176 @@
+"""The harness itself: a job that hangs ends, and ranks of pytest that disagree neither hang nor pass.
+
+Without these, every other test that says "nobody hangs" rests on trust.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.jobs.launch import MARK, ROOT, Job, run_job
+
+LIBRARIES = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+HELLO = """
+import os, sys
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+print("rank", comm.rank, "of", comm.size, MPI.get_vendor()[0])
+print("said on stderr by", comm.rank, file=sys.stderr)
+"""
+
+# Rank 1 never comes to the barrier; it has a child process, too, which is in a session of its own.
+STUCK = """
+import subprocess, time
+from mpi4py import MPI
+def waits_for_ever():
+    print(*{line.split()[-1] for line in open("/proc/self/maps") if "/dev/shm/" in line})
+    print("about to hang")
+    if MPI.COMM_WORLD.rank == 1:
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        time.sleep(600)
+    MPI.COMM_WORLD.Barrier()
+waits_for_ever()
+"""
+
+
+@LIBRARIES
+def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text(HELLO)
+    job = run_job(script, 3, timeout=60, mpi=mpi).check()
+    vendor = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi]
+    assert job.rank_stdout == tuple(f"rank {k} of 3 {vendor}\n" for k in range(3))
+    assert job.stdout == "".join(job.rank_stdout)
+    assert [f"said on stderr by {k}" in err for k, err in enumerate(job.rank_stderr)] == [True] * 3
+
+
+@LIBRARIES
+def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()"
+    )
+    assert run_job(script, 2, timeout=60, mpi=mpi).returncode != 0
+
+
+@LIBRARIES
+def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="HUNG") as caught:
+        run_job(script, 3, timeout=4, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark})
+    assert time.monotonic() - began < 20
+    text = str(caught.value)
+    for rank in range(3):
+        assert re.search(rf"--- rank {rank} stdout\n.*\nabout to hang", text)
+    assert len(re.findall(r"in waits_for_ever", text)) == 3, text
+    assert not [p for p in psutil.process_iter() if _environ(p).get("SHARDLOAD_HARNESS_TEST") == mark]
+    segments = set(re.findall(r"/dev/shm/\S+", text))
+    assert segments
+    assert not [path for path in segments if Path(path).exists()]
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpich") -> Job:
+    """Run a test file under mpiexec with this project's conftest and configuration, in a folder of its own."""
+    (folder / "tests" / "mpi").mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    shutil.copy(ROOT / "tests" / "conftest.py", folder / "tests")
+    (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
+    env = {"PYTHONPATH": str(ROOT), "SHARDLOAD_TALLY": ""}
+    arguments = ["-m", "pytest", "--with-mpi", *options, "tests"]
+    return run_job(arguments, n, timeout=60, env=env, cwd=folder, mpi=mpi)
+
+
+@LIBRARIES
+def test_rank_0_alone_prints_when_all_is_well(tmp_path: Path, mpi: str) -> None:
+    job = _pytest(tmp_path, "def test_a(comm): assert comm.size == 3\ndef test_b(shared_tmp_path): pass\n", mpi=mpi)
+    job.check()
+    assert "2 passed" in job.rank_stdout[0]
+    assert job.rank_stdout[1:] == ("", "")
+    assert not (tmp_path / ".pytest_cache").exists()
+
+
+ONE_RANK_FAILS = """
+@pytest.fixture
+def broken_before(comm):
+    assert comm.rank != {rank}
+@pytest.fixture
+def broken_after(comm):
+    yield
+    assert comm.rank != {rank}
+def test_call(comm):
+    assert comm.rank != {rank}
+def test_setup(broken_before): pass
+def test_teardown(broken_after): pass
+def test_skip(comm):
+    if comm.rank == {rank}: pytest.skip("for no good reason")
+@pytest.mark.xfail
+def test_xfail(comm):
+    assert comm.rank == {rank}
+def test_after(comm):
+    assert comm.allreduce(1) == 3
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_fails_and_all_report_it_and_go_on(tmp_path: Path, rank: int) -> None:
+    job = _pytest(tmp_path, ONE_RANK_FAILS.format(rank=rank))
+    out = job.rank_stdout[0]
+    assert job.returncode != 0
+    # test_xfail passes on that rank: strictly a failure. test_teardown passes, and then its teardown does not.
+    assert "3 failed, 2 passed, 2 errors" in out
+    for name in ("test_call", "test_setup", "test_teardown", "test_skip", "test_xfail"):
+        assert re.search(rf"(FAILED|ERROR) .*::{name}\b", out)
+    assert out.count(f"assert {rank} != {rank}") >= 3
+    assert "for no good reason" in out
+    assert job.rank_stdout[1:] == ("", "")
+
+
+def test_rank_that_fails_while_others_wait_is_shown_when_time_is_up(tmp_path: Path) -> None:
+    body = "def test_it(comm):\n  assert comm.rank != 2, 'the real reason'\n  comm.Barrier()\n"
+    job = _pytest(tmp_path, body, 3, "--timeout", "3")
+    assert job.returncode != 0
+    assert re.search(r"\[rank 2\] .*AssertionError: the real reason", job.rank_stderr[2])
+    for rank in (0, 1):
+        assert re.search(rf"\[rank {rank}\] TIMEOUT: .*test_it", job.rank_stderr[rank])
+        assert "comm.Barrier()" in job.rank_stderr[rank]
+
+
+def test_ranks_that_collect_different_tests_stop(tmp_path: Path) -> None:
+    body = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: raise ImportError('only here')\ndef test_it(): pass\n"
+    job = _pytest(tmp_path, body)
+    assert job.returncode == 4
+    assert "collected different tests" in job.rank_stdout[0]
+    assert "only here" in job.rank_stdout[0]
+
+
+def test_tests_that_need_more_ranks_are_left_out_and_counted(tmp_path: Path) -> None:
+    tests = [f"@pytest.mark.mpi(min_size={n})\ndef test_{n}(comm): assert comm.size >= {n}\n" for n in (2, 3, 4)]
+    body = "".join(tests)
+    job = _pytest(tmp_path, body).check()
+    assert "2 tests run here; 1 left to runs with more ranks" in job.stdout
+    assert "2 passed, 1 deselected" in job.stdout
+
+
+def test_a_job_in_a_job_carries_both_marks(tmp_path: Path) -> None:
+    script = tmp_path / "marks.py"
+    script.write_text(f"import os; print(os.environ[{MARK!r}].count(':'))")
+    outer = os.environ.get(MARK, "").count(":")
+    assert run_job(script, 1, timeout=30).check().stdout == f"{outer + 1}\n"

@@ -1,0 +1,116 @@
+"""Which files do the tests here load? One small file for each way in which HDF5, netCDF4 and Zarr store an array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import zarr
+
+from tests.mpi.support import ramp
+
+CHUNKS = (3, 5, 7)  # divide no axis, so there are partial chunks at the edges
+NAME = "group/field"
+
+Shape = tuple[int, ...]
+Array = np.ndarray[Any, Any]
+
+
+def _hdf5(path: Path, shape: Shape, dtype: str = "float32", **options: Any) -> str:
+    with h5py.File(path, "w") as file:
+        file.create_dataset(NAME, data=ramp(shape, dtype), **options)
+    return str(path)
+
+
+def contiguous(folder: Path, shape: Shape) -> str:
+    return _hdf5(folder / "contiguous.h5", shape)
+
+
+def chunked(folder: Path, shape: Shape) -> str:
+    return _hdf5(folder / "chunked.h5", shape, chunks=CHUNKS)
+
+
+def gzip_shuffle(folder: Path, shape: Shape) -> str:
+    return _hdf5(folder / "gzip.h5", shape, chunks=CHUNKS, compression="gzip", shuffle=True)
+
+
+def big_endian(folder: Path, shape: Shape) -> str:
+    return _hdf5(folder / "big.h5", shape, ">f4", chunks=CHUNKS)
+
+
+def netcdf4(folder: Path, shape: Shape) -> str:
+    import netCDF4
+
+    path = folder / "field.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        group = file.createGroup("group")
+        for name, size in zip("zyx", shape, strict=True):
+            group.createDimension(name, size)
+            group.createVariable(name, "f8", (name,))[:] = np.arange(size)
+        variable = group.createVariable("field", "f4", tuple("zyx"), zlib=True, chunksizes=CHUNKS)
+        variable[:] = ramp(shape)
+    return str(path)
+
+
+def virtual(folder: Path, shape: Shape) -> str:
+    """One plane of axis 0 in each of several files, put together."""
+    layout = h5py.VirtualLayout(shape, "f4")
+    values = ramp(shape)
+    for k in range(shape[0]):
+        with h5py.File(folder / f"plane-{k}.h5", "w") as file:
+            file["plane"] = values[k]
+        layout[k] = h5py.VirtualSource(f"plane-{k}.h5", "plane", shape=shape[1:])
+    path = folder / "virtual.h5"
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset(NAME, layout)
+    return str(path)
+
+
+def _zarr(path: Path, shape: Shape, **options: Any) -> str:
+    group = zarr.open_group(path, mode="w", zarr_format=options.pop("zarr_format", 3))
+    group.create_array(NAME, data=ramp(shape), **{"chunks": CHUNKS, **options})
+    return str(path)
+
+
+def zarr_v2(folder: Path, shape: Shape) -> str:
+    return _zarr(folder / "v2.zarr", shape, zarr_format=2)
+
+
+def zarr_v3(folder: Path, shape: Shape) -> str:
+    return _zarr(folder / "v3.zarr", shape)
+
+
+def zarr_sharded(folder: Path, shape: Shape) -> str:
+    return _zarr(folder / "sharded.zarr", shape, chunks=(2, 3, 4), shards=(4, 6, 12))
+
+
+def zarr_v2_fortran(folder: Path, shape: Shape) -> str:
+    return _zarr(folder / "fortran.zarr", shape, zarr_format=2, order="F")
+
+
+SOURCES: dict[str, Callable[[Path, Shape], str]] = {
+    f.__name__: f
+    for f in (
+        contiguous,
+        chunked,
+        gzip_shuffle,
+        big_endian,
+        netcdf4,
+        virtual,
+        zarr_v2,
+        zarr_v3,
+        zarr_sharded,
+        zarr_v2_fortran,
+    )
+}
+
+
+def read_part(path: str, index: Any) -> Array:
+    """A part of the array in a file, as its own library reads it: what a shard must hold."""
+    if path.endswith(".zarr"):
+        return np.asarray(zarr.open_array(path, path=NAME, mode="r")[index])
+    with h5py.File(path, "r") as file:
+        return np.asarray(file[NAME][index])

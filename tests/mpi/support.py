@@ -1,0 +1,152 @@
+"""What should a load give? The values, meshes and the one check that all tests here share.
+
+Every value is its element's own flat index (hashed, where the type is too small for that), and every axis has a length of
+its own: a value in the wrong place says which place is its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+READERS: tuple[str | int, ...] = ("root", "parallel", "direct", "auto", 2)
+VERIFY = ("index", "checksum")
+
+# Every way in which two mesh axes can cut three array axes, up to what the code treats alike.
+DECOMPOSITIONS = {
+    "slab of axis 0, replicated over b": P("a"),
+    "slab of axis 1, replicated over a": P(None, "b"),
+    "pencil along axis 2": P("a", "b"),
+    "pencil along axis 0": P(None, "a", "b"),
+    "pencil, mesh axes exchanged": P("b", "a"),
+    "slab over both mesh axes": P(("a", "b")),
+    "slab over both, b major": P(("b", "a")),
+    "slab of the last axis": P(None, None, ("a", "b")),
+    "slab of the middle axis, replicated": P(None, "a"),
+    "replicated": P(),
+}
+
+Array = np.ndarray[Any, Any]
+
+
+def ramp(shape: tuple[int, ...], dtype: Any = "float32") -> Array:
+    """An array whose values are their own flat index, or a hash of it where `dtype` cannot hold that exactly."""
+    dtype = np.dtype(dtype)
+    index = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+    hashed = (index * 2654435761 >> 7) % 251
+    if dtype.kind == "b":
+        return np.asarray(hashed % 2 == 1)
+    if dtype.itemsize == 1 or (dtype.kind == "f" and dtype.itemsize == 2):
+        return np.asarray((hashed % 127 if dtype == np.int8 else hashed).astype(dtype))
+    if dtype.kind == "c":
+        return np.asarray((index + 1j * (index + (0.1 if dtype.itemsize == 16 else 0.5))).astype(dtype))
+    if dtype.kind in "fiu" and dtype.itemsize == 8:  # values that 32 bits would change
+        return np.asarray(index.astype(dtype) + (dtype.type(0.1) if dtype.kind == "f" else 1 << 40)).astype(dtype)
+    return np.asarray(index.astype(dtype))
+
+
+def unit() -> int:
+    """What every axis length is a multiple of, so that it divides over all devices: at least 4."""
+    n = len(jax.devices())
+    return n * -(-4 // n)
+
+
+def cube() -> tuple[int, int, int]:
+    """A small shape that every decomposition divides, with three different lengths."""
+    return 2 * unit(), 3 * unit(), 5 * unit()
+
+
+def grid_shape(n: int, ndim: int = 2) -> tuple[int, ...]:
+    """`n` devices as a mesh, as square as it goes, the longer axis first.
+
+    >>> grid_shape(4), grid_shape(6), grid_shape(2), grid_shape(8, 3)
+    ((2, 2), (3, 2), (2, 1), (2, 2, 2))
+    """
+    if ndim == 1:
+        return (n,)
+    last = max(d for d in range(1, math.floor(n ** (1 / ndim) + 1e-9) + 1) if n % d == 0)
+    return (*grid_shape(n // last, ndim - 1), last)
+
+
+def mesh_of(devices: Any = None, names: tuple[str, ...] = ("a", "b")) -> Mesh:
+    """A mesh of all devices (or of these, in this order)."""
+    devices = np.array(jax.devices() if devices is None else devices, dtype=object)
+    return Mesh(devices.reshape(grid_shape(devices.size, len(names))), names)
+
+
+def sharding_of(mesh: Any, spec: Any) -> NamedSharding:
+    """The sharding that is meant."""
+    return NamedSharding(mesh, spec)
+
+
+def check(x: jax.Array, expected: Array, mesh: Any, spec: Any, note: object = "") -> None:
+    """Raise AssertionError unless each addressable shard of `x` is that part of `expected`, bit for bit.
+
+    The index of a shard is JAX's own, and `expected` is NumPy's: nothing of shardload is believed.
+    """
+    sharding = sharding_of(mesh, spec)
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    assert isinstance(x, jax.Array)
+    assert x.shape == native.shape, note
+    assert x.dtype == native.dtype, note
+    assert x.sharding == sharding, note
+    index_of = sharding.addressable_devices_indices_map(native.shape)
+    assert {s.device for s in x.addressable_shards} == set(index_of), note
+    for shard in x.addressable_shards:
+        assert shard.index == (index_of[shard.device] or ()), note
+        np.testing.assert_array_equal(
+            np.asarray(shard.data), native[shard.index], err_msg=f"{note} {shard.device} {shard.index}", strict=True
+        )
+
+
+def padded(expected: Array, mesh: Any, spec: Any, value: Any) -> Array:
+    """`expected` with each axis padded up to what the mesh divides: how NumPy would do it."""
+    entries = [*spec, *[None] * (expected.ndim - len(spec))]
+    width = []
+    for n, entry in zip(expected.shape, entries, strict=True):
+        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        parts = math.prod(mesh.shape[name] for name in names)
+        width.append((0, -n % parts))
+    return np.pad(expected, width, constant_values=value) if width else expected
+
+
+def on_root(comm: Any, make: Callable[[], Any]) -> Any:
+    """What `make` returns on rank 0, on all ranks; what it raises there fails them all."""
+    value, error = None, None
+    if comm.rank == 0:
+        try:
+            value = make()
+        except Exception as found:
+            error = f"{type(found).__name__}: {found}"
+    value, error = comm.bcast((value, error), root=0)
+    if error:
+        raise RuntimeError(f"rank 0 could not prepare the test: {error}")
+    return value
+
+
+def raised(call: Callable[[], Any]) -> Exception | None:
+    """What `call` raises; None if it returns."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def same_error(comm: Any, call: Callable[[], Any], kind: type[Exception], *parts: str) -> Exception:
+    """The error that `call` raises: of `kind`, with `parts` in its text, and the same on every rank."""
+    error = raised(call)
+    mine = None if error is None else (type(error).__name__, str(error))
+    everyone = comm.allgather(mine)
+    assert set(everyone) == {mine}, "the ranks raise different errors"
+    assert error is not None, "nothing was raised"
+    assert type(error) is kind, error
+    for part in parts:
+        assert part in str(error), f"{part!r} is not in {error}"
+    return error

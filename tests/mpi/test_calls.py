@@ -1,0 +1,282 @@
+"""One call after another: on open arrays, with a plan, after a failure, beside the user's own messages."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, SourceError
+from tests.mpi.sources import CHUNKS, NAME
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error
+
+GROUP = importlib.import_module("shardload.group")
+
+
+# --- what a path can be -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_path_forms(files: dict[str, str], readers: Any) -> None:
+    """Wrong if one way of naming an array named another one."""
+    values, mesh, spec = ramp(cube()), mesh_of(), P("b", "a")
+    for source in ("chunked", "netcdf4", "zarr_v3"):
+        path = files[source]
+        for name in (NAME, f"/{NAME}", f"/{NAME}/"):
+            check(shardload.load(path, mesh, spec, dataset=name, readers=readers), values, mesh, spec, name)
+        check(shardload.load(f"{path}:/{NAME}", mesh, spec, readers=readers), values, mesh, spec, "colon")
+        check(shardload.load(Path(path), mesh, spec, dataset=NAME, readers=readers), values, mesh, spec, "Path")
+        # The only array: the coordinates of the netCDF file do not count.
+        check(shardload.load(Path(path), mesh, spec, readers=readers), values, mesh, spec, "no name")
+
+
+@contextmanager
+def opened(path: str) -> Any:
+    """The array in a file, opened by its own library."""
+    if path.endswith(".zarr"):
+        yield zarr.open_array(path, path=NAME, mode="r")
+        return
+    with h5py.File(path, "r") as file:
+        yield file[NAME]
+
+
+@pytest.mark.parametrize("source", ["contiguous", "gzip_shuffle", "big_endian", "virtual", "zarr_v2", "zarr_sharded"])
+def test_open_array(files: dict[str, str], source: str) -> None:
+    """Wrong if the caller's array were closed, or opened again by a name that is another one here."""
+    values, mesh, spec = ramp(cube()), mesh_of(), P(None, "b", "a")
+    with opened(files[source]) as array:
+        for readers in READERS:
+            check(shardload.load(array, mesh, spec, readers=readers), values, mesh, spec, readers)
+        x = shardload.load(array, mesh, P(), select=(slice(1, 4), 2), verify="checksum")
+        check(x, values[1:4, 2], mesh, P())
+        np.testing.assert_array_equal(array[1, 2], values[1, 2])  # still open
+
+
+def test_open_numpy_array_on_every_rank() -> None:
+    """Wrong if a selection of an array in memory were sent with the axes it dropped."""
+    values, mesh = ramp(cube()), mesh_of()
+    for readers in READERS:
+        for select in (None, (1, ..., slice(2, 7)), (1, 2, 3)):
+            wanted = np.asarray(values if select is None else values[select])
+            check(shardload.load(values, mesh, P(), select=select, readers=readers), wanted, mesh, P(), (readers, select))
+    x = shardload.load(values, mesh, P())
+    values[...] = -1
+    check(x, ramp(cube()), mesh, P())
+
+
+def test_closed_dataset_and_group(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a closed dataset gave the ranks different errors."""
+    with opened(files["chunked"]) as array:
+        same_error(comm, lambda: shardload.load(array.parent, mesh_of(), P()), ConfigError, "group", NAME)
+    same_error(comm, lambda: shardload.load(array, mesh_of(), P()), SourceError, "closed")
+
+
+# --- one after the other ----------------------------------------------------------------------------------------------
+
+
+def test_loads_in_sequence_do_not_mix(files: dict[str, str]) -> None:
+    """Wrong if a message of one load could be taken for one of the next, which is of the same size from the same rank."""
+    mesh, shape = mesh_of(), cube()
+    for repeat in range(3):
+        loaded = []
+        for k in range(4):
+            values = ramp(shape) + 1000 * k
+            x = shardload.scatter(values, mesh, P("b", "a"), root=0)
+            y = shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers="root", dtype="float32")
+            loaded.append((x, values, y))
+        for x, values, y in loaded:  # all of them still what they were
+            check(x, values, mesh, P("b", "a"), repeat)
+            check(y, ramp(shape), mesh, P("b", "a"), repeat)
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_plan_executed_twice(files: dict[str, str], readers: Any) -> None:
+    """Wrong if a second execution wrote into the first one's array, or found its file closed."""
+    made = shardload.plan(files["chunked"], mesh_of(), P("b", "a"), dataset=NAME, readers=readers)
+    assert made.report is None
+    assert str(made)
+    first = made.execute()
+    report = made.report
+    second = made.execute()
+    for x in (first, second):
+        check(x, ramp(cube()), mesh_of(), P("b", "a"))
+    assert report is not None and made.report is not None
+    assert report.chunks_decoded == made.report.chunks_decoded
+    own = {s.data.unsafe_buffer_pointer() for s in first.addressable_shards}
+    assert not own & {s.data.unsafe_buffer_pointer() for s in second.addressable_shards}
+
+
+def test_two_plans_executed_in_the_other_order(files: dict[str, str]) -> None:
+    """Wrong if a plan held tags or buffers from when it was made."""
+    mesh = mesh_of()
+    one = shardload.plan(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers="parallel")
+    two = shardload.plan(files["zarr_v2"], mesh, P("a", None, "b"), dataset=NAME, readers="root")
+    check(two.execute(), ramp(cube()), mesh, P("a", None, "b"))
+    check(one.execute(), ramp(cube()), mesh, P("b", "a"))
+
+
+def test_loading_after_a_load_that_failed(comm: Any, files: dict[str, str], shared_tmp_path: Path) -> None:
+    """Wrong if what a failed load left behind were taken for a part of the next one."""
+    path = shared_tmp_path / "damaged.h5"
+
+    def damage() -> None:
+        with h5py.File(path, "w") as file:
+            made = file.create_dataset("x", data=ramp(cube()), chunks=CHUNKS, compression="gzip")
+            chunk = made.id.get_chunk_info(made.id.get_num_chunks() // 2)
+        with open(path, "r+b") as raw:
+            raw.seek(chunk.byte_offset)
+            raw.write(b"\xff" * chunk.size)
+
+    on_root(comm, damage)
+    mesh = mesh_of()
+    for readers in READERS:
+        for call in (
+            lambda readers=readers: shardload.load(path, mesh, P("b", "a"), readers=readers),
+            lambda: shardload.load("no-such-file.h5", mesh, P("b", "a")),
+            lambda: shardload.load(files["chunked"], mesh, P("q"), dataset=NAME),
+        ):
+            _fails(comm, call)
+            x = shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers=readers)
+            check(x, ramp(cube()), mesh, P("b", "a"), readers)
+
+
+def _fails(comm: Any, call: Any) -> None:
+    with pytest.raises((SourceError, ConfigError)) as caught:
+        call()
+    assert len(set(comm.allgather((type(caught.value).__name__, str(caught.value))))) == 1
+
+
+def test_file_that_changes_between_plan_and_execution(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if blocks of the old shape were read from the new file."""
+    path = str(shared_tmp_path / "x.h5")
+
+    def write(shape: tuple[int, ...]) -> None:
+        with h5py.File(path, "w") as file:
+            file["x"] = ramp(shape)
+
+    on_root(comm, lambda: write(cube()))
+    made = shardload.plan(path, mesh_of(), P("a"))
+    comm.Barrier()
+    on_root(comm, lambda: write((*cube()[:2], 7)))
+    same_error(comm, made.execute, SourceError, "the file has changed", "'/x' in")
+    comm.Barrier()
+    if comm.rank == 0:
+        Path(path).unlink()
+    comm.Barrier()
+    same_error(comm, made.execute, SourceError, "there is no file")
+
+
+def test_progress_is_told_and_may_fail(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a caller's function that raises on one rank left the others waiting."""
+    seen: list[tuple[int, int]] = []
+    mesh = mesh_of()
+    shardload.load(files["chunked"], mesh, P("a", "b"), dataset=NAME, progress=lambda *a: seen.append(a), readers="parallel")
+    total = int(np.prod(cube())) * 4 // len(jax.devices()) * len(jax.local_devices())
+    if seen:  # on rank 0 at least
+        assert seen[-1] == (total, total)
+        assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen or comm.rank
+
+    def fails(done: int, total: int) -> None:
+        raise RuntimeError("no terminal")
+
+    for readers in ("root", "parallel", "direct"):
+        call = lambda r=readers: shardload.load(files["chunked"], mesh, P("a", "b"), dataset=NAME, progress=fails, readers=r)  # noqa: E731
+        same_error(comm, call, shardload.PeerError, "no terminal")
+    check(shardload.load(files["chunked"], mesh, P(), dataset=NAME), ramp(cube()), mesh, P())
+
+
+# --- beside the user's own messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("readers", ["root", "parallel"])
+def test_the_users_messages_are_left_alone(comm: Any, files: dict[str, str], readers: str) -> None:
+    """Wrong if a part were taken by a receive of the user's from anybody, or a message of the user's for a part."""
+    from mpi4py import MPI
+
+    mesh, values = mesh_of(), ramp(cube())
+    right = (comm.rank + 1) % comm.size
+    got = np.full(values.size, -1, "float32")
+    waiting = comm.Irecv(got, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG)  # from before ...
+    check(shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers=readers), values, mesh, P("b", "a"))
+    check(shardload.scatter(values, mesh, P()), values, mesh, P())
+    assert not waiting.Test()
+    comm.Barrier()
+    mine = np.full(values.size, comm.rank, "float32")
+    sends = [comm.Isend(mine, dest=right, tag=tag) for tag in (0, 1, 2, 3)]  # ... and unreceived messages with likely tags
+    check(shardload.load(files["chunked"], mesh, P("b", "a"), dataset=NAME, readers=readers), values, mesh, P("b", "a"))
+    waiting.Wait()
+    assert (got == (comm.rank - 1) % comm.size).all()
+    for tag in (1, 2, 3):
+        got[...] = -1
+        comm.Recv(got, source=MPI.ANY_SOURCE, tag=tag)
+        assert (got == (comm.rank - 1) % comm.size).all()
+    MPI.Request.Waitall(sends)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_communicator_is_duplicated_once(comm: Any, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if every load took another communicator: MPI has a few thousand, and then the job dies."""
+    from mpi4py import MPI
+
+    assert GROUP.group_of() is GROUP.group_of(comm) is GROUP.group_of(MPI.COMM_WORLD)
+    mine = comm.Split(0, key=comm.rank)
+    group = GROUP.group_of(mine)
+    assert group is not GROUP.group_of(comm)
+    assert MPI.Comm.Compare(group.comm, mine) == MPI.CONGRUENT  # the same ranks, but not the same communicator
+    for _ in range(3):
+        shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine)
+        assert GROUP.group_of(mine) is group
+    other = mine.Dup()
+    assert GROUP.group_of(other) is not group  # attributes are not handed on
+    assert GROUP.group_of(other) is GROUP.group_of(other)
+    other.Free()
+    shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=mine)
+    mine.Free()
+    shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_communicators_are_given_back(comm: Any) -> None:
+    """Wrong if a communicator's duplicate outlived it: MPICH has 2048."""
+    for _ in range(2200):
+        mine = comm.Dup()
+        GROUP.group_of(mine)
+        mine.Free()
+
+
+def test_communicators_that_cannot_be(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a rank that is not in the communicator hung in it."""
+    if not hasattr(comm, "Split"):
+        return
+    from mpi4py import MPI
+
+    with pytest.raises(ConfigError, match="COMM_NULL"):
+        shardload.load(files["chunked"], mesh_of(), P(), dataset=NAME, comm=MPI.COMM_NULL)
+    if comm.size > 1:
+        half = comm.Split(comm.rank % 2)
+        inter = half.Create_intercomm(0, comm, 1 - comm.rank % 2)
+        with pytest.raises(ConfigError, match="intercommunicator"):
+            shardload.load(files["chunked"], mesh_of(), P(), dataset=NAME, comm=inter)
+        inter.Free()
+        half.Free()
+
+
+def test_load_leaves_no_thread_behind(files: dict[str, str]) -> None:
+    """Wrong if each load left its reading thread."""
+    before = threading.active_count()
+    for readers in READERS:
+        shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, readers=readers)
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardload")]
+    assert threading.active_count() <= before + 1  # zarr's and JAX's own may come

@@ -1,0 +1,46 @@
+"""Every kind of file, way of reading, decomposition and verification: each shard is the part of the file that is named."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardload
+from tests.mpi.sources import NAME, SOURCES, read_part
+from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, mesh_of, ramp
+
+
+@pytest.mark.parametrize("spec", DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, spec: Any) -> None:
+    """Wrong in a way of reading, in the cut of this file into blocks, or in the table of this decomposition."""
+    mesh, expected = mesh_of(), ramp(cube())
+    for readers, verify in itertools.product(READERS, VERIFY):
+        x = shardload.load(files[source], mesh, spec, dataset=NAME, readers=readers, verify=verify)
+        check(x, expected, mesh, spec, f"readers={readers!r} verify={verify!r}")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_shard_is_what_the_files_own_library_reads_there(files: dict[str, str], source: str) -> None:
+    """Wrong if the file's coordinates and the array's were mixed up in the same way in a test and in the code."""
+    mesh, spec = mesh_of(), DECOMPOSITIONS["pencil, mesh axes exchanged"]
+    x = shardload.load(files[source], mesh, spec, dataset=NAME, readers="parallel")
+    for shard in x.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), read_part(files[source], shard.index))
+
+
+@pytest.mark.parametrize("source", ["chunked", "gzip_shuffle", "big_endian", "zarr_v2", "zarr_v3", "zarr_v2_fortran"])
+def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: str) -> None:
+    """Wrong if two readers share a chunk, or one reads it twice: then the exchange saves nothing."""
+    n_chunks = int(np.prod([-(-n // c) for n, c in zip(cube(), (3, 5, 7), strict=True)]))
+    nbytes = int(np.prod(cube())) * 4
+    for readers in ("root", "parallel", 2):
+        for spec in (DECOMPOSITIONS["pencil along axis 0"], DECOMPOSITIONS["replicated"]):
+            plan = shardload.plan(files[source], mesh_of(), spec, dataset=NAME, readers=readers)
+            plan.execute()
+            assert plan.report is not None
+            assert (plan.report.chunks_decoded, plan.report.nbytes_read) == (n_chunks, nbytes)
+            assert plan.report.chunks_decoded == plan.costs[plan.readers].chunks_decoded

@@ -1,0 +1,332 @@
+"""What arrives, for every type and shape that an array can have, padded, cut out or cast."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, unit
+
+PLAN = importlib.import_module("shardload.plan")  # `shardload.plan` is the function
+
+X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else None
+if X64 is None:
+    from jax.experimental import enable_x64 as X64
+
+Array = np.ndarray[Any, Any]
+
+
+def write(comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | None = None, name: str = "x.h5") -> str:
+    """`values` in a file, written by rank 0: HDF5, or Zarr where the name says so. Returns the path."""
+    path = str(folder / name)
+
+    def make() -> None:
+        if name.endswith(".zarr"):
+            zarr.create_array(path, data=values, chunks=chunks or "auto")
+            return
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=values, chunks=chunks, compression="gzip" if chunks else None)
+
+    on_root(comm, make)
+    return path
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "int16", "int32", "uint8", "uint32", "float16", "float32", "complex64", ">i2", ">u4", ">c8"]
+)
+def test_type_is_kept(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
+    """Wrong if bytes were counted, swapped or cast wrongly for one type."""
+    mesh, values = mesh_of(), ramp(cube(), dtype)
+    for chunks in (None, (3, 5, 7)):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
+        for readers in ("root", "parallel", "direct"):
+            for verify in ("index", "checksum"):
+                x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
+                check(x, values, mesh, P("b", "a"), (chunks, readers, verify))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128", ">f8", ">i8", ">c16"])
+@pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
+def test_64_bits_arrive_exactly_where_jax_has_them(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:
+    """Wrong if a value passed through 32 bits on its way: none of these would survive."""
+    values = ramp(cube(), dtype)
+    small = {"f": "float32", "i": "int32", "u": "uint32", "c": "complex64"}[values.dtype.kind]
+    assert not np.array_equal(values.astype(small), values)
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5, 7), name=name)
+    with X64(True):
+        for readers in ("root", "parallel", "direct"):
+            x = shardload.load(path, mesh_of(), P("a", "b"), readers=readers)
+            check(x, values, mesh_of(), P("a", "b"), readers)
+        check(shardload.scatter(values, mesh_of(), P("a", "b")), values, mesh_of(), P("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "loss"),
+    [
+        ("float64", "float32", "half the digits"),
+        ("int64", "int32", "wrap"),
+        ("uint64", "uint32", "wrap"),
+        ("complex128", "complex64", "half the digits"),
+    ],
+)
+def test_64_bits_are_refused_where_jax_would_cut_them(
+    comm: Any, shared_tmp_path: Path, dtype: str, small: str, loss: str
+) -> None:
+    """Wrong if JAX were left to turn 2**40 into 0; the message is to be typed off."""
+    values = np.zeros(cube(), dtype)
+    path = write(comm, shared_tmp_path, values)
+    said = (dtype, loss, f"dtype='{small}'", "jax.config.update('jax_enable_x64', True)")
+    same_error(comm, lambda: shardload.load(path, mesh_of(), P("a")), ConfigError, "'/x' in", *said)
+    same_error(comm, lambda: shardload.plan(path, mesh_of(), P("a")), ConfigError, *said)
+    same_error(comm, lambda: shardload.scatter(values, mesh_of(), P("a")), ConfigError, "array on rank 0", *said)
+    same_error(comm, lambda: shardload.load(path, mesh_of(), P("a"), dtype=dtype), ConfigError, *said)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [
+        ("float64", "float32"),
+        ("int64", "int32"),
+        ("float32", "float16"),
+        ("int16", "float32"),
+        ("float32", np.int32),
+        ("bool", "uint8"),
+        (">f8", "<f4"),
+        ("float32", ">f4"),
+        ("float32", "complex64"),
+    ],
+)
+def test_cast_is_numpys(comm: Any, shared_tmp_path: Path, dtype: str, to: Any) -> None:
+    """Wrong if a cast were done twice, in the wrong byte order, or with buffers of the wrong item size."""
+    values = ramp(cube(), dtype)
+    if to == "float16":
+        values = values % 2048
+    expected = values.astype(to)
+    for chunks in (None, (3, 5, 7)):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
+        for readers in READERS:
+            x = shardload.load(path, mesh_of(), P(None, "a", "b"), dtype=to, readers=readers, verify="checksum")
+            check(x, expected, mesh_of(), P(None, "a", "b"), (chunks, readers))
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def shapes() -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, Any]]:
+    """Shapes with their chunks and a spec, by what is special."""
+    u = unit()
+    return {
+        "0-d": ((), None, P()),
+        "1-d, cut by both": ((9 * u,), (7,), P(("a", "b"))),
+        "1-d, cut by one": ((9 * u,), None, P("b")),
+        "2-d": ((2 * u, 3 * u), (5, 3), P("b", "a")),
+        "4-d": ((u, 3, 2 * u, 5), (3, 2, 5, 2), P("a", None, "b")),
+        "4-d, inner axes": ((3, u, 5, 2 * u), (2, 3, 5, 7), P(None, "b", None, "a")),
+        "5-d": ((2, u, 3, 2 * u, 5), (1, 3, 2, 3, 5), P(None, "a", None, "b")),
+        "5-d, first and last": ((u, 2, 3, 5, 2 * u), None, P("b", None, None, None, "a")),
+        "length 1": ((1, 2 * u, 1, 3 * u, 1), (1, 3, 1, 5, 1), P(None, "a", None, "b")),
+        "all length 1": ((1, 1, 1), (1, 1, 1), P()),
+        "empty": ((0, 3), None, P("a")),
+        "empty inside": ((2 * u, 0, 3 * u), None, P("a", None, "b")),
+        "empty, cut by both": ((0, 2 * u), None, P(("a", "b"))),
+        "empty 1-d": ((0,), None, P()),
+    }
+
+
+@pytest.mark.parametrize("case", shapes())
+def test_shape(comm: Any, shared_tmp_path: Path, case: str) -> None:
+    """Wrong for ranks that are not 3, or for axes of length 0 or 1, whose arithmetic is all corner cases."""
+    shape, chunks, spec = shapes()[case]
+    values = ramp(shape)
+    path = write(comm, shared_tmp_path, values, chunks=chunks)
+    for readers in READERS:
+        for verify in ("index", "checksum"):
+            x = shardload.load(path, mesh_of(), spec, readers=readers, verify=verify)
+            check(x, values, mesh_of(), spec, (readers, verify))
+    check(shardload.scatter(values, mesh_of(), spec), values, mesh_of(), spec)
+
+
+def test_zero_d_and_empty_in_zarr(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if Zarr's chunks of such arrays were taken as HDF5's."""
+    for k, shape in enumerate([(), (0,), (0, 3)]):
+        values = ramp(shape)
+        path = write(comm, shared_tmp_path, values, name=f"{k}.zarr")
+        for readers in READERS:
+            check(shardload.load(path, mesh_of(), P(), readers=readers), values, mesh_of(), P(), readers)
+
+
+# --- padding ----------------------------------------------------------------------------------------------------------
+
+
+def uneven() -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes that the mesh does not divide (where it has more than one device)."""
+    u = unit()
+    return {
+        "one axis": ((2 * u + 1, 3 * u, 5), P("a", "b")),
+        "two axes": ((2 * u - 1, 3 * u + 1, 5), P("a", "b")),
+        "two axes, exchanged": ((3, 2 * u - 1, 3 * u + 1), P(None, "b", "a")),
+        "over both": ((7, 3 * u + 1), P(None, ("a", "b"))),
+        "one element": ((1, 1, 1), P("a", "b")),
+        "shards all padding": ((u + 1, 3), P(("b", "a"))),
+        "replicated": ((2 * u + 1, 5), P("b")),
+        "nothing to pad": ((2 * u, 3 * u), P("a", "b")),
+        "empty": ((0, 2 * u + 1), P(None, "a")),
+    }
+
+
+@pytest.mark.parametrize("case", uneven())
+def test_padding(comm: Any, shared_tmp_path: Path, case: str) -> None:
+    """Wrong if a tail were left as it was in memory, or written over true values."""
+    shape, spec = uneven()[case]
+    values, mesh = ramp(shape, "int32"), mesh_of()
+    expected = padded(values, mesh, spec, -7)
+    for chunks in (None, tuple(min(n, c) for n, c in zip(shape, (3, 5, 7), strict=False)) if 0 not in shape else None):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
+        for readers in READERS:
+            x = shardload.load(path, mesh, spec, pad=-7, readers=readers, verify="checksum")
+            check(x, expected, mesh, spec, (chunks, readers))
+        assert shardload.plan(path, mesh, spec, pad=-7).shape == shape
+    check(shardload.scatter(values, mesh, spec, pad=-7), expected, mesh, spec)
+
+
+def test_padding_with_nan_and_in_another_type(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the fill value were cast with the file's type instead of the array's."""
+    spec, mesh = P("a", "b"), mesh_of()
+    values = ramp((2 * unit() + 1, 3 * unit() - 1), "int16")
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5))
+    for readers in READERS:
+        x = shardload.load(path, mesh, spec, pad=np.nan, dtype="float32", readers=readers)
+        check(x, padded(values.astype("float32"), mesh, spec, np.nan), mesh, spec, readers)
+
+
+def test_padding_that_the_type_cannot_hold_is_refused(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if NaN became some integer."""
+    path = write(comm, shared_tmp_path, ramp(cube(), "int32"))
+    for pad in (np.nan, 0.5, 2**40, "x", [1, 2]):
+        same_error(comm, lambda pad=pad: shardload.load(path, mesh_of(), P("a"), pad=pad), ConfigError, "pad is", "int32")
+
+
+# --- selections -------------------------------------------------------------------------------------------------------
+
+SELECTIONS: dict[str, Any] = {
+    "one plane": 3,
+    "last plane": -1,
+    "inner plane": (slice(None), 4),
+    "column": (2, ..., -3),
+    "one element": (1, 2, 3),
+    "inside chunks": (slice(1, 6), slice(4, 11), slice(9, 19)),
+    "one slice": slice(2, 5),
+    "negative": (slice(-5, -1), slice(-7, None), slice(None, -2)),
+    "past the end": (slice(3, 10**6), ..., slice(0, 10**6)),
+    "ellipsis first": (..., slice(3, 8)),
+    "ellipsis alone": ...,
+    "empty": (slice(3, 3),),
+    "numpy integers": (np.int64(2), slice(np.int32(1), np.int64(5))),
+}
+
+
+@pytest.mark.parametrize("case", SELECTIONS)
+def test_selection_is_numpys(comm: Any, shared_tmp_path: Path, case: str) -> None:
+    """Wrong if an offset inside a chunk were lost, a dropped axis kept, or a block read outside of the selection."""
+    select, mesh, values = SELECTIONS[case], mesh_of(), ramp(cube(), "int32")
+    wanted = np.asarray(values[select])
+    specs = [P(), P("a"), P("b", "a")][: wanted.ndim + 1]
+    for name, chunks in (("plain.h5", None), ("chunked.h5", (3, 5, 7)), ("x.zarr", (3, 5, 7))):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
+        for spec in specs:
+            for readers in ("root", "parallel", "direct") if name == "chunked.h5" else ("parallel",):
+                x = shardload.load(path, mesh, spec, select=select, pad=-1, readers=readers)
+                check(x, padded(wanted, mesh, spec, -1), mesh, spec, (name, spec, readers))
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_selection_padding_and_cast_together(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
+    """Wrong if two of the three work in each other's coordinates."""
+    values = ramp((3, *cube(), 4), ">i4")
+    select, spec, mesh = (-1, slice(1, None), slice(2, -2), slice(8, 8 + unit() + 1), 2), P("b", None, "a"), mesh_of()
+    wanted = padded(values[select].astype("float32"), mesh, spec, 0.5)
+    for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3))):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
+        for verify in ("index", "checksum"):
+            x = shardload.load(
+                path, mesh, spec, select=select, dtype="float32", pad=0.5, readers=readers, verify=verify, staging="1MiB"
+            )
+            check(x, wanted, mesh, spec, (name, verify))
+
+
+@pytest.mark.parametrize(
+    ("select", "says"),
+    [
+        (slice(None, None, 2), "step 2"),
+        ((0, 0, 0, 0), "4 axes"),
+        (10**6, "1000000"),
+        ((..., ...), "more than one"),
+        ("x", "'x'"),
+        (None, ""),
+        ([[1, 2]], "[1, 2]"),
+    ],
+)
+def test_selection_that_cannot_be(comm: Any, shared_tmp_path: Path, select: Any, says: str) -> None:
+    """Wrong if something NumPy reads in another way were read in ours."""
+    path = write(comm, shared_tmp_path, ramp(cube()))
+    if select is None:
+        check(shardload.load(path, mesh_of(), P(), select=None), ramp(cube()), mesh_of(), P())
+        return
+    same_error(comm, lambda: shardload.load(path, mesh_of(), P(), select=select), ConfigError, "select", says, "'/x' in")
+
+
+# --- many small blocks and messages -----------------------------------------------------------------------------------
+
+
+def tiny_staging(chunks: tuple[int, ...] | None) -> int:
+    """The least staging that the library takes for these chunks of 4-byte values."""
+    return 16 * math.prod(chunks) if chunks else 1 << 10
+
+
+@pytest.mark.parametrize("readers", READERS)
+@pytest.mark.parametrize("chunks", [None, (3, 5, 7), (1, 12, 20), (2, 3, 1)])
+def test_tiny_staging(comm: Any, shared_tmp_path: Path, chunks: tuple[int, ...] | None, readers: Any) -> None:
+    """Wrong if a buffer is taken again before its last message has left, or a remainder block is forgotten."""
+    values = ramp(cube(), "int32")
+    path = write(comm, shared_tmp_path, values, chunks=chunks)
+    for spec in (P("b", "a"), P(None, "a", "b"), P()):
+        made = shardload.plan(path, mesh_of(), spec, readers=readers, staging=tiny_staging(chunks), verify="checksum")
+        if made.readers != "direct":  # there a block is cut by the shards as well
+            assert made.read_plan.blocks.n_cells >= 8
+        check(made.execute(), values, mesh_of(), spec, spec)
+
+
+@pytest.mark.parametrize("readers", ["root", "parallel", 2])
+@pytest.mark.parametrize("nbytes", [4, 12, 100, 1000])
+def test_messages_are_split(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, readers: Any
+) -> None:
+    """Wrong if sender and receiver cut what is above MPI's limit differently, or the rest of a cut is not sent."""
+    shape = (unit(), 2 * unit(), 3) if nbytes < 100 else cube()
+    values = ramp(shape, "int32")
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5, 2))
+    monkeypatch.setattr(PLAN, "MAX_MESSAGE_NBYTES", nbytes)
+    for spec in (P("b", "a"), P("a")):
+        for verify in ("index", "checksum"):
+            made = shardload.plan(path, mesh_of(), spec, readers=readers, verify=verify)
+            sent = [part for parts in made.read_plan.incoming(comm.rank).values() for part in parts]
+            assert all(part.region.size * 4 <= nbytes for part in sent)
+            check(made.execute(), values, mesh_of(), spec, (spec, verify))
+    spec = P("b", "a")
+    for view in (values, values.T, values[:, ::-1]):
+        x = shardload.scatter(view if comm.rank == 0 else None, mesh_of(), P(), verify="checksum")
+        check(x, view, mesh_of(), P(), "scatter")

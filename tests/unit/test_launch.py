@@ -1,0 +1,71 @@
+"""How `tests.jobs.launch` builds a job; and is what we say of the oldest versions the same everywhere?"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.jobs.launch import ROOT, Job, job_command, job_environment, mpiexec_of
+
+
+def test_another_jobs_traces_do_not_reach_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "PRTE_X", "HYDRA_X", "MPI_LOCALNRANKS", "MPI4PY_MPIABI")
+    for name in traces:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MPIR_CVAR_DEBUG_SUMMARY", "1")  # a user's choice, not a trace
+    environment = job_environment(2)
+    assert not set(traces) & set(environment)
+    assert environment["MPIR_CVAR_DEBUG_SUMMARY"] == "1"
+
+
+def test_environment_shows_the_devices_asked_for() -> None:
+    assert job_environment(2, devices_per_process=3)["XLA_FLAGS"] == "--xla_force_host_platform_device_count=3"
+
+
+@pytest.mark.parametrize("n", [1, 10_000])
+def test_waiting_ranks_sleep_only_where_cores_are_short(n: int) -> None:
+    assert ("MPIR_CVAR_ENABLE_HEAVY_YIELD" in job_environment(n)) == (n > (os.cpu_count() or 1))
+
+
+def test_script_and_arguments_come_after_the_interpreter(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    (tmp_path / "mpiexec").touch()
+    start = [str(tmp_path / "mpiexec"), "-n", "3"]
+    assert job_command(Path("a.py"), 3, python=python) == [*start, str(python), "a.py"]
+    assert job_command(["-m", "shardload"], 3, python=python) == [*start, str(python), "-m", "shardload"]
+
+
+def test_open_mpi_comes_from_its_own_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLOAD_OPENMPI", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="make setup"):
+        mpiexec_of("openmpi")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpiexec").touch()
+    assert job_command("a.py", 2, mpi="openmpi")[:2] == [str(tmp_path / "bin" / "mpiexec"), "--oversubscribe"]
+    assert job_environment(2, mpi="openmpi")["MPI4PY_LIBMPI"] == str(tmp_path / "lib" / "libmpi.so.40")
+
+
+def test_unknown_library_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 'mpich' or 'openmpi'"):
+        mpiexec_of("lam")
+
+
+def test_check_shows_every_ranks_end() -> None:
+    job = Job(3, "hello\n", "first\nsecond\nlauncher\n", 1.0, ("hello\n", ""), ("first\n", "second\n"))
+    with pytest.raises(
+        AssertionError, match=r"(?s)ended with 3 .*rank 0 stdout\nhello.*rank 1 stderr\nsecond.*mpiexec\n"
+    ):
+        job.check()
+
+
+def test_lower_bounds_are_the_versions_tested_as_oldest() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = {(r := Requirement(text)).name: str(r.specifier).removeprefix(">=") for text in project["dependencies"]}
+    lines = (ROOT / "tests" / "oldest-requirements.txt").read_text().splitlines()
+    pins = {(r := Requirement(line)).name: str(r.specifier).removeprefix("==") for line in lines if line[:1].isalpha()}
+    assert pins.pop("jaxlib") == pins["jax"]
+    assert pins == bounds
