@@ -169,14 +169,16 @@ def choose_mode(costs: dict[str, Cost], n_ranks: int) -> tuple[str, str]:
     if direct.decoded_nbytes == 0:
         return DIRECT, "the array is empty"
     ratio = direct.seconds / parallel.seconds
+    verb = "decode" if direct.chunks_decoded else "read"
+    sent = format_nbytes(parallel.moved_nbytes)
     if ratio * _MARGIN <= 1:
         return DIRECT, (
-            f"reading by oneself decodes {direct.amplification:.3g}x the array, "
-            f"which costs no more than sending {format_nbytes(parallel.moved_nbytes)} between ranks"
+            f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "
+            f"no dearer than sending {sent} between ranks"
         )
     return PARALLEL, (
-        f"reading by oneself would decode {direct.amplification:.3g}x the array; "
-        f"decoding each chunk once and sending {format_nbytes(parallel.moved_nbytes)} is about {ratio:.1f}x faster"
+        f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all; "
+        f"once in the job, and {sent} sent between ranks, is about {ratio:.1f}x faster"
     )
 
 

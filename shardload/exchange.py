@@ -17,12 +17,10 @@ A reader that fails still sends all it owes, so that nobody waits for it; its re
 from __future__ import annotations
 
 import os
-import struct
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -33,14 +31,14 @@ from shardload.errors import PeerError
 from shardload.group import Group
 from shardload.plan import Part, Read, ReadPlan
 from shardload.region import Region
+from shardload.wire import Packer, checksum, identity
+from shardload.wire import message as message_of
 
-__all__ = ["Block", "BlockReader", "Piece", "checksum", "exchange", "sendable"]
+__all__ = ["Block", "BlockReader", "Piece", "exchange"]
 
 Array = np.ndarray[Any, Any]
 
 _WINDOW = 256  # receives posted at a time, over all senders (at least one per sender)
-_CHECKSUM_NBYTES = 1 << 20
-_ALIGNMENT = 64
 # Waiting: give the core away at first, because a message under way needs calls into MPI to go on; then sleep ever longer.
 _YIELDS = 50
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 5e-5, 1e-3, 100
@@ -129,7 +127,7 @@ def exchange(
     BaseException or None
         This rank's own failure, or what its receipts say; the ranks still have to agree on it.
     """
-    packer = _Packer(pack_nbytes, n_pack)
+    packer = Packer(pack_nbytes, n_pack)
     moving = _Exchange(group, plan, reader, pieces, packer, checksums, on_progress or (lambda _: None))
     try:
         moving.run()
@@ -145,62 +143,6 @@ class _Sent:
 
     identity: int = 0
     sums: list[int] = field(default_factory=list)
-
-
-@dataclass
-class _Buffer:
-    """Memory that parts are packed into one after the other. Free again when all of them have been sent."""
-
-    data: Array
-    n_used: int = 0
-    n_sending: int = 0
-
-
-class _Packer:
-    """A few buffers for parts that have gaps, reused: no more memory than that, however much is sent."""
-
-    def __init__(self, nbytes: int, n_buffers: int) -> None:
-        self._nbytes, self._n_buffers = nbytes, n_buffers
-        self._buffers: list[_Buffer] = []
-        self._last: tuple[Any, Array, _Buffer] | None = None
-
-    def pack(self, view: Array, key: Any) -> tuple[Array, Callable[[], None]] | None:
-        """A copy without gaps, and what to call when it has been sent; None while there is no room.
-
-        `key` names the values: asked again for the ones that were packed last (replicas), the same copy is shared.
-        """
-        if self._last is not None and self._last[0] == key and self._last[2].n_sending:
-            _, data, buffer = self._last
-        else:
-            found = self._room(view.nbytes)
-            if found is None:
-                return None
-            buffer = found
-            raw = buffer.data[buffer.n_used : buffer.n_used + view.nbytes]
-            data = raw.view(view.dtype).reshape(view.shape)
-            np.copyto(data, view, casting="no")
-            buffer.n_used += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-            self._last = (key, data, buffer)
-        buffer.n_sending += 1
-        return data, partial(self._one_less, buffer)
-
-    def _room(self, nbytes: int) -> _Buffer | None:
-        for buffer in self._buffers:
-            if buffer.n_used + nbytes <= len(buffer.data):
-                return buffer
-        if len(self._buffers) < self._n_buffers:
-            self._buffers.append(_Buffer(np.empty(max(nbytes, self._nbytes), dtype=np.uint8)))
-            return self._buffers[-1]
-        for buffer in self._buffers:
-            if not buffer.n_sending:  # too small: a block of another size came before
-                buffer.data, buffer.n_used = np.empty(nbytes, dtype=np.uint8), 0
-                return buffer
-        return None
-
-    def _one_less(self, buffer: _Buffer) -> None:
-        buffer.n_sending -= 1
-        if not buffer.n_sending:
-            buffer.n_used = 0
 
 
 @dataclass
@@ -222,7 +164,7 @@ class _Exchange:
         plan: ReadPlan,
         reader: BlockReader,
         pieces: Mapping[int, Piece],
-        packer: _Packer,
+        packer: Packer,
         checksums: bool,
         on_progress: Callable[[int], None],
     ) -> None:
@@ -263,7 +205,7 @@ class _Exchange:
                 receipts_sent = moved = True
             idle = 0 if moved else idle + 1
             if idle:
-                _nap(idle, reading)
+                _nap(idle, reading, bool(self.requests))
 
     # --- sending
 
@@ -310,10 +252,10 @@ class _Exchange:
 
     def _send(self, part: Part, view: Array, data: Array, done: Callable[[], None]) -> None:
         sent = self.sent.setdefault(part.rank, _Sent())
-        sent.identity = _identity(part.region, sent.identity)
+        sent.identity = identity(part.region, sent.identity)
         if self.checksums:
             sent.sums.append(checksum(view))
-        message, _ = _message(self.group.mpi, data)
+        message, _ = message_of(self.group.mpi, data)
         self._add(self.group.comm.Isend(message, dest=part.rank, tag=self.tag), done, data)
 
     def _one_less(self, block: Block) -> None:
@@ -333,12 +275,12 @@ class _Exchange:
     def _expect(self, incoming: Mapping[int, list[Part]]) -> None:
         window = max(1, _WINDOW // max(1, len(incoming)))
         for rank, parts in incoming.items():
-            identity = 0
+            proof = 0
             for part in parts:
-                identity = _identity(part.region, identity)
+                proof = identity(part.region, proof)
             n_sums = len(parts) if self.checksums else 0
             receipt = np.zeros(2 + n_sums, dtype=np.uint32)
-            sender = _Sender(rank, parts, 0, identity, [0] * n_sums, receipt)
+            sender = _Sender(rank, parts, 0, proof, [0] * n_sums, receipt)
             self.senders.append(sender)
             self._add(self.group.comm.Irecv(receipt, source=rank, tag=self.receipt_tag), _nothing, receipt)
             for _ in range(window):
@@ -351,7 +293,7 @@ class _Exchange:
         part = sender.parts[number]
         sender.n_posted += 1
         view = self.pieces[part.shard].view(part.region)
-        message, datatype = _message(self.group.mpi, view)
+        message, datatype = message_of(self.group.mpi, view)
         request = self.group.comm.Irecv(message, source=sender.rank, tag=self.tag)
         if datatype is not None:
             datatype.Free()
@@ -365,10 +307,10 @@ class _Exchange:
         self._add(request, arrived, view)
 
     def _check_receipt(self, sender: _Sender) -> None:
-        went_well, identity, *sums = (int(v) for v in sender.receipt)
+        went_well, proof, *sums = (int(v) for v in sender.receipt)
         if not went_well:
             return  # that rank raises, and all ranks agree on its error
-        if identity != sender.identity:
+        if proof != sender.identity:
             self._report(sender.parts[0], sender.rank, "the sender's list of regions is not the one that was expected")
         for part, theirs, ours in zip(sender.parts, sums, sender.sums, strict=False):
             if theirs != ours:
@@ -427,8 +369,11 @@ def _nothing() -> None:
     return None
 
 
-def _nap(idle: int, reading: Future[Block] | None) -> None:
+def _nap(idle: int, reading: Future[Block] | None, has_requests: bool) -> None:
     """Wait a little, the longer the longer nothing has happened; the end of a read wakes at once."""
+    if reading is not None and not has_requests:
+        wait([reading])  # nothing else can happen
+        return
     if idle <= _YIELDS:
         os.sched_yield()
         return
@@ -436,61 +381,5 @@ def _nap(idle: int, reading: Future[Block] | None) -> None:
     seconds = min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2 ** min(doublings, 10))
     if reading is None:
         time.sleep(seconds)
-        return
-    try:
-        reading.exception(timeout=seconds)
-    except TimeoutError:
-        return
-
-
-def _identity(region: Region, previous: int) -> int:
-    return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
-
-
-def checksum(data: Array) -> int:
-    """CRC-32 of an array's bytes in C order, whatever its strides; never copies more than 1 MiB at a time.
-
-    >>> import numpy as np
-    >>> checksum(np.arange(4, dtype="<u2")[::-1]) == checksum(np.array([3, 2, 1, 0], dtype="<u2"))
-    True
-    """
-    crc = 0
-    for region in Region.whole(data.shape).split(max(1, _CHECKSUM_NBYTES // data.itemsize)):
-        part = np.ascontiguousarray(data[region.slices()])
-        crc = zlib.crc32(part.reshape(-1).view(np.uint8).data, crc)
-    return crc
-
-
-def _message(mpi: Any, view: Array) -> tuple[list[Any], Any]:
-    """An mpi4py message that is `view`, and its datatype to be freed after posting (None: plain bytes).
-
-    The datatype is made from the view's own strides, so any box of any buffer travels without packing.
-    """
-    if view.flags.c_contiguous:
-        return [_memory(mpi, view, view.nbytes), view.nbytes, mpi.BYTE], None
-    run, axis = view.itemsize, view.ndim
-    while axis and (view.strides[axis - 1] == run or view.shape[axis - 1] == 1):
-        axis -= 1
-        run *= view.shape[axis]
-    datatype = mpi.BYTE.Create_contiguous(run)
-    for n, stride in zip(reversed(view.shape[:axis]), reversed(view.strides[:axis]), strict=True):
-        inner, datatype = datatype, datatype.Create_hvector(n, 1, stride)
-        inner.Free()
-    datatype.Commit()
-    span = view.itemsize + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
-    return [_memory(mpi, view, span), 1, datatype], datatype
-
-
-def _memory(mpi: Any, view: Array, nbytes: int) -> Any:
-    buffer = getattr(mpi, "buffer", None) or mpi.memory  # the class was renamed in mpi4py 4
-    return buffer.fromaddress(view.ctypes.data, nbytes)
-
-
-def sendable(view: Array) -> bool:
-    """Whether a view can be sent as it is: native byte order, and strides that only go forward.
-
-    >>> import numpy as np
-    >>> sendable(np.zeros((3, 4))[:, 1:3]), sendable(np.zeros(4)[::-1])
-    (True, False)
-    """
-    return view.dtype.isnative and all(s > 0 or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
+    else:
+        wait([reading], timeout=seconds)

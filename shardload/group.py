@@ -5,7 +5,7 @@ attribute), so that nothing here can ever match a message of the user's. Its col
 
 The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
 
-This module and `exchange` are the only ones that know MPI; without MPI a group has one rank and all of this is local.
+The only module that imports mpi4py; without MPI a group has one rank and all of this is local.
 """
 
 from __future__ import annotations
@@ -185,6 +185,8 @@ class Group:
         if not failed:
             return sums
         if self.size == 1:
+            if isinstance(error, ShardloadError):
+                raise error
             raise _as_shardload(error, None) from error
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
         text = _to_json(_as_shardload(error, first)) if self.rank == first else None
@@ -242,7 +244,12 @@ def _as_shardload(error: BaseException | None, rank: int | None) -> ShardloadErr
 def _to_json(error: ShardloadError) -> str:
     kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
     more = {k: getattr(error, k) for k in ("path", "dataset", "chunk") if isinstance(error, SourceError)}
-    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more})
+    # Whatever a source put into its error, this may not fail: the other ranks are waiting.
+    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:

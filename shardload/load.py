@@ -14,7 +14,6 @@ import numpy as np
 
 from shardload.cost import ROOT
 from shardload.errors import ConfigError
-from shardload.exchange import sendable
 from shardload.execute import Plan
 from shardload.options import AUTO, Progress
 from shardload.prepare import Call, plan_file, plan_memory
@@ -22,6 +21,7 @@ from shardload.region import Region
 from shardload.sources import find_array
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
+from shardload.wire import sendable
 
 __all__ = ["load", "plan", "scatter"]
 

@@ -385,7 +385,7 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
     grouped = [1] * len(counts)
     for axis in reversed(range(len(counts))):
         # Chunks along this axis that one read can meet: all of them, or those that one shard reaches into.
-        reach = min(counts[axis], -(-extent[axis] // chunks.cell[axis]) + (within is not None))
+        reach = counts[axis] if within is None else min(counts[axis], -(-extent[axis] // chunks.cell[axis]) + 1)
         if reach > room:
             n_groups = -(-counts[axis] // room)
             grouped[axis] = -(-counts[axis] // n_groups)  # even groups, not full ones and a small last one

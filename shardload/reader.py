@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError, SourceError
-from shardload.exchange import Block, Piece, sendable
+from shardload.exchange import Block, Piece
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import Source
+from shardload.wire import sendable
 
 __all__ = ["SourceReader", "aligned_empty"]
 

@@ -197,9 +197,7 @@ def mpiexec_of(mpi: str, python: str | Path | None = None) -> Path:
     beside = Path(python or sys.executable).parent / "mpiexec"  # unresolved: a venv's python is a link
     found = beside if beside.exists() else shutil.which("mpiexec")
     if not found:
-        raise FileNotFoundError(
-            f"no mpiexec beside {python or sys.executable} or on PATH: pip install 'shardload[mpich]'"
-        )
+        raise FileNotFoundError(f"no mpiexec beside {python or sys.executable} or on PATH: pip install 'shardload[mpich]'")
     return Path(found)
 
 

@@ -55,9 +55,7 @@ def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str) -> None:
 @LIBRARIES
 def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     script = tmp_path / "fails.py"
-    script.write_text(
-        "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()"
-    )
+    script.write_text("from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()")
     assert run_job(script, 2, timeout=60, mpi=mpi).returncode != 0
 
 

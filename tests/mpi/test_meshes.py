@@ -177,7 +177,9 @@ def test_communicator_without_a_process_of_the_mesh(comm: Any, files: dict[str, 
     some = comm.Split(int(comm.rank == 0), key=comm.rank)
     if comm.rank:
         text = "takes no part in this call"
-        same_error(some, lambda: shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=some), ConfigError, text)
+        same_error(
+            some, lambda: shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, comm=some), ConfigError, text
+        )
     some.Free()
 
 

@@ -188,7 +188,9 @@ def test_jax_array_on_root(comm: Any) -> None:
 def test_root_that_is_not_a_rank(comm: Any) -> None:
     """Wrong if nobody sent, and all waited."""
     for root in (comm.size, -1, 0.5, True, "0"):
-        same_error(comm, lambda root=root: shardload.scatter(None, mesh_of(), P(), root=root), ConfigError, "root is", repr(root))
+        same_error(
+            comm, lambda root=root: shardload.scatter(None, mesh_of(), P(), root=root), ConfigError, "root is", repr(root)
+        )
 
 
 def test_array_that_jax_cannot_hold(comm: Any) -> None:

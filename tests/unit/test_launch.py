@@ -56,9 +56,7 @@ def test_unknown_library_is_refused() -> None:
 
 def test_check_shows_every_ranks_end() -> None:
     job = Job(3, "hello\n", "first\nsecond\nlauncher\n", 1.0, ("hello\n", ""), ("first\n", "second\n"))
-    with pytest.raises(
-        AssertionError, match=r"(?s)ended with 3 .*rank 0 stdout\nhello.*rank 1 stderr\nsecond.*mpiexec\n"
-    ):
+    with pytest.raises(AssertionError, match=r"(?s)ended with 3 .*rank 0 stdout\nhello.*rank 1 stderr\nsecond.*mpiexec\n"):
         job.check()
 
 

@@ -165,19 +165,13 @@ def test_several_arrays_are_listed_largest_first(write: Write) -> None:
 
 def test_a_wrong_name_lists_those_near_it(write: Write) -> None:
     path = write({"density": flat((2, 3)), "g/velocity": flat((4,)), "g/pressure": flat((5,))})
-    with pytest.raises(
-        ConfigError, match=r"holds no array '/velocty'.*\(nearest first\): '/g/velocity' \(4,\) float32, "
-    ):
+    with pytest.raises(ConfigError, match=r"holds no array '/velocty'.*\(nearest first\): '/g/velocity' \(4,\) float32, "):
         find_array(path, "velocty")
     with pytest.raises(ConfigError, match=r"holds no array '/DENSITY'.*nearest first\): '/density'"):
         find_array(path, "DENSITY")
-    with pytest.raises(
-        ConfigError, match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\.$"):
         find_array(path, "g")
-    with pytest.raises(
-        SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share"
-    ) as caught:
+    with pytest.raises(SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share") as caught:
         open_source(path, "nope")
     assert (caught.value.path, caught.value.dataset) == (path, "/nope")
 
@@ -192,9 +186,7 @@ def test_no_array_to_load(write: Write, tmp_path: Path) -> None:
         file["lat"] = flat((3,))
         file["lat"].make_scale("lat")
         file["text"] = "abc"
-    with pytest.raises(
-        SourceError, match=r"It holds '/lat' \(3,\) float32: a coordinate, '/text' \(\) string: strings"
-    ):
+    with pytest.raises(SourceError, match=r"It holds '/lat' \(3,\) float32: a coordinate, '/text' \(\) string: strings"):
         find_array(tmp_path / "x.h5")
     assert find_array(tmp_path / "x.h5", "lat").is_coordinate
 
@@ -246,9 +238,7 @@ def test_files_of_other_formats_are_named(tmp_path: Path, content: bytes, text: 
     path = tmp_path / "a.dat"
     path.write_bytes(content)
     for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
-        with pytest.raises(
-            SourceError, match=f"{text}(.|\n)* Formats that can be loaded here: HDF5, Zarr\\.$"
-        ) as caught:
+        with pytest.raises(SourceError, match=f"{text}(.|\n)* Formats that can be loaded here: HDF5, Zarr\\.$") as caught:
             attempt(str(path))
         assert caught.value.path == str(path)
 
@@ -291,9 +281,7 @@ def test_a_file_that_may_not_be_read(unprivileged: Path) -> None:
 
 def test_other_objects_are_refused() -> None:
     for odd in (3, [1.0], None, b"a.h5"):
-        with pytest.raises(
-            ConfigError, match=re.escape(f"an object of type builtins.{type(odd).__name__}. Pass a path")
-        ):
+        with pytest.raises(ConfigError, match=re.escape(f"an object of type builtins.{type(odd).__name__}. Pass a path")):
             find_array(odd)
 
 
@@ -305,9 +293,7 @@ def test_formats_are_found_by_their_modules_and_imported_only_when_needed(tmp_pa
         "sources.find_array(sys.argv[1])\n"
         "assert 'h5py' in sys.modules and 'zarr' not in sys.modules and 'jax' not in sys.modules\n"
     )
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, path], check=True, timeout=60, cwd=Path(__file__).parents[2]
-    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code, path], check=True, timeout=60, cwd=Path(__file__).parents[2])
 
 
 def test_a_new_format_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,9 +227,7 @@ def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
         assert info.refused is not None and why in info.refused, name
         assert not kind or info.dtype == kind
         for attempt in (find_array, open_source):
-            with pytest.raises(
-                SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}"
-            ) as caught:
+            with pytest.raises(SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}") as caught:
                 attempt(path, name)
             assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
     assert find_array(path, None).dataset == "/good"  # the one array left that can be loaded
@@ -374,9 +372,7 @@ def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list
         check=True,
         env={"HDF5_PLUGIN_PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
     ).stdout.splitlines()
-    assert said[0].startswith(
-        f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter"
-    )
+    assert said[0].startswith(f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter")
     assert "filter 460 (counting)" in said[0] and "filter 32015 (zstd)" in said[1]
     assert all("`pip install hdf5plugin`" in line for line in said)
 
@@ -401,9 +397,7 @@ def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
     for size in (9, 100, len(whole) // 2, len(whole) - 1):
         Path(path).write_bytes(whole[:size])
         for attempt in (list_arrays, find_array):
-            with pytest.raises(
-                SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: "
-            ) as caught:
+            with pytest.raises(SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: ") as caught:
                 attempt(path)
             assert caught.value.path == path
             assert size < 100 or "Copy or write it again" in str(caught.value)

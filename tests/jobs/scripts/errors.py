@@ -1,0 +1,289 @@
+"""Make every mistake there is, on all ranks; print what each of them leads to, one line of JSON per case and rank.
+
+``errors.py FOLDER [CASE ...]``: these cases, or all but those of `ALONE`. After each case a good load must work, so that
+nothing of a failure is left behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import zarr
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
+DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
+
+# Cases in which a rank fails in the middle of an exchange: should one hang, it takes none of the others with it.
+ALONE = ("no memory for a block on rank 2", "no memory to pack on rank 0", "assembly fails on rank 3")
+
+comm = MPI.COMM_WORLD
+cases: dict[str, Callable[[], object]] = {}
+
+
+def case(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
+    """Register a mistake."""
+
+    def register(make: Callable[[], object]) -> Callable[[], object]:
+        cases[name] = make
+        return make
+
+    return register
+
+
+def load(path: Any = "good.h5", spec: Any = P("a", "b"), mesh: Any = None, **options: Any) -> jax.Array:
+    return shardload.load(path, mesh or mesh_of(), spec, **options)
+
+
+def prepare() -> None:
+    """Write the files, on rank 0."""
+    with h5py.File("good.h5", "w") as file:
+        file.create_dataset("x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip")
+    with h5py.File("several.h5", "w") as file:
+        for name in ("density", "group/pressure", "group/velocity"):
+            file[name] = ramp(SHAPE)
+    with h5py.File("types.h5", "w") as file:
+        file["f8"], file["i8"] = ramp(SHAPE, "f8"), ramp(SHAPE, "i8")
+        file["strings"] = ["a", "b"]
+    Path("text.h5").write_text("this is not HDF5\n" * 100)
+    Path("empty.h5").write_bytes(b"")
+    Path("folder.zarr").mkdir()
+    with h5py.File("odd.h5", "w") as file:
+        file["x"] = ramp((7, 12, 20))
+    with h5py.File("plain.h5", "w") as file:
+        file["x"] = ramp((200, 300))
+    whole = Path("plain.h5").read_bytes()
+    Path("truncated.h5").write_bytes(whole[: len(whole) // 2])
+    with h5py.File("damaged.h5", "w") as file:
+        made = file.create_dataset("group/x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip", shuffle=True)
+        infos = [made.id.get_chunk_info(k) for k in range(made.id.get_num_chunks())]
+        at = tuple(i * c for i, c in zip(DAMAGED, CHUNKS, strict=True))
+        info = next(i for i in infos if i.chunk_offset == at)
+    with open("damaged.h5", "r+b") as raw:
+        raw.seek(info.byte_offset)
+        raw.write(b"\xff" * info.size)
+    for name, more in (("damaged", {}), ("damaged2", {"zarr_format": 2}), ("lost", {})):
+        group = zarr.open_group(f"{name}.zarr", mode="w", **({"zarr_format": 3} | more))
+        group.create_array("group/x", data=ramp(SHAPE) + 1, chunks=CHUNKS)
+    Path("damaged.zarr/group/x/c", *map(str, DAMAGED)).write_bytes(b"\xff" * 50)
+    Path("damaged2.zarr/group/x", ".".join(map(str, DAMAGED))).write_bytes(b"\xff" * 50)
+    sharded = zarr.create_array("sharded.zarr", data=ramp(SHAPE) + 1, chunks=(2, 3, 4), shards=(4, 6, 12))
+    assert sharded.shards == (4, 6, 12)
+    file = Path("sharded.zarr/c/1/1/1")
+    raw_bytes = bytearray(file.read_bytes())
+    raw_bytes[-4:] = b"\xff" * 4  # the checksum of the shard's index
+    file.write_bytes(raw_bytes)
+    (Path("lost.zarr") / "zarr.json").write_text("{ not JSON")
+    for rank in range(comm.size):
+        Path(f"dir{rank}").mkdir()
+        if rank != 2:
+            Path(f"dir{rank}/some.h5").symlink_to("../good.h5")
+        if rank != 0:
+            Path(f"dir{rank}/not-on-0.h5").symlink_to("../good.h5")
+        Path(f"dir{rank}/other.h5").symlink_to("../odd.h5" if rank == 3 else "../good.h5")
+
+
+# --- the call ---------------------------------------------------------------------------------------------------------
+
+case("no such file")(lambda: load("gud.h5"))
+case("no such folder")(lambda: load("nowhere/good.h5"))
+case("not HDF5")(lambda: load("text.h5"))
+case("empty file")(lambda: load("empty.h5"))
+case("folder that is no Zarr")(lambda: load("folder.zarr"))
+case("no such dataset")(lambda: load("several.h5", dataset="group/presure"))
+case("no such dataset, by colon")(lambda: load("several.h5:/densty"))
+case("no such dataset in Zarr")(lambda: load("damaged.zarr", dataset="group/y"))
+case("group")(lambda: load("several.h5", dataset="group"))
+case("ambiguous")(lambda: load("several.h5"))
+case("strings")(lambda: load("types.h5", dataset="strings"))
+case("spec too long")(lambda: load(spec=P(None, None, None, "a")))
+case("unknown mesh axis")(lambda: load(spec=P("a", "q")))
+case("axis that does not divide")(lambda: load("odd.h5", P("a")))
+case("lossy float64")(lambda: load("types.h5", dataset="f8"))
+case("lossy int64")(lambda: load("types.h5", dataset="i8"))
+case("pad that does not fit")(lambda: load("odd.h5", P("a"), dtype="int32", pad=float("nan")))
+case("select out of range")(lambda: load(select=(slice(None), 12)))
+case("readers")(lambda: load(readers="some"))
+case("staging too small")(lambda: load(staging=1000))
+case("staging without unit")(lambda: load(staging="many"))
+case("object of no format")(lambda: load(object()))
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+case("truncated")(lambda: load("truncated.h5", P("a", "b")))
+for way in ("root", "parallel", "direct", 2):
+    for sure in ("index", "checksum"):
+        more: dict[str, Any] = {"readers": way, "verify": sure}
+        name = f"{way}, {sure}"
+        case(f"damaged chunk, {name}")(lambda more=more: load("damaged.h5", **more))
+        case(f"damaged Zarr chunk, {name}")(lambda more=more: load("damaged.zarr", P("b", "a"), **more))
+        case(f"damaged Zarr v2 chunk, {name}")(lambda more=more: load("damaged2.zarr", P(None, "a"), **more))
+        case(f"damaged Zarr shard, {name}")(lambda more=more: load("sharded.zarr", P(), **more))
+case("damaged chunk, cast and selected")(
+    lambda: load("damaged.h5", P("b"), select=(slice(2, 6), 11, slice(None)), dtype="float16", readers="parallel")
+)
+case("damaged Zarr metadata")(lambda: load("lost.zarr"))
+
+
+# --- what only some ranks see -----------------------------------------------------------------------------------------
+
+
+def from_own_folder(path: str, readers: Any) -> None:
+    """Load a path that is relative to a folder of this rank's own."""
+    here = os.getcwd()
+    os.chdir(f"dir{comm.rank}")
+    try:
+        load(path, readers=readers)
+    finally:
+        os.chdir(here)
+
+
+for way in ("parallel", "direct"):
+    case(f"not on rank 2, {way}")(lambda way=way: from_own_folder("some.h5", way))
+    case(f"not on rank 0, {way}")(lambda way=way: from_own_folder("not-on-0.h5", way))
+    case(f"another file on rank 3, {way}")(lambda way=way: from_own_folder("other.h5", way))
+
+
+def patched(module: str, name: str, value: Any, call: Callable[[], object], ranks: tuple[int, ...]) -> None:
+    """Call with something else in the place of a name, on some ranks."""
+    where = importlib.import_module(module)
+    before = getattr(where, name)
+    if comm.rank in ranks:
+        setattr(where, name, value)
+    try:
+        call()
+    finally:
+        setattr(where, name, before)
+
+
+def gone(*_: Any) -> None:
+    raise PermissionError("the disk went away")
+
+
+def full(*_: Any) -> None:
+    raise MemoryError("cannot allocate 512 GiB")
+
+
+@case("open fails on ranks 1 and 3 alone")
+def _() -> None:
+    patched("shardload.execute", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+
+
+@case("no memory for the pieces on rank 1")
+def _() -> None:
+    patched("shardload.execute", "aligned_empty", full, lambda: load(readers="root"), (1,))
+
+
+@case("no memory for a block on rank 2")
+def _() -> None:
+    patched("shardload.reader", "aligned_empty", full, lambda: load(readers="parallel"), (2,))
+
+
+@case("no memory to pack on rank 0")
+def _() -> None:
+    packs = lambda *_: (_ for _ in ()).throw(MemoryError("cannot allocate 512 GiB"))  # noqa: E731
+    patched("shardload.exchange", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
+
+
+@case("metadata cannot be read on rank 0")
+def _() -> None:
+    patched("shardload.load", "find_array", gone, load, (0,))
+
+
+@case("assembly fails on rank 3")
+def _() -> None:
+    patched("shardload.execute", "assemble", full, load, (3,))
+
+
+class Slow:
+    """A source of which one read is late, so that the others are long done."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def read_into(self, region: Any, out: np.ndarray) -> None:
+        time.sleep(0.3)
+        self._source.read_into(region, out)
+
+
+@case("a slow reader meets the damaged chunk last")
+def _() -> None:
+    sources = importlib.import_module("shardload.sources")
+    call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="2KiB")  # noqa: E731
+    patched("shardload.execute", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
+
+
+# --- ranks that pass something else -----------------------------------------------------------------------------------
+
+
+def mine(usual: Any, other: Any, rank: int = 2) -> Any:
+    """`other` on one rank, `usual` on the others."""
+    return other if comm.rank == rank else usual
+
+
+def turned() -> Mesh:
+    return mine(mesh_of(), mesh_of(jax.devices()[::-1]))
+
+
+case("path differs")(lambda: load(mine("good.h5", "odd.h5")))
+case("spec differs")(lambda: load(spec=mine(P("a", "b"), P("b", "a"))))
+case("mesh differs")(lambda: load(mesh=turned()))
+case("dataset differs")(lambda: load("several.h5", dataset=mine("density", "group/pressure")))
+case("select differs")(lambda: load(select=mine(slice(0, 8), slice(0, 4))))
+case("dtype differs")(lambda: load(dtype=mine(None, "float16")))
+case("pad differs")(lambda: load(pad=mine(0, 1)))
+case("readers differ")(lambda: load(readers=mine("root", "direct", 3)))
+case("staging differs")(lambda: load(staging=mine("1MiB", "2MiB")))
+case("verify differs")(lambda: load(verify=mine("index", "checksum")))
+case("rank 0 differs from all")(lambda: load(spec=mine(P("a", "b"), P("b", "a"), 0)))
+case("one spec is wrong")(lambda: load(spec=mine(P("a", "b"), P("a", "q"), 1)))
+case("all wrong, each its own way")(lambda: load(spec=P(f"q{comm.rank}")))
+case("scatter root differs")(lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a"), root=mine(0, 1)))
+case("load here, scatter there")(lambda: mine(load, lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a", "b")))())
+
+
+def diverges() -> np.ndarray:
+    raise FloatingPointError("the field diverged")
+
+
+case("scatter's function raises")(lambda: shardload.scatter(diverges, mesh_of(), P("a"), root=2))
+case("scatter of a lossy array")(lambda: shardload.scatter(ramp(SHAPE, "f8"), mesh_of(), P("a"), root=1))
+
+
+def main(folder: str, *names: str) -> None:
+    os.chdir(folder)
+    shardload.initialize()
+    on_root(comm, prepare)
+    for name in names or [name for name in cases if name not in ALONE]:
+        call = cases[name]
+        said: dict[str, Any] = {"case": name, "type": None}
+        try:
+            call()
+        except Exception as error:
+            more = {key: getattr(error, key, None) for key in ("rank", "path", "dataset", "chunk")}
+            said |= {"type": type(error).__name__, "text": str(error), **more}
+        print(json.dumps(said), flush=True)
+        check(load(readers="parallel", verify="checksum"), ramp(SHAPE), mesh_of(), P("a", "b"), name)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Load on all ranks, in every decomposition and on several meshes; print what was checked, one line of JSON a rank.
+
+``modes.py FOLDER [mpi|backwards]``: how JAX is started. ``backwards``: process k is rank size - 1 - k.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from tests.mpi.sources import NAME, SOURCES
+from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, ramp
+
+
+def start(how: str) -> None:
+    """Start JAX on all ranks."""
+    if how == "mpi":
+        shardload.initialize()
+        shardload.initialize()  # a second time does nothing
+        return
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    port = world.bcast(int(os.environ["TEST_PORT"]), root=0)
+    jax.distributed.initialize(f"127.0.0.1:{port}", world.size, world.size - 1 - world.rank)
+    shardload.initialize()  # somebody else has done it
+
+
+def meshes() -> dict[str, Mesh]:
+    """Meshes over all devices, with devices of one process beside each other, apart, and as replicas of each other."""
+    devices = jax.devices()
+    by_place = sorted(devices, key=lambda d: (d.id % jax.local_device_count(), -d.process_index))
+    n_local = jax.local_device_count()
+    shuffled = [devices[k] for k in np.random.default_rng(7).permutation(len(devices))]
+    return {
+        "plain": mesh_of(),
+        "mixed": mesh_of(by_place),
+        "shuffled": mesh_of(shuffled),
+        "replicas inside processes": Mesh(np.array(devices, dtype=object).reshape(-1, n_local), ("a", "b")),
+        "replicas across processes": Mesh(np.array(devices, dtype=object).reshape(-1, n_local).T, ("a", "b")),
+        "one device each": mesh_of(devices[n_local - 1 :: n_local]),
+        "all but two": mesh_of(shuffled[:-2]) if len(devices) > 2 else mesh_of(),
+    }
+
+
+def main(folder: str, how: str) -> None:
+    start(how)
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    assert jax.process_count() == comm.size
+    expected = comm.rank if how == "mpi" else comm.size - 1 - comm.rank
+    assert jax.process_index() == expected, (jax.process_index(), comm.rank)
+    values = ramp(cube())
+    names = ("gzip_shuffle", "zarr_v3")
+    paths = on_root(comm, lambda: {k: SOURCES[k](Path(tempfile.mkdtemp(dir=folder)), cube()) for k in names})
+    n_loads = 0
+    for (where, mesh), spec in itertools.product(meshes().items(), DECOMPOSITIONS.values()):
+        for readers in READERS if where == "mixed" else (("parallel", "root")[n_loads % 2],):
+            path = paths[names[n_loads % 2]]
+            x = shardload.load(
+                path, mesh, spec, dataset=NAME, readers=readers, pad=-1, verify=("index", "checksum")[n_loads // 2 % 2]
+            )
+            if x.shape == values.shape:
+                check(x, values, mesh, spec, (where, readers))
+            else:
+                full = np.full(x.shape, -1, "float32")
+                full[tuple(slice(n) for n in values.shape)] = values
+                check(x, full, mesh, spec, (where, readers))
+            n_loads += 1
+        root = n_loads % comm.size
+        x = shardload.scatter(values if comm.rank == root else None, mesh, P("b"), root=root, pad=-1)
+        for shard in x.addressable_shards:  # padding goes to the end of axis 0
+            n = len(range(*shard.index[0].indices(x.shape[0])))
+            low = shard.index[0].start or 0
+            true = values[low : low + n]
+            np.testing.assert_array_equal(np.asarray(shard.data)[: len(true)], true, err_msg=where)
+    holds = len({(str(s.index), where) for where, mesh in meshes().items() for s in _shards(values, mesh)})
+    print(json.dumps({"rank": comm.rank, "loads": n_loads, "devices": len(jax.local_devices()), "distinct": holds}))
+
+
+def _shards(values: np.ndarray, mesh: Mesh) -> list[object]:
+    return list(shardload.scatter(values, mesh, P("a"), pad=-1).addressable_shards)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "mpi")

@@ -1,0 +1,341 @@
+"""Break shardload on purpose, one defect at a time, and print what a load then does, one line of JSON per case and rank.
+
+``wrong.py FOLDER [CASE ...]``: these cases, or all but those of `ALONE`. After each case the defect is taken back and a good
+load must work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+# Defects that leave a rank waiting for what nobody sends: should one hang, it takes none of the others with it.
+ALONE = (
+    "a reader drops its last block",
+    "a receiver expects a block too few",
+    "blocks smaller than their parts",
+    "remainder blocks miscounted by all",
+)
+
+comm = MPI.COMM_WORLD
+SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
+
+module = importlib.import_module
+layout, plan, exchange, execute, prepare, reader, group = (
+    module(f"shardload.{name}") for name in ("layout", "plan", "exchange", "execute", "prepare", "reader", "group")
+)
+Defect = Callable[[ExitStack], None]
+cases: dict[str, tuple[Defect, dict[str, Any]]] = {}
+
+
+def case(name: str, **call: Any) -> Callable[[Defect], Defect]:
+    """Register a defect and the load that meets it."""
+
+    def register(defect: Defect) -> Defect:
+        cases[name] = (defect, call)
+        return defect
+
+    return register
+
+
+@contextmanager
+def patched(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = where.__dict__[name]
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+# --- a wrong table of who holds what ----------------------------------------------------------------------------------
+
+
+@case("transposed layout", spec=P("a", "b"))
+def _(stack: ExitStack) -> None:
+    right = plan.plan_shards
+    stack.enter_context(patched(layout, "plan_shards", lambda shape, axes, ranks: right(shape, axes[::-1], ranks)))
+
+
+@case("axes in a group exchanged", spec=P(("a", "b")))
+def _(stack: ExitStack) -> None:
+    right = plan.plan_shards
+    wrong = lambda shape, axes, ranks: right(shape, [cut[::-1] for cut in axes], ranks)  # noqa: E731
+    stack.enter_context(patched(layout, "plan_shards", wrong))
+
+
+@case("replicas forgotten", spec=P("a"))
+def _(stack: ExitStack) -> None:
+    def wrong(shape: Any, axes: Any, ranks: Any) -> Any:
+        made = right(shape, axes, ranks)
+        return replace(made, ranks=made.ranks[:, :1])
+
+    right = plan.plan_shards
+    stack.enter_context(patched(layout, "plan_shards", wrong))
+
+
+@case("rank taken for process", spec=P("a", "b"), comm="backwards")
+def _(stack: ExitStack) -> None:
+    stack.enter_context(patched(prepare, "rank_of_process", lambda group: {k: k for k in range(group.size)}))
+
+
+@case("device id taken for place in the mesh", spec=P("a", "b"), mesh="turned")
+def _(stack: ExitStack) -> None:
+    right = plan.plan_shards
+    wrong = lambda shape, axes, ranks: right(shape, axes, np.sort(ranks, axis=None).reshape(ranks.shape))  # noqa: E731
+    stack.enter_context(patched(layout, "plan_shards", wrong))
+
+
+@case("pieces under another region", spec=P("a", "b"))
+def _(stack: ExitStack) -> None:
+    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any) -> Any:
+        moved = [(module("shardload.region").Region(r.start[::-1], r.stop[::-1]), data) for r, data in pieces]
+        return right(shape, sharding, dtype, moved)
+
+    right = execute.assemble
+    stack.enter_context(patched(execute, "assemble", wrong))
+
+
+@case("pieces of another type", spec=P("a", "b"))
+def _(stack: ExitStack) -> None:
+    right = execute.assemble
+    wrong = lambda s, h, d, pieces: right(s, h, d, [(r, data.astype("int32")) for r, data in pieces])  # noqa: E731
+    stack.enter_context(patched(execute, "assemble", wrong))
+
+
+# --- wrong lists of messages ------------------------------------------------------------------------------------------
+
+
+def reads_of_rank_0(stack: ExitStack, change: Callable[[Any], Any]) -> None:
+    """Let rank 0 send something else than the others expect."""
+    right = plan.ReadPlan.reads
+    if comm.rank == 0:
+        stack.enter_context(patched(plan.ReadPlan, "reads", lambda self, rank: change(list(right(self, rank)))))
+
+
+@case("two ranks get each other's part", spec=P("a", "b"), readers="root")
+def _(stack: ExitStack) -> None:
+    other = {1: 2, 2: 1}
+
+    def change(reads: list[Any]) -> Any:
+        for read in reads:
+            parts = tuple(replace(part, rank=other.get(part.rank, part.rank)) for part in read.parts)
+            yield replace(read, parts=parts)
+
+    reads_of_rank_0(stack, change)
+
+
+@case("blocks sent in another order", spec=P(None, "b"), readers="root", staging=2048)
+def _(stack: ExitStack) -> None:
+    reads_of_rank_0(stack, lambda reads: iter(reads[::-1]))
+
+
+@case("blocks smaller than their parts", spec=P("a", "b"), readers="root")
+def _(stack: ExitStack) -> None:
+    def smaller(region: Any) -> Any:
+        return replace(region, stop=(region.stop[0] - 1, *region.stop[1:]))
+
+    reads_of_rank_0(stack, lambda reads: (replace(read, region=smaller(read.region)) for read in reads))
+
+
+@case("remainder blocks miscounted by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
+def _(stack: ExitStack) -> None:
+    wrong = property(
+        lambda self: tuple(max(1, (n + p) // c) for n, c, p in zip(self.shape, self.cell, self.phase, strict=True))
+    )
+    stack.enter_context(patched(plan.Grid, "counts", wrong))
+
+
+@case("the last block dropped by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
+def _(stack: ExitStack) -> None:
+    reads, incoming = plan.ReadPlan.reads, plan.ReadPlan.incoming
+
+    def last(self: Any) -> Any:
+        return self.blocks.region(self.blocks.n_cells - 1)
+
+    def fewer_reads(self: Any, rank: int) -> Any:
+        return iter([read for read in reads(self, rank) if read.region != last(self)])
+
+    def fewer_parts(self: Any, rank: int) -> Any:
+        kept = {k: [p for p in parts if not last(self).contains(p.region)] for k, parts in incoming(self, rank).items()}
+        return {k: parts for k, parts in kept.items() if parts}
+
+    stack.enter_context(patched(plan.ReadPlan, "reads", fewer_reads))
+    stack.enter_context(patched(plan.ReadPlan, "incoming", fewer_parts))
+
+
+@case("a reader drops its last block", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
+def _(stack: ExitStack) -> None:
+    reads_of_rank_0(stack, lambda reads: iter(reads[:-1]))
+
+
+@case("a receiver expects a block too few", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
+def _(stack: ExitStack) -> None:
+    right = plan.ReadPlan.incoming
+    if comm.rank == 3:
+        wrong = lambda self, rank: {k: parts[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
+        stack.enter_context(patched(plan.ReadPlan, "incoming", wrong))
+
+
+# --- what goes wrong on the way ---------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A communicator that is the right one, except for what it does to the messages that it sends."""
+
+    def __init__(self, real: Any, change: Callable[[bytes, int], tuple[bytes, int]]) -> None:
+        self._real, self._change, self._keep = real, change, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def Isend(self, message: Any, dest: int, tag: int) -> Any:
+        if tag % 2:  # a receipt
+            return self._real.Isend(message, dest=dest, tag=tag)
+        data, *how = message
+        changed, dest = self._change(bytes(data), dest)
+        self._keep.append(changed)
+        return self._real.Isend([changed, *how], dest=dest, tag=tag)
+
+
+def wire(stack: ExitStack, change: Callable[[bytes, int], tuple[bytes, int]]) -> None:
+    """Let what rank 0 sends arrive otherwise."""
+    here = group.group_of()
+    if comm.rank == 0:
+        stack.enter_context(patched(here, "comm", Wire(here.comm, change)))
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit of the middle changed: the last of a mantissa, so that no look at the values would find it."""
+    k = len(data) // 2 // 4 * 4
+    return data[:k] + bytes([data[k] ^ 1]) + data[k + 1 :]
+
+
+@case("two messages take each other's way", spec=P("a", "b"), readers="root")
+def _(stack: ExitStack) -> None:
+    wire(stack, lambda data, dest: (data, {1: 2, 2: 1}.get(dest, dest)))
+
+
+@case("one bit changes on the way", spec=P("a", "b"), readers="root")
+def _(stack: ExitStack) -> None:
+    wire(stack, lambda data, dest: (flipped(data) if dest == 2 else data, dest))
+
+
+@case("one replica of four differs", spec=P(), readers="root")
+def _(stack: ExitStack) -> None:
+    wire(stack, lambda data, dest: (flipped(data) if dest == 3 else data, dest))
+
+
+@case("one bit changes in a copy that stays", spec=P(), readers="root")
+def _(stack: ExitStack) -> None:
+    class Numpy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def copyto(self, to: Any, what: Any, **options: Any) -> None:
+            np.copyto(to, what, **options)
+            to[(0,) * to.ndim] += 1
+
+    if comm.rank == 0:
+        stack.enter_context(patched(exchange, "np", Numpy()))
+
+
+@case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")
+def _(stack: ExitStack) -> None:
+    """Rank 0 has one buffer and reads the next block into it while MPI still sends the last; the others are late."""
+    stage, expect = reader.SourceReader._stage, exchange._Exchange._expect
+    buffers: list[Any] = []
+
+    def early(self: Any, read: Any) -> Any:
+        made = stage(self, read)
+        buffers.append(made.data.base if made.data.base is not None else made.data)
+        flat = buffers[0].reshape(-1)
+        made.data = flat[: read.region.size].reshape(read.region.shape)
+        return made
+
+    def late(self: Any, incoming: Any) -> None:
+        if comm.rank:
+            time.sleep(1)
+        expect(self, incoming)
+
+    stack.enter_context(patched(reader.SourceReader, "_stage", early))
+    stack.enter_context(patched(reader.SourceReader, "has_room", lambda self: True))
+    stack.enter_context(patched(exchange._Exchange, "_expect", late))
+
+
+@case("a read in the wrong place", spec=P("a", "b"), readers="root")
+def _(stack: ExitStack) -> None:
+    """The one thing that no check of a load can find: the tests against the files' own libraries do."""
+    sources = module("shardload.sources.hdf5")
+    right = sources.Hdf5Source.read_into
+
+    def wrong(self: Any, region: Any, out: Any) -> None:
+        right(self, region, out)
+        out[...] = out[::-1].copy()
+
+    stack.enter_context(patched(sources.Hdf5Source, "read_into", wrong))
+
+
+# --- ------------------------------------------------------------------------------------------------------------------
+
+
+def prepare_files(folder: str) -> None:
+    with h5py.File(Path(folder, "x.h5"), "w") as file:
+        file["x"] = ramp(SQUARE)
+        file.create_dataset("chunked", data=ramp(SQUARE), chunks=(5, 5))
+        file["large"] = ramp((16, 256, 512))
+
+
+def shape_of(dataset: str) -> tuple[int, ...]:
+    return (16, 256, 512) if dataset == "large" else SQUARE
+
+
+def main(folder: str, *names: str) -> None:
+    shardload.initialize()
+    on_root(comm, lambda: prepare_files(folder))
+    backwards = comm.Split(0, key=-comm.rank)
+    path = str(Path(folder, "x.h5"))
+
+    def load(spec: Any, dataset: str = "x", verify: str = "checksum", **how: Any) -> bool:
+        """Whether the shards of this rank are right."""
+        how["comm"] = backwards if how.get("comm") else None
+        mesh = mesh_of(jax.devices()[::-1]) if how.pop("mesh", None) else mesh_of()
+        x = shardload.load(path, mesh, spec, dataset=dataset, verify=verify, **how)
+        try:
+            check(x, ramp(shape_of(dataset)), mesh, spec)
+        except AssertionError:
+            return False
+        return True
+
+    for name in names or [name for name in cases if name not in ALONE]:
+        defect, call = cases[name]
+        for verify in ("index", "checksum"):
+            said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
+            with ExitStack() as stack:
+                defect(stack)
+                try:
+                    said["right"] = load(**call, verify=verify)
+                except Exception as error:
+                    said |= {"type": type(error).__name__, "text": str(error)}
+            print(json.dumps(said), flush=True)
+            assert load(**call), "the defect is still there"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

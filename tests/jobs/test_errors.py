@@ -1,0 +1,175 @@
+"""All ranks raise the same type with the same text, within the time, whatever goes wrong and wherever.
+
+One job of 4 ranks makes all mistakes one after the other (`scripts/errors.py`) and loads well after each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.launch import ROOT, run_job
+
+SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
+
+Said = dict[str, Any]
+
+CHUNK = "chunk (1, 2, 1) of '/group/x' in"
+SAME = "all ranks must pass the same path, sharding and options"
+ON = "on rank {} of 4"
+
+# For each case: type, rank in the error (None: no rank's in particular), and what the text must say, in this order.
+EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
+    # the call
+    "no such file": ("SourceError", 0, ("no file 'gud.h5'", "Near it: 'good.h5'")),
+    "no such folder": ("SourceError", 0, ("no file 'nowhere/good.h5'", "folder 'nowhere'")),
+    "not HDF5": ("SourceError", 0, ("'text.h5' is of an unknown format", "HDF5, Zarr")),
+    "empty file": ("SourceError", 0, ("'empty.h5' is empty (0 bytes)",)),
+    "folder that is no Zarr": ("SourceError", 0, ("'folder.zarr' is a folder, but not a Zarr store",)),
+    "no such dataset": (
+        "ConfigError",
+        None,
+        ("holds no array '/group/presure'", "nearest first", "'/group/pressure'", "'/group/velocity'", "'/density'"),
+    ),
+    "no such dataset, by colon": ("ConfigError", None, ("holds no array '/densty'", "nearest first", "'/density'")),
+    "no such dataset in Zarr": ("ConfigError", None, ("holds no array '/group/y'", "'/group/x'")),
+    "group": ("ConfigError", None, ("'/group' in 'several.h5' is a group", "'/group/pressure'", "'/group/velocity'")),
+    "ambiguous": ("ConfigError", None, ("holds 3 arrays", "dataset=", "'/density'", "'/group/pressure'")),
+    "strings": ("SourceError", 0, ("'/strings' in 'types.h5'", "strings")),
+    "spec too long": ("ConfigError", None, ("P(None, None, None, 'a') has 4 entries", "3 axes")),
+    "unknown mesh axis": ("ConfigError", None, ("P('a', 'q') names mesh axis 'q'", "'a' of size 2, 'b' of size 2")),
+    "axis that does not divide": (
+        "ConfigError",
+        None,
+        ("axis 0 of '/x' in 'odd.h5' has 7 elements", "P('a') splits it over 2 devices", "pad=0", "to 8"),
+    ),
+    "lossy float64": (
+        "ConfigError",
+        None,
+        ("'/f8' in 'types.h5'", "float64", "half the digits", "dtype='float32'", "'jax_enable_x64', True"),
+    ),
+    "lossy int64": ("ConfigError", None, ("'/i8' in 'types.h5'", "int64", "wrap", "dtype='int32'", "'jax_enable_x64', True")),
+    "pad that does not fit": ("ConfigError", None, ("pad is nan", "int32", "pad=0")),
+    "select out of range": ("ConfigError", None, ("select has 12 on axis 1", "12 elements", "'/x' in 'good.h5'")),
+    "readers": ("ConfigError", None, ("readers is 'some'", "'parallel'")),
+    "staging too small": ("ConfigError", None, ("one chunk of '/x' in 'good.h5' is 420", "staging is 1000", "Pass staging='")),
+    "staging without unit": ("ConfigError", None, ("staging is 'many'", "'256MiB'")),
+    "object of no format": ("ConfigError", None, ("object", "h5py.Dataset")),
+    # the file
+    "truncated": ("SourceError", 0, ("'truncated.h5'", "shorter than its own header says")),
+    "damaged Zarr metadata": ("SourceError", 0, ("'lost.zarr'", "damaged")),
+    "damaged chunk, cast and selected": ("SourceError", 3, (CHUNK, "'damaged.h5'", "[3:6, 11:12, 7:14]")),
+    "a slow reader meets the damaged chunk last": ("SourceError", 2, (ON.format(2), CHUNK, "'damaged.h5'")),
+    # what only some ranks see
+    **{
+        f"{what}, {way}": ("SourceError", rank, (ON.format(rank), *parts))
+        for way in ("parallel", "direct")
+        for what, rank, parts in (
+            ("not on rank 2", 2, ("no file 'some.h5'",)),
+            ("not on rank 0", 0, ("no file 'not-on-0.h5'",)),
+            ("another file on rank 3", 3, ("'/x' in 'other.h5' has shape (7, 12, 20)", "(8, 12, 20)", "sees another file")),
+        )
+    },
+    "open fails on ranks 1 and 3 alone": ("PeerError", 1, (ON.format(1), "1 more", "PermissionError: the disk went away")),
+    "no memory for the pieces on rank 1": ("PeerError", 1, (ON.format(1), "MemoryError: cannot allocate 512 GiB")),
+    "metadata cannot be read on rank 0": ("PeerError", 0, (ON.format(0), "PermissionError: the disk went away")),
+    # ranks that pass something else
+    "path differs": ("PeerError", 2, ("rank 2", "path = 'odd.h5'", "rank 0", "'good.h5'", SAME)),
+    "spec differs": ("PeerError", 2, ("rank 2", "sharding = ", "P('b', 'a')", "rank 0", "P('a', 'b')", SAME)),
+    "mesh differs": ("PeerError", 2, ("rank 2", "sharding = ", "devices [", "rank 0", "devices [", SAME)),
+    "dataset differs": ("PeerError", 2, ("rank 2", "dataset = 'group/pressure'", "rank 0", "'density'", SAME)),
+    "select differs": ("PeerError", 2, ("rank 2", "select = slice(0, 4", "rank 0", "slice(0, 8", SAME)),
+    "dtype differs": ("PeerError", 2, ("rank 2", "dtype = float16", "rank 0", "None", SAME)),
+    "pad differs": ("PeerError", 2, ("rank 2", "pad = 1", "rank 0", "0", SAME)),
+    "readers differ": ("PeerError", 3, ("rank 3", "readers = 'direct'", "rank 0", "'root'", SAME)),
+    "staging differs": ("PeerError", 2, ("rank 2", "staging = ", "rank 0", SAME)),
+    "verify differs": ("PeerError", 2, ("rank 2", "verify = checksum", "rank 0", "index", SAME)),
+    "rank 0 differs from all": ("PeerError", 1, ("rank 1", "P('a', 'b')", "rank 0", "P('b', 'a')", SAME)),
+    "one spec is wrong": ("ConfigError", 1, (ON.format(1), "P('a', 'q') names mesh axis 'q'")),
+    "all wrong, each its own way": ("ConfigError", None, ("P('q0') names mesh axis 'q0'",)),
+    "scatter root differs": ("PeerError", 2, ("rank 2", "scatter from rank 1", "rank 0", "scatter from rank 0", SAME)),
+    "load here, scatter there": ("PeerError", 2, ("rank 2", "scatter from rank 0", "rank 0", "'good.h5'", SAME)),
+    "scatter's function raises": ("PeerError", 2, (ON.format(2), "FloatingPointError: the field diverged")),
+    "scatter of a lossy array": ("ConfigError", None, ("the array on rank 1", "dtype='float32'", "'jax_enable_x64', True")),
+    # a chunk that cannot be decoded
+    **{
+        f"damaged {what}, {way}, {sure}": ("SourceError", -1, parts)
+        for way in ("root", "parallel", "direct", 2)
+        for sure in ("index", "checksum")
+        for what, parts in (
+            ("chunk", (CHUNK, "'damaged.h5' could not be read", "filter")),
+            ("Zarr chunk", (CHUNK, "'damaged.zarr' could not be read", "Zstd")),
+            ("Zarr v2 chunk", (CHUNK, "'damaged2.zarr' could not be read", "blosc")),
+            ("Zarr shard", ("chunk (2, 2, 3) of '/' in", "'sharded.zarr' could not be read", "checksum")),
+        )
+    },
+}
+
+# A rank whose memory is gone in the middle of an exchange. Each in a job of its own: should one hang, it hangs alone.
+ALONE: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    name: ("PeerError", rank, (ON.format(rank), "MemoryError: cannot allocate 512 GiB"))
+    for name, rank in (
+        ("no memory for a block on rank 2", 2),
+        ("no memory to pack on rank 0", 0),
+        ("assembly fails on rank 3", 3),
+    )
+}
+
+
+def make_mistakes(folder: Path, *names: str, mpi: str = "mpich", timeout: float = 120) -> dict[str, list[Said]]:
+    """What each rank raised in each case."""
+    command = ["-W", "error", SCRIPT, folder, *names]
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}).check()
+    ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
+    return {said[0]["case"]: list(said) for said in zip(*ranks, strict=True)}
+
+
+@pytest.fixture(scope="module", params=["mpich", "openmpi"])
+def mistakes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
+    return make_mistakes(tmp_path_factory.mktemp("errors"), mpi=request.param)
+
+
+def check(said: list[Said], kind: str, rank: int | None, parts: tuple[str, ...]) -> None:
+    assert all(one == said[0] for one in said), "the ranks raise different errors"
+    found = said[0]
+    assert found["type"] == kind, found
+    if rank != -1:  # -1: whichever reads the chunk
+        assert found["rank"] == rank
+    at = 0
+    for part in parts:
+        assert part in found["text"][at:], f"{part!r} does not follow in {found['text']!r}"
+        at = found["text"].index(part, at)
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_every_rank_raises_the_same(mistakes: dict[str, list[Said]], case: str) -> None:
+    """Wrong if a rank went on by itself, waited for one that did not, or said something else."""
+    check(mistakes[case], *EXPECTED[case])
+
+
+def test_every_case_is_expected(mistakes: dict[str, list[Said]]) -> None:
+    """Wrong if a case of the script were looked at by nobody."""
+    assert set(mistakes) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("what", ["chunk", "Zarr chunk", "Zarr v2 chunk", "Zarr shard"])
+def test_the_damaged_chunk_is_named(mistakes: dict[str, list[Said]], what: str) -> None:
+    """Wrong if a program could not tell which chunk of which array it was: the text is for people."""
+    for way in ("root", "parallel", "direct", 2):
+        for said in mistakes[f"damaged {what}, {way}, index"]:
+            if what == "Zarr shard":
+                assert (said["path"], said["dataset"], said["chunk"]) == ("sharded.zarr", "/", [2, 2, 3])
+            else:
+                assert (said["dataset"], said["chunk"]) == ("/group/x", [1, 2, 1])
+                assert said["path"].startswith("damaged")
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("case", ALONE)
+def test_rank_that_fails_in_the_middle(tmp_path: Path, case: str, mpi: str) -> None:
+    """Wrong if the others wait for the messages that it owes them: they would wait for ever."""
+    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40)
+    check(found[case], *ALONE[case])

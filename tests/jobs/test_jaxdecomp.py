@@ -1,0 +1,22 @@
+"""A client that is not ours: jaxDecomp takes the pencils that shardload makes, and its FFT is NumPy's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.launch import ROOT, run_job
+
+SCRIPT = Path(__file__).parent / "scripts" / "jaxdecomp_client.py"
+
+
+@pytest.mark.parametrize(("n", "mpi"), [(1, "mpich"), (2, "mpich"), (4, "mpich"), (4, "openmpi")])
+def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int, mpi: str) -> None:
+    """Wrong if what we call the sharding P('x', 'y') of a mesh were not what another library takes it to be."""
+    job = run_job([SCRIPT, tmp_path], n, timeout=240, mpi=mpi, env={"PYTHONPATH": str(ROOT)}).check()
+    for out in job.rank_stdout:
+        found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+        assert found["shards"] == 4
+        assert found["error"] < 3e-5

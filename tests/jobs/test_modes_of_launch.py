@@ -1,0 +1,204 @@
+"""Ranks and devices in numbers and orders other than those of the suite's own runs, and launches that cannot work.
+
+Each test starts a job of its own; one that hangs is ended and fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+
+from tests.jobs.launch import ROOT, Job, job_environment, mpiexec_of, run_job
+from tests.mpi.support import ramp
+
+SCRIPTS = Path(__file__).parent / "scripts"
+# mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
+PYTHON = ["-W", "error", "-W", "ignore:suspicious MPI execution environment"]
+ENV = {"PYTHONPATH": str(ROOT)}
+SHAPE = (8, 12, 20)
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    """The JSON lines of an output, without what libraries print between them."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> str:
+    """A file with one array."""
+    path = str(tmp_path / "field.h5")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=ramp(SHAPE), chunks=(3, 5, 7), compression="gzip")
+    return path
+
+
+# --- launches that work -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "devices", "mpi"),
+    [(6, 1, "mpich"), (8, 1, "mpich"), (2, 2, "mpich"), (3, 2, "mpich"), (1, 4, "mpich"), (5, 1, "openmpi"), (2, 3, "openmpi")],
+)
+def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> None:
+    """Wrong if a rank were taken for a device, or a number of ranks that is no power of 2 for one that is."""
+    command = [*PYTHON, SCRIPTS / "modes.py", tmp_path]
+    job = run_job(command, n, timeout=240, mpi=mpi, devices_per_process=devices, env=ENV).check()
+    found = [lines(out)[-1] for out in job.rank_stdout]
+    assert [line["rank"] for line in found] == list(range(n))
+    assert {line["devices"] for line in found} == {devices}
+    assert {line["loads"] for line in found} == {10 * (6 + 5)}
+
+
+def test_jax_processes_in_another_order_than_ranks(tmp_path: Path) -> None:
+    """Wrong if process k were taken to be rank k: JAX was started by somebody else, who counts backwards."""
+    env = {**ENV, "TEST_PORT": str(free_port())}
+    command = [*PYTHON, SCRIPTS / "modes.py", tmp_path, "backwards"]
+    job = run_job(command, 4, timeout=240, env=env).check()
+    assert [lines(out)[-1]["rank"] for out in job.rank_stdout] == [0, 1, 2, 3]
+
+
+# --- launches that cannot ---------------------------------------------------------------------------------------------
+
+
+def launched(path: str, *what: str, n: int = 4, env: dict[str, str] | None = None, mpi: str = "mpich") -> list[list[Any]]:
+    """What each rank said of each attempt."""
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", path, *what], n, timeout=120, env={**ENV, **(env or {})}, mpi=mpi)
+    return [lines(out) for out in job.check().rank_stdout]
+
+
+def same(said: list[list[Any]], *parts: str) -> None:
+    """Each attempt raised the same ConfigError on every rank, with `parts` in it."""
+    assert all(rank == said[0] for rank in said), said
+    for attempt in said[0]:
+        assert attempt["type"] == "ConfigError", attempt
+        for part in parts:
+            assert part in attempt["text"]
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_forgotten_initialize(field: str, mpi: str) -> None:
+    """Wrong if four processes each loaded the whole array by themselves, or JAX's own error came up."""
+    same(launched(field, "load", mpi=mpi), "COMM_WORLD has 4 ranks", "JAX sees one process", "shardload.initialize() first")
+
+
+def test_initialize_too_late(field: str) -> None:
+    """Wrong if JAX went on as four separate processes."""
+    same(launched(field, "late"), "JAX could not be started as one of 4 processes", "at the top", "uses JAX devices")
+
+
+def singleton(path: str, what: str, **env: str) -> list[dict[str, Any]]:
+    """What one process, started without a launcher, says of each attempt."""
+    done = subprocess.run(
+        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, what],
+        env={**job_environment(1), **ENV, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return lines(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("env", "parts"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ("srun started 4 tasks", "--mpi=pmix", "--mpi=pmi2")),
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, ("started 3 tasks", "another MPI library", "MPI4PY_MPIABI=openmpi")),
+    ],
+)
+def test_singletons(field: str, env: dict[str, str], parts: tuple[str, ...]) -> None:
+    """Wrong if each of the launcher's tasks took itself for the whole job: all would load all, and overwrite each other."""
+    for what, n_attempts in (("initialize", 3), ("load", 2)):
+        said = singleton(field, what, **env)
+        assert len(said) == n_attempts
+        same([said], "every process believes that it is alone", *parts)
+
+
+@pytest.mark.parametrize("env", [{}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"}, {"SLURM_JOB_NUM_NODES": "4"}])
+def test_one_process_alone(field: str, env: dict[str, str]) -> None:
+    """Wrong if a script in a batch job's shell, which is one process, were refused."""
+    assert [said["type"] for said in singleton(field, "initialize", **env)] == [None, None, None]
+
+
+def test_launcher_of_the_other_library(field: str) -> None:
+    """Wrong if Open MPI's mpirun with MPICH below mpi4py went unnoticed: this is how it really looks."""
+    env = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(Path(sys.prefix) / "lib")}
+    said = launched(field, "load", mpi="openmpi", n=2, env=env)
+    same(said, "every process believes that it is alone", "mpirun started 2 tasks", "another MPI library")
+
+
+def test_launcher_of_the_other_library_mpich(field: str) -> None:
+    """The same the other way round."""
+    env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
+    env |= {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(mpiexec_of("openmpi").parents[1] / "lib")}
+    said = launched(field, "load", n=2, env=env)
+    same(said, "every process believes that it is alone", "mpiexec started 2 tasks", "another MPI library")
+
+
+# --- no MPI library at all --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["no library", "no mpi4py"])
+def without_mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """An environment in which mpi4py finds no MPI library, or is not there itself."""
+    if request.param == "no library":
+        return {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    (tmp_path / "stub" / "mpi4py").mkdir(parents=True)
+    (tmp_path / "stub" / "mpi4py" / "__init__.py").write_text("raise ImportError('mpi4py is not for this machine')\n")
+    return {"PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
+
+
+def test_one_process_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
+    """Wrong if a laptop without MPI could not load a file."""
+    for what, n_attempts in (("initialize", 3), ("load", 2)):
+        assert [said["type"] for said in singleton(field, what, **without_mpi)] == [None] * n_attempts
+
+
+def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
+    """Wrong if the tasks of srun went on as single processes."""
+    said = singleton(field, "initialize", SLURM_STEP_NUM_TASKS="4", **without_mpi)
+    same([said], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
+
+
+def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
+    """Wrong if processes that can send each other nothing tried to, or each loaded by itself."""
+    address = f"127.0.0.1:{free_port()}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, *PYTHON, SCRIPTS / "launched.py", field, "jax", address, "2", str(k)],
+            env={**job_environment(1), **ENV, **without_mpi},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    same([lines(out) for out, _ in outputs], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
+
+
+def test_job_is_told_apart_from_a_hang() -> None:
+    """The tests here believe `run_job`: a script that never ends must fail."""
+    with pytest.raises(AssertionError, match="HUNG"):
+        run_job(["-c", "import time; time.sleep(600)"], 2, timeout=2)
+    assert isinstance(run_job(["-c", "pass"], 1, timeout=60), Job)

@@ -1,0 +1,380 @@
+"""Checks against JAX itself on eight host devices, in a process of their own: pytest's has one device.
+
+``python -W error -m tests.unit.eight_devices`` runs them all and prints what went wrong as JSON, a line per check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardload.assemble import assemble
+from shardload.errors import ShardloadError
+from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
+from shardload.plan import Shards, plan_shards
+from shardload.reader import aligned_empty
+from shardload.region import Region
+
+ROOT = Path(__file__).parents[2]
+
+
+def outcome(name: str) -> str:
+    """What went wrong in the check of this name on eight devices; empty if nothing did."""
+    return _outcomes()[name]
+
+
+@cache
+def _outcomes() -> dict[str, str]:
+    flags = "--xla_force_host_platform_device_count=8"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-m", "tests.unit.eight_devices"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+# --- layouts
+
+MESHES: dict[str, Callable[[], Mesh]] = {
+    "line": lambda: Mesh(np.array(jax.devices()), ("a",)),
+    "2x4": lambda: Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b")),
+    "4x2": lambda: Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b")),
+    "2x4 permuted": lambda: Mesh(np.array(jax.devices())[[5, 2, 7, 0, 1, 4, 3, 6]].reshape(2, 4), ("a", "b")),
+    "4x2 transposed": lambda: Mesh(np.array(jax.devices()).reshape(2, 4).T, ("a", "b")),
+    "2x2 of the last": lambda: Mesh(np.array(jax.devices())[4:].reshape(2, 2), ("a", "b")),
+    "2x2 of some": lambda: Mesh(np.array(jax.devices())[[6, 1, 4, 3]].reshape(2, 2), ("a", "b")),
+    "one device": lambda: Mesh(np.array(jax.devices())[3:4].reshape(1, 1), ("a", "b")),
+    "1x8": lambda: Mesh(np.array(jax.devices()).reshape(1, 8), ("a", "b")),
+    "2x2x2": lambda: Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c")),
+    "2x2x2 permuted": lambda: Mesh(np.array(jax.devices())[[3, 6, 0, 5, 7, 1, 2, 4]].reshape(2, 2, 2), ("b", "c", "a")),
+    "make_mesh": lambda: jax.make_mesh((2, 4), ("a", "b")),
+    "make_mesh explicit": lambda: jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2),
+    "make_mesh auto": lambda: jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3),
+}
+SPECS = {
+    1: [P(), P(None), P("a"), P("b"), P(("a", "b")), P(("b", "a")), P(("c", "a", "b")), P(("b", "c"))],
+    2: [P(), P("a"), P("a", "b"), P("b", "a"), P(None, "b"), P(("a", "b")), P(None, ("b", "a")), P("c", ("b", "a"))],
+    3: [
+        P(), P("a"), P("a", "b"), P("b", "a"), P(None, "a", "b"), P(None, "b", "a"), P("a", None, "b"), P("b", None, "a"),
+        P(("a", "b")), P(("b", "a")), P(None, ("a", "b")), P(None, None, ("b", "a")), P("a", "b", "c"), P("c", "a", "b"),
+        P(("a", "c"), None, "b"), P("b", (), ("c", "a")), P(("c",), "a"),
+    ],
+}  # fmt: skip
+SHAPES = {1: [(16,)], 2: [(16, 16), (8, 24)], 3: [(8, 8, 8), (16, 8, 24)]}
+PLACES = [3, 0, 6, 1, 7, 5, 2, 4]  # of device k, as process or as rank: never k itself for most
+
+
+def layouts() -> Iterator[tuple[str, NamedSharding, tuple[int, ...]]]:
+    """Every mesh with every spec that fits it."""
+    for name, make in MESHES.items():
+        mesh = make()
+        for ndim, specs in SPECS.items():
+            for spec in specs:
+                entries: Any = tuple(spec)
+                named = {n for e in entries for n in ((e,) if isinstance(e, str) else e or ())}
+                if named <= set(mesh.axis_names):
+                    for shape in SHAPES[ndim]:
+                        yield f"{name} {spec} {shape}", read_sharding(mesh, spec), shape
+
+
+def jax_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Region]:
+    """What each device holds, by JAX's word."""
+    found = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = [part.indices(n) for part, n in zip(index or (), shape, strict=True)]
+        found[device] = Region(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+    return found
+
+
+def with_processes(sharding: NamedSharding, process_of: Callable[[int], int]) -> Any:
+    """The same sharding over devices that say they belong to several processes."""
+    devices = np.empty(sharding.mesh.devices.shape, dtype=object)
+    for place, device in np.ndenumerate(sharding.mesh.devices):
+        devices[place] = SimpleNamespace(process_index=process_of(device.id))
+    return SimpleNamespace(mesh=SimpleNamespace(devices=devices, shape=sharding.mesh.shape), spec=sharding.spec)
+
+
+def check_table(shards: Shards, sharding: NamedSharding, shape: tuple[int, ...], rank_of: Callable[[int], int]) -> None:
+    """The table against JAX, device by device, both ways."""
+    held: dict[int, set[Region]] = {}
+    holders: dict[Region, set[int]] = {}
+    for device, region in jax_regions(sharding, shape).items():
+        held.setdefault(rank_of(device.id), set()).add(region)
+        holders.setdefault(region, set()).add(rank_of(device.id))
+    for rank in range(8):
+        assert {shards.region(s) for s in shards.shards_of(rank)} == held.get(rank, set()), (rank, held)
+    assert {shards.region(s): set(shards.holders(s)) for s in range(len(shards.ranks))} == holders
+
+
+def layout_of_a_process_per_device() -> None:
+    n = 0
+    for name, sharding, shape in layouts():
+        with_name(name, lambda s=sharding, h=shape: check_table(  # type: ignore[misc]
+            layout_shards(with_processes(s, lambda d: PLACES[d]), read_spec(s, len(h)), h, {p: 7 - p for p in range(8)}),
+            s, h, lambda d: 7 - PLACES[d],
+        ))  # fmt: skip
+        n += 1
+    assert n > 250, f"only {n} layouts were tried"
+
+
+def layout_of_several_devices_per_process() -> None:
+    for name, sharding, shape in layouts():
+        with_name(name, lambda s=sharding, h=shape: check_table(  # type: ignore[misc]
+            layout_shards(with_processes(s, lambda d: d % 3), read_spec(s, len(h)), h, {0: 4, 1: 0, 2: 5, 3: 1}),
+            s, h, lambda d: (4, 0, 5)[d % 3],
+        ))  # fmt: skip
+
+
+def layout_of_an_abstract_mesh() -> None:
+    """Devices in mesh order are dealt to ranks: the same as a mesh of the devices in order."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    for per_rank in (1, 2, 4):
+        for spec in SPECS[3][:12]:
+            sharding = read_sharding(AbstractMesh((2, 4), ("a", "b")), spec)
+            shards = layout_shards(sharding, read_spec(sharding, 3), (8, 8, 8), None, devices_per_rank=per_rank)
+            check_table(shards, NamedSharding(mesh, spec), (8, 8, 8), lambda d, n=per_rank: d // n)  # type: ignore[misc]
+
+
+def layout_check_finds_a_wrong_table() -> None:
+    """The oracle above must not be satisfied by tables that are wrong."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    ids = np.array([d.id for d in mesh.devices.flat]).reshape(2, 4)
+    square = Mesh(np.array(jax.devices())[:4].reshape(2, 2), ("a", "b"))
+    wrong = [
+        (mesh, P("a", "b"), plan_shards((8, 8), [(1,), (0,)], ids)),
+        (mesh, P(("a", "b")), plan_shards((8,), [(1, 0)], ids)),
+        (mesh, P(("b", "a")), plan_shards((8,), [(0, 1)], ids)),
+        (mesh, P("a"), plan_shards((8,), [(1,)], ids)),
+        (square, P("a", "b"), plan_shards((8, 8), [(0,), (1,)], np.arange(4).reshape(2, 2).T)),
+    ]
+    for mesh_, spec, shards in wrong:
+        with pytest.raises(AssertionError):
+            check_table(shards, NamedSharding(mesh_, spec), shards.shape_global, lambda d: d)
+
+
+def layout_of_a_process_is_verified() -> None:
+    """Each process compares the table with JAX's map of its own devices."""
+
+    class OfProcess:
+        """A sharding as the process with these devices sees it."""
+
+        def __init__(self, sharding: NamedSharding, ids: set[int]) -> None:
+            self.sharding, self.ids = sharding, ids
+
+        def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[Any, Any]:
+            return {d: i for d, i in self.sharding.devices_indices_map(shape).items() if d.id in self.ids}
+
+    for name, sharding, shape in layouts():
+        axes = read_spec(sharding, len(shape))
+        shards = layout_shards(with_processes(sharding, lambda d: d // 2), axes, shape, {p: p for p in range(4)})
+        for rank in range(4):
+            seen: Any = OfProcess(sharding, {2 * rank, 2 * rank + 1})
+            with_name(name, lambda s=shards, v=seen, r=rank: verify_layout(s, v, r))  # type: ignore[misc]
+    square = NamedSharding(Mesh(np.array(jax.devices())[:4].reshape(2, 2), ("a", "b")), P("a", "b"))
+    swapped = plan_shards((8, 8), [(0,), (1,)], np.array([[0, 2], [1, 3]]))
+    seen = OfProcess(square, {1})
+    text = r"the plan gives rank 1 the regions \[4:8, 0:4\], but JAX's index map says that its devices hold \[0:4, 4:8\]"
+    with pytest.raises(ShardloadError, match=text):
+        verify_layout(swapped, seen, 1)
+    greedy = plan_shards((8, 8), [(0,), (1,)], np.array([[0, 1], [1, 3]]))
+    with pytest.raises(ShardloadError, match=r"rank 1 the regions \[0:4, 4:8\], \[4:8, 0:4\], but JAX.* hold \[0:4, 4:8\]: n"):
+        verify_layout(greedy, seen, 1)
+    with pytest.raises(ShardloadError, match=r"the regions none, but .* hold \[0:4, 4:8\]: nothing was loaded"):
+        verify_layout(swapped, seen, 7)
+
+
+def layout_regions_of_this_process() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    held = local_regions(NamedSharding(mesh, P("a")), (6, 3))
+    assert {r: [d.id for d in devices] for r, devices in held.items()} == {
+        Region((0, 0), (3, 3)): [0, 1, 2, 3],
+        Region((3, 0), (6, 3)): [4, 5, 6, 7],
+    }
+    assert list(local_regions(NamedSharding(mesh, P()), ())) == [Region((), ())]
+    assert list(local_regions(NamedSharding(mesh, P("a")), (0, 3))) == [Region((0, 0), (0, 3))]
+
+
+# --- assembling
+
+
+def table_of(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    return np.arange(math.prod(shape)).astype(dtype).reshape(shape)
+
+
+def pieces_of(sharding: NamedSharding, table: np.ndarray[Any, Any]) -> dict[Region, np.ndarray[Any, Any]]:
+    """Each region that the devices hold, once, in memory that JAX on CPU uses as it is."""
+    pieces = {}
+    for region in set(jax_regions(sharding, table.shape).values()):
+        data = aligned_empty(region.shape, table.dtype)
+        data[...] = table[region.slices()]
+        pieces[region] = data
+    return pieces
+
+
+def assemble_every_layout() -> None:
+    n_aliased = 0
+    for name, sharding, shape in layouts():
+        table = table_of(shape)
+        pieces = pieces_of(sharding, table)
+        array = assemble(shape, sharding, table.dtype, pieces.items())
+        assert array.sharding == sharding and array.shape == shape and array.dtype == table.dtype
+        np.testing.assert_array_equal(np.asarray(array), table, err_msg=name)
+        regions = jax_regions(sharding, shape)
+        for shard in array.addressable_shards:
+            region = regions[shard.device]
+            np.testing.assert_array_equal(np.asarray(shard.data), table[region.slices()], err_msg=f"{name} {shard.device}")
+            n_aliased += shard.data.unsafe_buffer_pointer() == pieces[region].ctypes.data
+    assert n_aliased > 0, "no piece was used as it is: the promise of no copy on CPU is broken"
+
+
+def assemble_every_dtype() -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
+    for dtype in ("?", "i1", "u1", "i2", "i4", "u4", "f2", "f4", "c8", jnp.bfloat16):
+        table = table_of((8, 3), dtype)
+        array = assemble((8, 3), sharding, table.dtype, pieces_of(sharding, table).items())
+        assert array.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(array), table)
+
+
+def assemble_scalars_and_empty_arrays() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    for shape, spec in (((), P()), ((0,), P("a")), ((0, 8), P("a", "b")), ((8, 0), P(("a", "b"))), ((1, 1), P())):
+        sharding = NamedSharding(mesh, spec)
+        array = assemble(shape, sharding, np.dtype("f4"), pieces_of(sharding, table_of(shape)).items())
+        assert array.shape == shape and len(array.addressable_shards) == 8
+        np.testing.assert_array_equal(np.asarray(array), table_of(shape))
+
+
+def assemble_refuses_a_transposed_layout() -> None:
+    """Held by P('b', 'a') where the sharding is P('a', 'b'): JAX alone would take them, where the shapes are equal."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    pieces = pieces_of(NamedSharding(mesh, P("b", "a")), table_of((8, 8)))
+    first, sixth = (re.escape(str(jax.devices()[k])) for k in (0, 5))
+    text = rf"device {first} asks for \[0:4, 0:2\], but this process holds \[0:2, 0:4\], \[0:2, 4:8\], \[2:4, 0:4\], .*no array"
+    with pytest.raises(ShardloadError, match=text):
+        assemble((8, 8), NamedSharding(mesh, P("a", "b")), np.dtype("f4"), pieces.items())
+    # On a square mesh each piece has the right shape, and only its region tells it from the transposed one.
+    square = NamedSharding(Mesh(np.array(jax.devices())[[0, 5, 2, 7]].reshape(2, 2), ("a", "b")), P("a", "b"))
+    pieces = pieces_of(square, table_of((8, 8)))
+    del pieces[Region((0, 4), (4, 8))]
+    text = rf"device {sixth} asks for \[0:4, 4:8\], but this process holds \[0:4, 0:4\], \[4:8, 0:4\], \[4:8, 4:8\]\. A wrong"
+    with pytest.raises(ShardloadError, match=text):
+        assemble((8, 8), square, np.dtype("f4"), pieces.items())
+    with pytest.raises(ShardloadError, match="but this process holds nothing"):
+        assemble((8, 8), square, np.dtype("f4"), [])
+
+
+def assemble_names_every_device_that_asks() -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b")), P("b"))
+    pieces = pieces_of(sharding, table_of((8,)))
+    del pieces[Region((2,), (4,))]
+    both = re.escape(f"device {jax.devices()[1]}, {jax.devices()[5]}")
+    with pytest.raises(ShardloadError, match=rf"{both} asks for \[2:4\]"):
+        assemble((8,), sharding, np.dtype("f4"), pieces.items())
+
+
+def assemble_refuses_pieces_of_another_shape_or_type() -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices())[:2], ("a",)), P("a"))
+    first, second = Region((0, 0), (2, 3)), Region((2, 0), (4, 3))
+    good = np.zeros((2, 3), "f4")
+    for bad in (
+        np.zeros((3, 2), "f4"),
+        np.zeros((2, 3), "f8"),
+        np.zeros((2, 3), ">f4"),
+        np.zeros((1, 3), "f4"),
+        np.zeros(6, "f4"),
+    ):
+        with pytest.raises(ShardloadError, match=r"the piece for \[2:4, 0:3\] has shape .* expected \(2, 3\) and float32"):
+            assemble((4, 3), sharding, np.dtype("f4"), [(first, good), (second, bad)])
+
+
+def assemble_refuses_what_jax_would_narrow() -> None:
+    """Without 64-bit types JAX makes float32 of float64 and wraps int64, silently."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices())[:2], ("a",)), P("a"))
+    for dtype in ("f8", "i8", "u8", "c16"):
+        table = table_of((4,), dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(ShardloadError, match=rf"expected \(4,\), {table.dtype}"):
+                assemble((4,), sharding, table.dtype, pieces_of(sharding, table).items())
+
+
+def assemble_then_donate() -> None:
+    """A donated array's memory may be written to; the pieces that replicas share, and other arrays of them, may not."""
+    for spec in (P(), P("a"), P("a", "b")):
+        sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b")), spec)
+        table = table_of((64, 64))
+        pieces = pieces_of(sharding, table)
+        array = assemble((64, 64), sharding, table.dtype, pieces.items())
+        other = assemble((64, 64), sharding, table.dtype, pieces.items())
+        step = jax.jit(lambda x: x * 2 + 1, donate_argnums=0, out_shardings=sharding)
+        expected = table
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "Some donated buffers were not usable" is just as good
+            for _ in range(3):
+                array = step(array)
+                expected = expected * 2 + 1
+                for shard in array.addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index], err_msg=str(shard.device))
+        for region, data in pieces.items():
+            np.testing.assert_array_equal(data, table[region.slices()], err_msg=f"the piece for {region} was written to")
+        np.testing.assert_array_equal(np.asarray(other), table)
+
+
+def assemble_outlives_its_pieces() -> None:
+    """The array keeps the memory it uses alive."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("a",)), P("a"))
+    table = table_of((8, 1 << 16))
+    pieces = pieces_of(sharding, table)
+    array = assemble(table.shape, sharding, table.dtype, pieces.items())
+    pieces.clear()
+    junk = [np.full((1, 1 << 16), -1, "f4") for _ in range(16)]
+    np.testing.assert_array_equal(np.asarray(array), table)
+    assert len(junk) == 16
+
+
+CHECKS = [n for n, f in globals().items() if n.startswith(("layout_", "assemble_")) and f.__module__ == __name__]
+
+
+def with_name(name: str, check: Callable[[], None]) -> None:
+    """Run a check; say which case failed."""
+    try:
+        check()
+    except Exception as error:
+        error.add_note(f"in the case {name}")
+        raise
+
+
+def main() -> None:
+    assert jax.device_count() == 8
+    found = {}
+    for name in CHECKS:
+        try:
+            globals()[name]()
+        except Exception:
+            found[name] = traceback.format_exc()
+        else:
+            found[name] = ""
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

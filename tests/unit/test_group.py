@@ -1,0 +1,283 @@
+"""Do all ranks raise the same error, and does it keep what it knows on its way to them?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.group import Group, _from_json, _to_json, group_of, mpi_problem, world
+
+MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
+
+
+# --- one rank
+
+
+def test_a_group_of_one_needs_no_mpi() -> None:
+    alone = Group(None)
+    assert (alone.rank, alone.size, alone.comm) == (0, 1, None)
+    assert alone.gather_int(7).tolist() == [7]
+    assert alone.sum_ints([1, -2, 1 << 40]) == [1, -2, 1 << 40]
+    assert alone.send_text("é", 0) == "é" and alone.send_text(None, 0) == ""
+    assert alone.processes(3) == (3,) and alone.processes(4) == (4,)
+    assert alone.agree(None) == [] and alone.agree(None, [3, 4]) == [3, 4]
+    assert alone.tell(lambda: "text", 0) == "text"
+    alone.agree_same({"path": "a"})
+
+
+@pytest.mark.parametrize("kind", [ShardloadError, ConfigError, SourceError, PeerError])
+def test_alone_an_error_is_raised_as_it_is(kind: type[ShardloadError]) -> None:
+    error = kind("what went wrong")
+
+    def fail() -> str:
+        raise error
+
+    for call in (
+        lambda: Group(None).agree(error),
+        lambda: Group(None).agree_same({}, error),
+        lambda: Group(None).tell(fail, 0),
+    ):
+        with pytest.raises(kind, match=r"^what went wrong$") as caught:
+            call()
+        assert caught.value is error and error.rank is None
+        assert error.__cause__ is not error, "a chain of causes that never ends"
+
+
+def test_alone_any_other_error_is_a_peer_error_with_its_cause() -> None:
+    error = ZeroDivisionError("by zero")
+
+    def fail() -> str:
+        raise error
+
+    for call in (
+        lambda: Group(None).agree(error),
+        lambda: Group(None).agree_same({}, error),
+        lambda: Group(None).tell(fail, 0),
+    ):
+        with pytest.raises(PeerError, match=r"^ZeroDivisionError: by zero$") as caught:
+            call()
+        assert caught.value.__cause__ is error
+
+
+def test_two_loads_never_share_a_tag() -> None:
+    group = Group(None)
+    tags = [tag for _ in range(8000) for tag in group.next_tags()]
+    assert len(set(tags)) == len(tags) and min(tags) >= 0 and max(tags) <= 32767
+    for _ in range(30000):  # ... and never leaves what every MPI grants
+        assert max(group.next_tags()) <= 32767
+
+
+# --- errors on their way
+
+ERRORS = [
+    ShardloadError("a"),
+    ConfigError("b", rank=3),
+    PeerError("c é 日本", rank=0),
+    SourceError("d"),
+    SourceError("e", path="/a b.h5", dataset="/rho", chunk=(0, 12), rank=2),
+    SourceError("f", path="x", chunk=()),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_an_error_survives_the_way(error: ShardloadError) -> None:
+    found = _from_json(_to_json(error), first=error.rank or 0, n_failed=1, size=4)
+    assert type(found) is type(error)
+    assert str(found) == f"on rank {error.rank or 0} of 4: {error}"
+    assert found.rank == error.rank
+    for name in ("path", "dataset", "chunk"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+
+
+def test_how_many_failed_is_told() -> None:
+    text = _to_json(ConfigError("no", rank=1))
+    assert str(_from_json(text, 1, 3, 4)) == "on rank 1 of 4 (and on 2 more): no"
+    everybody = _from_json(text, 0, 4, 4)
+    assert str(everybody) == "no" and everybody.rank is None
+
+
+def test_an_error_of_a_subclass_goes_as_its_kind() -> None:
+    class Special(SourceError):
+        pass
+
+    assert type(_from_json(_to_json(Special("x", path="p")), 0, 1, 2)) is SourceError
+
+
+def test_whatever_is_in_an_error_it_can_be_sent() -> None:
+    """A rank that cannot say what is wrong would leave the others waiting."""
+    error = SourceError("x", path=Path("/a"), chunk=(np.int64(3), np.int32(4)), rank=np.int64(1))  # type: ignore[arg-type]
+    found = _from_json(_to_json(error), 1, 1, 2)
+    assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
+
+
+# --- several ranks, as threads
+
+
+class ThreadComm:
+    """The four collectives that a group uses, between threads."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
+
+    def _gather(self, value: Any) -> list[Any]:
+        self._slots[self.rank] = value
+        self._barrier.wait(20)
+        found = list(self._slots)
+        self._barrier.wait(20)
+        return found
+
+    def Allgather(self, mine: Any, everyone: Any) -> None:
+        everyone[:] = np.concatenate(self._gather(mine.copy()))
+
+    def Allreduce(self, mine: Any, total: Any, op: str = "sum") -> None:
+        found = np.stack(self._gather((total if isinstance(mine, str) else mine).copy()))
+        total[:] = found.min(axis=0) if op == "min" else found.sum(axis=0)
+
+    def Bcast(self, data: Any, root: int) -> None:
+        assert data.flags.writeable
+        found = self._gather(data.copy())
+        assert all(f.shape == found[root].shape and f.dtype == found[root].dtype for f in found)
+        data[:] = found[root]
+
+
+class ThreadGroup(Group):
+    mpi = SimpleNamespace(IN_PLACE="in place", MIN="min")  # type: ignore[assignment]
+
+
+def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    """What `work` returns, or raises, on each of `size` ranks. A rank that waits for nobody fails after 20 s."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = work(ThreadGroup(ThreadComm(rank, size, barrier, slots)))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(isinstance(f, threading.BrokenBarrierError) for f in found), "ranks went different ways"
+    return found
+
+
+def check_all_same(errors: list[Any], kind: type[ShardloadError], text: str, rank: int | None) -> None:
+    for error in errors:
+        assert type(error) is kind, error
+        assert (str(error), error.rank) == (text, rank)
+
+
+def test_all_well() -> None:
+    assert on_ranks(3, lambda g: g.agree(None, [g.rank, 1])) == [[3, 3]] * 3
+    assert on_ranks(3, lambda g: g.gather_int(10 * g.rank).tolist()) == [[0, 10, 20]] * 3
+    for root in range(3):
+        assert on_ranks(3, lambda g, r=root: g.send_text(f"from {g.rank} é", r)) == [f"from {root} é"] * 3  # type: ignore[misc]
+        assert on_ranks(3, lambda g, r=root: g.send_text("" if g.rank == r else None, r)) == [""] * 3  # type: ignore[misc]
+        assert on_ranks(3, lambda g, r=root: g.tell(lambda: f"made by {g.rank}", r)) == [f"made by {root}"] * 3  # type: ignore[misc]
+    assert on_ranks(3, lambda g: g.agree_same({"path": "a", "é": "b"})) == [None] * 3
+    assert on_ranks(3, lambda g: g.processes(2 - g.rank)) == [(2, 1, 0)] * 3
+
+
+def test_one_rank_fails() -> None:
+    def work(group: Group) -> Any:
+        error = SourceError("bad", path="p", dataset="d", chunk=(1, 2)) if group.rank == 2 else None
+        return group.agree(error, [1])
+
+    found = on_ranks(4, work)
+    check_all_same(found, SourceError, "on rank 2 of 4: bad", 2)
+    assert all((e.path, e.dataset, e.chunk) == ("p", "d", (1, 2)) for e in found)
+    assert isinstance(found[2].__cause__, SourceError) and found[0].__cause__ is None
+
+
+def test_of_several_failures_the_lowest_rank_speaks() -> None:
+    def work(group: Group) -> Any:
+        errors = {1: KeyError("k"), 2: SourceError("s")}
+        return group.agree(errors.get(group.rank))
+
+    check_all_same(on_ranks(4, work), PeerError, "on rank 1 of 4 (and on 1 more): KeyError: 'k'", 1)
+    check_all_same(on_ranks(3, lambda g: g.agree(ConfigError("all"))), ConfigError, "all", None)
+
+
+def test_what_the_root_alone_finds() -> None:
+    def work(error: Exception) -> Callable[[Group], str]:
+        def make() -> str:
+            raise error
+
+        return lambda group: group.tell(make, 1)
+
+    # The file is wrong where the root looked; the arguments are wrong everywhere.
+    check_all_same(on_ranks(3, work(SourceError("gone"))), SourceError, "on rank 1 of 3: gone", 1)
+    check_all_same(on_ranks(3, work(ConfigError("typo"))), ConfigError, "typo", None)
+    check_all_same(on_ranks(3, work(OSError(5, "I/O"))), PeerError, "on rank 1 of 3: OSError: [Errno 5] I/O", 1)
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
+    def work(group: Group) -> None:
+        spec = "P('b')" if group.rank >= other else "P('a')"
+        group.agree_same({"path": "x", "spec": spec, "pad": str(group.rank)})
+
+    found = on_ranks(3, work)
+    assert len({str(e) for e in found}) == 1
+    check_all_same(found, PeerError, str(found[0]), other)
+    assert f"rank {other} was called with spec = P('b') (digest " in str(found[0])
+    assert "rank 0 with P('a') (digest " in str(found[0])
+
+
+def test_an_error_goes_before_a_difference() -> None:
+    def work(group: Group) -> None:
+        error = ConfigError("bad pad") if group.rank == 1 else None
+        group.agree_same({"pad": str(group.rank)}, error)
+
+    check_all_same(on_ranks(3, work), ConfigError, "on rank 1 of 3: bad pad", 1)
+
+
+def test_differences_of_any_pair_are_found() -> None:
+    """Ranks 0 and 2 agree and rank 1 does not; neither least nor greatest of the digests is rank 0's."""
+    for values in (("a", "b", "a"), ("a", "b", "c"), ("b", "a", "b"), ("c", "c", "a")):
+        found = on_ranks(3, lambda g, v=values: g.agree_same({"x": v[g.rank]}))  # type: ignore[misc]
+        first = next(r for r in range(3) if values[r] != values[0])
+        assert all(isinstance(e, PeerError) and e.rank == first for e in found), found
+
+
+# --- communicators
+
+
+@pytest.mark.parametrize("comm", [3, "world", object()])
+def test_what_is_no_communicator(comm: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected an mpi4py communicator such as MPI\.COMM_WORLD"):
+        group_of(comm)
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
+    assert MPI is not None
+    assert group_of() is group_of(None) is group_of(MPI.COMM_WORLD) and world() == MPI.COMM_WORLD
+    group = group_of(MPI.COMM_WORLD)
+    assert group.comm != MPI.COMM_WORLD and MPI.Comm.Compare(group.comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+    mine = MPI.COMM_SELF.Dup()
+    assert group_of(mine) is group_of(mine) is not group
+    assert (group_of(mine).rank, group_of(mine).size) == (0, 1)
+    copy = mine.Dup()
+    assert group_of(copy) is not group_of(mine), "a duplicate has messages of its own"
+    private = group_of(mine).comm
+    mine.Free()
+    assert private == MPI.COMM_NULL
+    copy.Free()
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_communicators_that_cannot_be_used() -> None:
+    assert MPI is not None
+    with pytest.raises(ConfigError, match="COMM_NULL: this rank is not in it"):
+        group_of(MPI.COMM_NULL)

@@ -1,0 +1,268 @@
+"""Is every argument that cannot be meant refused, with what was found and what is possible?"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.errors import ConfigError
+from shardload.options import Options, pad_value
+from shardload.units import format_nbytes, parse_nbytes
+
+
+def test_defaults() -> None:
+    options = Options.check()
+    assert (options.dataset, options.select, options.dtype, options.pad) == (None, None, None, None)
+    assert options.readers == "auto" and options.staging_nbytes == 256 << 20
+    assert options.checksums is False and options.progress is None
+
+
+def test_what_is_given_is_kept() -> None:
+    options = Options.check(
+        dataset="/rho", select=(0, ...), dtype=">f4", pad=0, readers=np.int64(3), staging="1kB", verify="checksum",
+        progress=False,
+    )  # fmt: skip
+    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, True, False)
+    assert options.dtype is not None and options.dtype.isnative and type(options.readers) is int
+
+
+@pytest.mark.parametrize("readers", ["root", "parallel", "direct", "auto", 1, 70000])
+def test_readers(readers: Any) -> None:
+    assert Options.check(readers=readers).readers == readers
+
+
+@pytest.mark.parametrize("readers", ["Root", "", "4", 0, -1, True, np.True_, 2.0, None, ["root"], b"root"])
+def test_bad_readers(readers: Any) -> None:
+    text = f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Options.check(readers=readers)
+
+
+@pytest.mark.parametrize("verify", ["", "values", None, True, ["index"], np.array([1, 2]), 1])
+def test_bad_verify(verify: Any) -> None:
+    text = f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Options.check(verify=verify)
+
+
+@pytest.mark.parametrize("dataset", ["", 3, b"rho", ["rho"], True])
+def test_bad_dataset(dataset: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"dataset is {dataset!r}; expected a name inside the file")):
+        Options.check(dataset=dataset)
+
+
+@pytest.mark.parametrize("progress", [1, "yes", 0])
+def test_bad_progress(progress: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"progress is {progress!r}; expected True, False, None or a func")):
+        Options.check(progress=progress)
+    assert Options.check(progress=print).progress is print
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float", "nope", "f4,,", 3, "f4 f4", ("f4", -1), {"names": ["a"], "formats": []}, [("a",)], 1.5]
+)
+def test_a_dtype_that_is_none(dtype: Any) -> None:
+    if dtype == "float":
+        assert Options.check(dtype=dtype).dtype == np.float64
+        return
+    with pytest.raises(ConfigError, match=re.escape(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'")):
+        Options.check(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "what"),
+    [
+        (object, "Python objects"),
+        ("S4", "strings"),
+        ("U3", "strings"),
+        (str, "strings"),
+        ("f4,i4", "records with fields f0, f1"),
+        ("(2,)f4", "small arrays of shape (2,) as elements"),
+        ("M8[s]", "dates"),
+        ("m8[s]", "time spans"),
+        ("V8", "raw bytes"),
+    ],
+)
+def test_a_dtype_that_jax_does_not_have(dtype: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"dtype is {dtype!r}, which holds {what}")):
+        Options.check(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint64", "float16", "<f8", ">c16", "bfloat16", np.float32, float, ml_dtypes.int4]
+)
+def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
+    found = Options.check(dtype=dtype).dtype
+    assert found is not None and found.isnative and found == np.dtype(dtype).newbyteorder("=")
+
+
+def test_description_tells_different_options_apart() -> None:
+    base = Options.check().describe()
+    assert set(base) == {"dataset", "select", "dtype", "pad", "readers", "staging", "verify"}
+    assert all(type(v) is str for v in base.values())
+    for name, value in dict(
+        dataset="a", select=slice(0, 1), dtype="f4", pad=0, readers="root", staging=1, verify="checksum"
+    ).items():
+        other = Options.check(**{name: value}).describe()
+        assert {k for k in base if base[k] != other[k]} == {name}
+    for a, b in ((0, 0.0), (0, False), (math.nan, 0)):  # they fill alike or not, but are not the same call
+        assert Options.check(pad=a).describe() != Options.check(pad=b).describe()
+    # How a rank shows progress is its own affair.
+    assert Options.check(progress=True).describe() == base
+
+
+# --- pad
+
+KEPT = [
+    (0, "float32", 0.0),
+    (0, "bool", False),
+    (True, "bool", True),
+    (True, "float32", 1.0),
+    (255, "uint8", 255),
+    (-128, "int8", -128),
+    (3.0, "int32", 3),
+    (-1.5, "float16", -1.5),
+    (0.1, "float32", np.float32(0.1)),  # rounded, as any float is
+    (1e-50, "float32", 0.0),
+    (math.inf, "float16", math.inf),
+    (1 + 2j, "complex64", 1 + 2j),
+    (5 + 0j, "float32", 5.0),
+    (5 + 0j, "int16", 5),
+    (2, "complex64", 2),
+    (2**63, "uint64", 2**63),
+    (-(2**63), "int64", -(2**63)),
+    (np.float32(7), "int8", 7),
+    (np.array(7), "int8", 7),
+    (0.1, ml_dtypes.bfloat16, ml_dtypes.bfloat16(0.1)),
+    (-3, ml_dtypes.int4, -3),
+]
+REFUSED = [
+    (math.nan, "int32"),
+    (math.nan, "bool"),
+    (math.inf, "int64"),
+    (300, "uint8"),
+    (-1, "uint8"),
+    (-1, "uint64"),
+    (128, "int8"),
+    (2, "bool"),
+    (0.5, "int32"),
+    (0.5, "bool"),
+    (2**63, "int64"),
+    (2**24 + 1, "float32"),
+    (1e6, "float16"),
+    (70000, "float16"),
+    (1e300, "float32"),
+    (1 + 2j, "float32"),
+    (1 + 2j, "int32"),
+    (complex(1, math.nan), "float32"),
+    (1e300 + 0j, "complex64"),
+    (None, "float32"),
+    ("0", "float32"),
+    ([0], "float32"),
+    (np.array([0.0]), "float32"),
+    ({}, "float32"),
+    (object(), "float32"),
+    (np.datetime64("2020"), "int64"),
+    (8, ml_dtypes.int4),
+    (0.5, ml_dtypes.int4),
+    (1e39, ml_dtypes.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("pad", "dtype", "expected"), KEPT)
+def test_pad_that_the_array_can_hold(pad: Any, dtype: Any, expected: Any) -> None:
+    value = pad_value(pad, np.dtype(dtype))
+    assert value.dtype == dtype and value == expected
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", ml_dtypes.bfloat16])
+def test_pad_with_nan(dtype: Any) -> None:
+    value = pad_value(math.nan, np.dtype(dtype))
+    assert value.dtype == dtype and value != value
+
+
+@pytest.mark.parametrize(("pad", "dtype"), REFUSED)
+def test_pad_that_the_array_cannot_hold(pad: Any, dtype: Any) -> None:
+    text = f"pad is {pad!r}, which an array of {np.dtype(dtype)} cannot hold; pass a value that it can, such as pad=0"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        pad_value(pad, np.dtype(dtype))
+
+
+@given(st.integers(-(2**65), 2**65), st.sampled_from(["int8", "uint8", "int16", "uint32", "int64", "uint64"]))
+def test_pad_of_any_integer(pad: int, dtype: str) -> None:
+    held = np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max
+    if held:
+        assert int(pad_value(pad, np.dtype(dtype))) == pad
+    else:
+        with pytest.raises(ConfigError, match="cannot hold"):
+            pad_value(pad, np.dtype(dtype))
+
+
+# --- numbers of bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("256MiB", 256 << 20),
+        ("256mib", 256 << 20),
+        (" 2 GB ", 2 * 10**9),
+        ("1.5KiB", 1536),
+        ("0.5kB", 500),
+        ("7", 7),
+        ("7B", 7),
+        ("1TiB", 1 << 40),
+        (1, 1),
+        (np.int64(5), 5),
+        ("9007199254740993", 2**53 + 1),
+        ("1" + "0" * 400, 10**400),
+    ],
+)
+def test_bytes_that_can_be_read(text: Any, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes and type(parse_nbytes(text)) is int
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "12 parsecs", "1e9", "256M", "-1MiB", "1,5GB", "1_000", "nan", True, None, 1.0, b"1MB", [1]]
+)
+def test_bytes_that_cannot(text: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"staging is {text!r}; expected bytes, as an int or such as '256MiB'")):
+        Options.check(staging=text)
+
+
+@pytest.mark.parametrize("text", [0, -1, "0", "0MiB", "0.1B", np.int64(0)])
+def test_no_bytes_at_all(text: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"staging is {text!r}; expected more than 0 bytes")):
+        Options.check(staging=text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        ((1 << 20) - 1, "1.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5.0 PiB"),
+        (5 << 60, "5120.0 PiB"),
+    ],
+)
+def test_bytes_for_people(nbytes: int, text: str) -> None:
+    assert format_nbytes(nbytes) == text
+
+
+@given(st.integers(0, 1 << 60))
+def test_bytes_for_people_are_right_and_short(nbytes: int) -> None:
+    text = format_nbytes(nbytes)
+    number, unit = text.split()
+    factor = 1024 ** ["B", "KiB", "MiB", "GiB", "TiB", "PiB"].index(unit)
+    assert abs(float(number) * factor - nbytes) <= 0.051 * factor
+    assert float(number) < 1024 or unit == "PiB"
