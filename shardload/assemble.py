@@ -82,8 +82,9 @@ def _not_held(region: Region, held: dict[Region, Array], sharding: NamedSharding
         for device, index in sharding.addressable_devices_indices_map(shape).items()
         if _region(index, shape) == region
     ]
+    who = f"devices {', '.join(asking)} ask" if len(asking) > 1 else f"device {''.join(asking) or '(unknown)'} asks"
     return (
-        f"device {', '.join(asking) or '(unknown)'} asks for {region}, but this process holds "
+        f"{who} for {region}, but this process holds "
         f"{', '.join(str(r) for r in sorted(held)) or 'nothing'}. A wrong piece is never handed over: no array was made"
     )
 

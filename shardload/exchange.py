@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardload.errors import PeerError
+from shardload.errors import PeerError, ShardloadError
 from shardload.group import Group
 from shardload.plan import Part, Read, ReadPlan
 from shardload.region import Region
@@ -178,6 +178,7 @@ class _Exchange:
         self.sent: dict[int, _Sent] = {}
         self.senders: list[_Sender] = []
         self.problem: Exception | None = None
+        self.n_arrived = dict.fromkeys(pieces, 0)
 
     def run(self) -> None:
         self._expect(self.plan.incoming(self.group.rank))
@@ -185,6 +186,7 @@ class _Exchange:
             self._progress(self.plan.reads(self.group.rank), pool)
         for sender in self.senders:
             self._check_receipt(sender)
+        self._check_coverage()
 
     def _progress(self, reads: Iterator[Read], pool: ThreadPoolExecutor) -> None:
         reading: Future[Block] | None = None
@@ -228,6 +230,7 @@ class _Exchange:
             np.copyto(piece, view, casting="no")
             if self.checksums and checksum(view) != checksum(piece):
                 self._report(part, self.group.rank, "a checksum after the copy differs from the one before it")
+        self.n_arrived[part.shard] += part.region.size
         self._advance(nbytes)
 
     def _post_sends(self) -> bool:
@@ -301,6 +304,7 @@ class _Exchange:
         def arrived() -> None:
             if self.checksums:
                 sender.sums[number] = checksum(view)
+            self.n_arrived[part.shard] += part.region.size
             self._advance(view.nbytes)
             self._receive_next(sender)
 
@@ -315,6 +319,17 @@ class _Exchange:
         for part, theirs, ours in zip(sender.parts, sums, sender.sums, strict=False):
             if theirs != ours:
                 self._report(part, sender.rank, f"its checksum is {ours:08x}, the sender's is {theirs:08x}")
+
+    def _check_coverage(self) -> None:
+        """Every element of every piece must have arrived: what nobody sent is whatever was in memory before."""
+        for shard, found in self.n_arrived.items():
+            region = self.plan.true_region(shard)
+            wanted = region.size if region else 0
+            if found != wanted and self.problem is None:
+                self.problem = ShardloadError(
+                    f"{found} elements arrived for the shard {region}, which has {wanted}: nothing was loaded. This is a defect "
+                    "in shardload; please report it with the shape, the mesh and the spec"
+                )
 
     def _report(self, part: Part, sender: int, what: str) -> None:
         if self.problem is None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,18 +69,17 @@ class Grid:
     shape: tuple[int, ...]
     cell: tuple[int, ...]
     phase: tuple[int, ...]
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Cells along each axis; 0 along an empty axis."""
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.cell) == len(self.phase):
             raise ValueError(f"grid of shape {self.shape} has cell {self.cell} and phase {self.phase}")
         if any(c < 1 or not 0 <= p < c or n < 0 for n, c, p in zip(self.shape, self.cell, self.phase, strict=True)):
             raise ValueError(f"grid of shape {self.shape} cannot have cell {self.cell} and phase {self.phase}")
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Cells along each axis; 0 along an empty axis."""
         axes = zip(self.shape, self.cell, self.phase, strict=True)
-        return tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes)
+        # Asked for once per part of a plan, so counted once.
+        object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
 
     @property
     def n_cells(self) -> int:
@@ -142,12 +142,12 @@ class Shards:
         if self.ranks.ndim != 2 or len(self.ranks) != math.prod(self.cuts):
             raise ValueError(f"rank table of shape {self.ranks.shape} does not fit cuts {self.cuts}")
 
-    @property
+    @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """Elements of one shard along each axis."""
         return tuple(n // c for n, c in zip(self.shape_global, self.cuts, strict=True))
 
-    @property
+    @cached_property
     def grid(self) -> Grid:
         """The cut as a grid (of an array that is not empty)."""
         return Grid(self.shape_global, tuple(max(1, n) for n in self.shard_shape), (0,) * len(self.cuts))

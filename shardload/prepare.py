@@ -102,7 +102,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
         selection = select_axes(options.select, info.shape)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-    dtype = options.dtype or np.dtype(info.dtype)
+    dtype = _target_dtype(options.dtype, info)
     shards, n_ranks = _lay_out(call, selection.shape, dtype, str(info))
     itemsize = np.dtype(info.dtype).itemsize
     if info.chunks is None:
@@ -126,7 +126,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
 
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
-    dtype = call.options.dtype or np.dtype(info.dtype)
+    dtype = _target_dtype(call.options.dtype, info)
     shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
     itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
     max_nbytes = min(_BLOCK_NBYTES, call.options.staging_nbytes // _BLOCKS_HELD)
@@ -138,6 +138,17 @@ def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: 
         blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
     read_plan = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
     return _choose(call, info, {ROOT: read_plan}, select_axes(None, info.shape), chunks, dtype, source)
+
+
+def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
+    """The dtype that was asked for, or the file's."""
+    found = np.dtype(info.dtype)
+    if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
+        raise ConfigError(
+            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass dtype='complex64' (or none), and take the real "
+            "part of the result"
+        )
+    return found if dtype is None else dtype
 
 
 def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> tuple[Shards, int]:

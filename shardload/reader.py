@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ShardloadError, SourceError
+from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.exchange import Block, Piece
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
@@ -147,7 +147,7 @@ class SourceReader:
             self._raw = np.empty(self._block_size, dtype=self._source.dtype)
         raw = self._raw[: region.size].reshape(region.shape)
         self._read(region, raw)
-        np.copyto(block.data, raw, casting="unsafe")  # the caller asked for this dtype by name
+        _cast(raw, block.data, f"{self._source.info}, elements {self._selection.to_file(region)},")
 
     def _read(self, region: Region, out: Array) -> None:
         box = self._selection.to_file(region)
@@ -195,6 +195,21 @@ class SourceReader:
             path=info.path,
             dataset=info.dataset,
             chunk=chunk,
+        )
+
+
+def _cast(raw: Array, out: Array, name: str) -> None:
+    """Cast as the caller asked by name. Rounding and cutting off fractions is what a cast does; values that do not fit are an error."""
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            np.copyto(out, raw, casting="unsafe")
+        fits = out.dtype.kind not in "iu" or raw.dtype.kind not in "iu" or np.array_equal(out, raw)
+    except FloatingPointError:
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to keep "
+            f"{raw.dtype}"
         )
 
 

@@ -286,8 +286,8 @@ def assemble_names_every_device_that_asks() -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b")), P("b"))
     pieces = pieces_of(sharding, table_of((8,)))
     del pieces[Region((2,), (4,))]
-    both = re.escape(f"device {jax.devices()[1]}, {jax.devices()[5]}")
-    with pytest.raises(ShardloadError, match=rf"{both} asks for \[2:4\]"):
+    both = re.escape(f"devices {jax.devices()[1]}, {jax.devices()[5]}")
+    with pytest.raises(ShardloadError, match=rf"{both} ask for \[2:4\]"):
         assemble((8,), sharding, np.dtype("f4"), pieces.items())
 
 

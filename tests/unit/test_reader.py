@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload.errors import SourceError
+from shardload.errors import ConfigError, SourceError
 from shardload.exchange import Block, Piece
 from shardload.plan import Grid, Part, Read
 from shardload.reader import SourceReader, aligned_empty
@@ -155,6 +155,42 @@ def test_values_in_memory_are_shown_not_copied() -> None:
     assert source.reads == [] and reader.has_room()
     assert np.array_equal(TABLE.ravel(), np.arange(32)), "releasing a view gives nobody a buffer to write into"
     assert reader.nbytes_read == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "to"),
+    [
+        (np.array([1.0, 1e300], dtype="f8"), "float32"),
+        (np.array([1.0, 70000.0], dtype="f4"), "float16"),
+        (np.array([1.0, np.nan], dtype="f4"), "int32"),
+        (np.array([1.0, 1e10], dtype="f4"), "int16"),
+        (np.array([0, 2**40 + 1], dtype="i8"), "int32"),
+        (np.array([0, -1], dtype="i4"), "uint32"),
+        (np.array([0, 2**31], dtype="u4"), "int32"),
+    ],
+)
+def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str) -> None:
+    reader = reader_of(FakeSource(values), dtype=np.dtype(to))
+    reader.fetch(whole(Region((0,), (2,)), rank=1))
+    assert isinstance(reader.failed, ConfigError)
+    assert f"{to} cannot hold" in str(reader.failed) and "damaged" not in str(reader.failed)
+
+
+@pytest.mark.parametrize(
+    ("values", "to"),
+    [
+        (np.array([0.1, np.nan, np.inf, 1e-60], dtype="f8"), "float32"),
+        (np.array([0.5, -2.7], dtype="f4"), "int8"),
+        (np.array([-128, 127], dtype="i8"), "int8"),
+        (np.array([2**24 + 1], dtype="i4"), "float32"),
+        (np.array([0, 3], dtype="i4"), "bool"),
+    ],
+)
+def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
+    reader = reader_of(FakeSource(values), dtype=np.dtype(to))
+    block = reader.fetch(whole(Region((0,), values.shape), rank=1))
+    assert reader.failed is None and block.data is not None
+    np.testing.assert_array_equal(block.data, values.astype(to))
 
 
 @pytest.mark.parametrize("shown", [TABLE[::-1], TABLE.astype(">f4"), TABLE[:, ::-1]], ids=["flipped", "swapped", "mirrored"])
