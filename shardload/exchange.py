@@ -327,8 +327,8 @@ class _Exchange:
             wanted = region.size if region else 0
             if found != wanted and self.problem is None:
                 self.problem = ShardloadError(
-                    f"{found} elements arrived for the shard {region}, which has {wanted}: nothing was loaded. This is a defect "
-                    "in shardload; please report it with the shape, the mesh and the spec"
+                    f"{found} elements arrived for the shard {region}, which has {wanted}: nothing was loaded. This is a "
+                    "defect in shardload; please report it with the shape, the mesh and the spec"
                 )
 
     def _report(self, part: Part, sender: int, what: str) -> None:

@@ -145,8 +145,8 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]
     found = np.dtype(info.dtype)
     if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
         raise ConfigError(
-            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass dtype='complex64' (or none), and take the real "
-            "part of the result"
+            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass dtype='complex64' (or none), and take the "
+            "real part of the result"
         )
     return found if dtype is None else dtype
 

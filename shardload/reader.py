@@ -199,7 +199,7 @@ class SourceReader:
 
 
 def _cast(raw: Array, out: Array, name: str) -> None:
-    """Cast as the caller asked by name. Rounding and cutting off fractions is what a cast does; values that do not fit are an error."""
+    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error."""
     try:
         with np.errstate(over="raise", invalid="raise"):
             np.copyto(out, raw, casting="unsafe")
@@ -208,8 +208,8 @@ def _cast(raw: Array, out: Array, name: str) -> None:
         fits = False
     if not fits:
         raise ConfigError(
-            f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to keep "
-            f"{raw.dtype}"
+            f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
+            f"keep {raw.dtype}"
         )
 
 

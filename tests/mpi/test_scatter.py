@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError
-from tests.mpi.support import DECOMPOSITIONS, check, cube, mesh_of, padded, ramp, raised, same_error, unit
+from tests.mpi.support import DECOMPOSITIONS, check, cube, mesh_of, padded, raised, ramp, same_error, unit
 
 Array = np.ndarray[Any, Any]
 

@@ -26,12 +26,7 @@ import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
 # Defects that leave a rank waiting for what nobody sends: should one hang, it takes none of the others with it.
-ALONE = (
-    "a reader drops its last block",
-    "a receiver expects a block too few",
-    "blocks smaller than their parts",
-    "remainder blocks miscounted by all",
-)
+ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
 comm = MPI.COMM_WORLD
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
@@ -152,14 +147,6 @@ def _(stack: ExitStack) -> None:
         return replace(region, stop=(region.stop[0] - 1, *region.stop[1:]))
 
     reads_of_rank_0(stack, lambda reads: (replace(read, region=smaller(read.region)) for read in reads))
-
-
-@case("remainder blocks miscounted by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
-def _(stack: ExitStack) -> None:
-    wrong = property(
-        lambda self: tuple(max(1, (n + p) // c) for n, c, p in zip(self.shape, self.cell, self.phase, strict=True))
-    )
-    stack.enter_context(patched(plan.Grid, "counts", wrong))
 
 
 @case("the last block dropped by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
