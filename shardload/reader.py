@@ -25,6 +25,7 @@ from shardload.wire import sendable
 __all__ = ["SourceReader", "aligned_empty"]
 
 _ALIGNMENT = 64
+_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
 
 Array = np.ndarray[Any, Any]
 
@@ -200,17 +201,25 @@ class SourceReader:
 
 def _cast(raw: Array, out: Array, name: str) -> None:
     """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error."""
+    flat, target = raw.reshape(-1), out.reshape(-1)
+    for start in range(0, flat.size, _CAST_SIZE):
+        if not _cast_fits(flat[start : start + _CAST_SIZE], target[start : start + _CAST_SIZE]):
+            raise ConfigError(
+                f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
+                f"keep {raw.dtype}"
+            )
+
+
+def _cast_fits(raw: Array, out: Array) -> bool:
     try:
         with np.errstate(over="raise", invalid="raise"):
             np.copyto(out, raw, casting="unsafe")
-        fits = out.dtype.kind not in "iu" or raw.dtype.kind not in "iu" or np.array_equal(out, raw)
     except FloatingPointError:
-        fits = False
-    if not fits:
-        raise ConfigError(
-            f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
-            f"keep {raw.dtype}"
-        )
+        return False
+    if out.dtype.kind not in "iu":
+        return True
+    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
+    return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
 
 
 def _nothing() -> None:

@@ -135,14 +135,10 @@ def test_one_process_alone(field: str, env: dict[str, str]) -> None:
 
 
 def test_launcher_of_the_other_library(field: str) -> None:
-    """Wrong if Open MPI's mpirun with MPICH below mpi4py went unnoticed: this is how it really looks."""
-    env = {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(Path(sys.prefix) / "lib")}
-    said = launched(field, "load", mpi="openmpi", n=2, env=env)
-    same(said, "every process believes that it is alone", "mpirun started 2 tasks", "another MPI library")
+    """Wrong if MPICH's mpiexec with Open MPI below mpi4py went unnoticed: this is how it really looks.
 
-
-def test_launcher_of_the_other_library_mpich(field: str) -> None:
-    """The same the other way round."""
+    The other way round does not come to this: under Open MPI's mpirun, MPICH 5 itself ends the job in MPI_Init.
+    """
     env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
     env |= {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(mpiexec_of("openmpi").parents[1] / "lib")}
     said = launched(field, "load", n=2, env=env)

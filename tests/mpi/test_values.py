@@ -115,12 +115,30 @@ def test_cast_is_numpys(comm: Any, shared_tmp_path: Path, dtype: str, to: Any) -
     values = ramp(cube(), dtype)
     if to == "float16":
         values = values % 2048
+    if to == "int32" and values.dtype == "int64":
+        values = values - (1 << 40)
     expected = values.astype(to)
     for chunks in (None, (3, 5, 7)):
         path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
         for readers in READERS:
             x = shardload.load(path, mesh_of(), P(None, "a", "b"), dtype=to, readers=readers, verify="checksum")
             check(x, expected, mesh_of(), P(None, "a", "b"), (chunks, readers))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "value"),
+    [("int64", "int32", 1 << 40), ("float32", "int32", np.nan), ("float64", "uint8", -1.0), ("int16", "int8", 200)],
+)
+def test_cast_that_would_change_a_value_is_refused(comm: Any, shared_tmp_path: Path, dtype: str, to: str, value: float) -> None:
+    """Wrong if one value in a large array wrapped round, and nobody was told."""
+    values = np.ones(cube(), dtype)
+    values[-1, -1, -1] = value  # where the last reader finds it
+    for chunks in (None, (3, 5, 7)):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
+        for readers in READERS:
+            call = lambda path=path, readers=readers: shardload.load(path, mesh_of(), P("a"), dtype=to, readers=readers)  # noqa: E731
+            same_error(comm, call, ConfigError, "'/x' in", f"that {to} cannot hold")
+    same_error(comm, lambda: shardload.scatter(values, mesh_of(), P("a"), dtype=to), ConfigError, f"that {to} cannot hold")
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

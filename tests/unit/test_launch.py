@@ -66,4 +66,6 @@ def test_lower_bounds_are_the_versions_tested_as_oldest() -> None:
     lines = (ROOT / "tests" / "oldest-requirements.txt").read_text().splitlines()
     pins = {(r := Requirement(line)).name: str(r.specifier).removeprefix("==") for line in lines if line[:1].isalpha()}
     assert pins.pop("jaxlib") == pins["jax"]
+    # Below 4.1.0 there is no wheel that finds an installed MPI, and building one takes minutes: declared, not tested.
+    assert (pins.pop("mpi4py"), bounds.pop("mpi4py")) == ("4.1.0", "4.0.0")
     assert pins == bounds

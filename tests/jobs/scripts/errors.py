@@ -46,7 +46,10 @@ def case(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
     return register
 
 
-def load(path: Any = "good.h5", spec: Any = ("a", "b"), mesh: Any = None, **options: Any) -> jax.Array:
+PENCIL = P("a", "b")
+
+
+def load(path: Any = "good.h5", spec: Any = PENCIL, mesh: Any = None, **options: Any) -> jax.Array:
     return shardload.load(path, mesh or mesh_of(), spec, **options)
 
 
