@@ -8,10 +8,10 @@ One `exchange` moves every part of a plan from the block it was read in to the p
    too, but MPICH then moves a few KiB per call: measured, packing is 10 times faster.) MPI is called from one thread alone.
 3. As messages complete, post the next receives and give buffers back. Nothing blocks, so no order of ranks can deadlock, and a
    rank with nothing to do sleeps instead of spinning.
-4. Each sender ends with a receipt for each receiver: whether all its reads went well, which regions it sent (so parts that
-   went to the wrong rank are found, not believed) and, where asked, a checksum of each part. The receiver compares.
+4. Each sender ends with a receipt for each receiver: whether all went well, how many parts it sent, of which regions (so parts
+   that went to the wrong rank are found, not believed) and, where asked, a checksum of each. The receiver compares.
 
-A reader that fails still sends all it owes, so that nobody waits for it; its receipts are marked bad.
+A sender that fails stops, and says so in its receipts: the receivers cancel what will not come. Nobody waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,19 +76,14 @@ class Block:
 
 
 class BlockReader(Protocol):
-    """Gives the blocks of one rank, in order. Never raises: see `failed`."""
+    """Gives the blocks of one rank, in order."""
 
     def has_room(self) -> bool:
         """Whether a buffer is free for another block."""
         ...
 
     def fetch(self, read: Read) -> Block:
-        """Read one block. Called in a thread, one call at a time. After a failure the content is whatever it is."""
-        ...
-
-    @property
-    def failed(self) -> BaseException | None:
-        """The first error, if there was one."""
+        """Read one block. Called in a thread, one call at a time; not called again after it has raised."""
         ...
 
 
@@ -134,13 +129,14 @@ def exchange(
     except BaseException:
         moving.abandon()
         raise
-    return reader.failed or moving.problem
+    return moving.failure or moving.problem
 
 
 @dataclass
 class _Sent:
     """What went to one rank: enough for its receipt."""
 
+    n_parts: int = 0
     identity: int = 0
     sums: list[int] = field(default_factory=list)
 
@@ -151,10 +147,12 @@ class _Sender:
 
     rank: int
     parts: list[Part]
-    n_posted: int
+    n_coming: int
     identity: int
     sums: list[int]
     receipt: Array
+    n_posted: int = 0
+    posted: dict[int, Any] = field(default_factory=dict)
 
 
 class _Exchange:
@@ -177,37 +175,62 @@ class _Exchange:
         self.keep: list[Any] = []
         self.sent: dict[int, _Sent] = {}
         self.senders: list[_Sender] = []
-        self.problem: Exception | None = None
+        self.failure: Exception | None = None  # of this rank's own reading or sending
+        self.problem: Exception | None = None  # with what came
+        self.reads = plan.reads(group.rank)
+        self.reading: Future[Block] | None = None
+        self.following = next(self.reads, None)
         self.n_arrived = dict.fromkeys(pieces, 0)
 
     def run(self) -> None:
         self._expect(self.plan.incoming(self.group.rank))
         with ThreadPoolExecutor(1, thread_name_prefix="shardload-read") as pool:
-            self._progress(self.plan.reads(self.group.rank), pool)
+            self._progress(pool)
         for sender in self.senders:
             self._check_receipt(sender)
         self._check_coverage()
 
-    def _progress(self, reads: Iterator[Read], pool: ThreadPoolExecutor) -> None:
-        reading: Future[Block] | None = None
-        following = next(reads, None)
+    def _progress(self, pool: ThreadPoolExecutor) -> None:
         receipts_sent = False
         idle = 0
         while not receipts_sent or self.requests:
             moved = self._test()
-            if reading is not None and reading.done():
-                self._deliver(reading.result())
-                reading, moved = None, True
-            if reading is None and following is not None and self.reader.has_room():
-                reading = pool.submit(self.reader.fetch, following)
-                following, moved = next(reads, None), True
-            moved |= self._post_sends()
-            if reading is None and following is None and not self.outbox and not receipts_sent:
+            try:
+                moved |= self._read(pool)
+                moved |= self._post_sends()
+            except Exception as error:
+                self._fail(error)
+                moved = True
+            if not receipts_sent and self.reading is None and self.following is None and not self.outbox:
                 self._send_receipts()
                 receipts_sent = moved = True
             idle = 0 if moved else idle + 1
             if idle:
-                _nap(idle, reading, bool(self.requests))
+                _nap(idle, self.reading, bool(self.requests))
+
+    # --- reading
+
+    def _read(self, pool: ThreadPoolExecutor) -> bool:
+        """Take the block that has been read, and have the next one read."""
+        moved = False
+        if self.reading is not None and self.reading.done():
+            done, self.reading, moved = self.reading, None, True
+            if self.failure is None:
+                self._deliver(done.result())
+        if self.reading is None and self.following is not None and self.reader.has_room():
+            self.reading = pool.submit(self.reader.fetch, self.following)
+            self.following, moved = next(self.reads, None), True
+        return moved
+
+    def _fail(self, error: Exception) -> None:
+        """Read and send no more. Whoever still expects something from this rank gets a receipt that says so."""
+        self.failure = self.failure or error
+        self.outbox.clear()
+        self.following = None
+        for read in self.plan.reads(self.group.rank):
+            for part in read.parts:
+                if part.rank != self.group.rank:
+                    self.sent.setdefault(part.rank, _Sent())
 
     # --- sending
 
@@ -224,7 +247,7 @@ class _Exchange:
 
     def _copy(self, block: Block, part: Part) -> None:
         nbytes = part.region.size * self.plan.itemsize
-        if block.data is not None and self.reader.failed is None:
+        if block.data is not None:
             piece = self.pieces[part.shard].view(part.region)
             view = block.view(part.region)
             np.copyto(piece, view, casting="no")
@@ -255,6 +278,7 @@ class _Exchange:
 
     def _send(self, part: Part, view: Array, data: Array, done: Callable[[], None]) -> None:
         sent = self.sent.setdefault(part.rank, _Sent())
+        sent.n_parts += 1
         sent.identity = identity(part.region, sent.identity)
         if self.checksums:
             sent.sums.append(checksum(view))
@@ -268,8 +292,8 @@ class _Exchange:
 
     def _send_receipts(self) -> None:
         for rank, sent in self.sent.items():
-            went_well = int(self.reader.failed is None)
-            receipt = np.array([went_well, sent.identity, *sent.sums], dtype=np.uint32)
+            went_well = int(self.failure is None)
+            receipt = np.array([went_well, sent.n_parts, sent.identity, *sent.sums], dtype=np.uint32)
             request = self.group.comm.Isend(receipt, dest=rank, tag=self.receipt_tag)
             self._add(request, _nothing, receipt)
 
@@ -282,15 +306,16 @@ class _Exchange:
             for part in parts:
                 proof = identity(part.region, proof)
             n_sums = len(parts) if self.checksums else 0
-            receipt = np.zeros(2 + n_sums, dtype=np.uint32)
-            sender = _Sender(rank, parts, 0, proof, [0] * n_sums, receipt)
+            receipt = np.zeros(3 + n_sums, dtype=np.uint32)
+            sender = _Sender(rank, parts, len(parts), proof, [0] * n_sums, receipt)
             self.senders.append(sender)
-            self._add(self.group.comm.Irecv(receipt, source=rank, tag=self.receipt_tag), _nothing, receipt)
+            request = self.group.comm.Irecv(receipt, source=rank, tag=self.receipt_tag)
+            self._add(request, partial(self._expect_no_more, sender), receipt)
             for _ in range(window):
                 self._receive_next(sender)
 
     def _receive_next(self, sender: _Sender) -> None:
-        if sender.n_posted == len(sender.parts):
+        if sender.n_posted >= sender.n_coming:
             return
         number = sender.n_posted
         part = sender.parts[number]
@@ -302,19 +327,30 @@ class _Exchange:
             datatype.Free()
 
         def arrived() -> None:
+            del sender.posted[number]
+            if number >= sender.n_coming:
+                return  # cancelled
             if self.checksums:
                 sender.sums[number] = checksum(view)
             self.n_arrived[part.shard] += part.region.size
             self._advance(view.nbytes)
             self._receive_next(sender)
 
+        sender.posted[number] = request
         self._add(request, arrived, view)
 
+    def _expect_no_more(self, sender: _Sender) -> None:
+        """A receipt has come: what its sender did not send will never come."""
+        sender.n_coming = min(sender.n_coming, int(sender.receipt[1]))
+        for number, request in sender.posted.items():
+            if number >= sender.n_coming:
+                request.Cancel()
+
     def _check_receipt(self, sender: _Sender) -> None:
-        went_well, proof, *sums = (int(v) for v in sender.receipt)
+        went_well, n_sent, proof, *sums = (int(v) for v in sender.receipt)
         if not went_well:
             return  # that rank raises, and all ranks agree on its error
-        if proof != sender.identity:
+        if (n_sent, proof) != (len(sender.parts), sender.identity):
             self._report(sender.parts[0], sender.rank, "the sender's list of regions is not the one that was expected")
         for part, theirs, ours in zip(sender.parts, sums, sender.sums, strict=False):
             if theirs != ours:
@@ -322,6 +358,8 @@ class _Exchange:
 
     def _check_coverage(self) -> None:
         """Every element of every piece must have arrived: what nobody sent is whatever was in memory before."""
+        if self.failure is not None or not all(sender.receipt[0] for sender in self.senders):
+            return  # then something is missing, and it is known why
         for shard, found in self.n_arrived.items():
             region = self.plan.true_region(shard)
             wanted = region.size if region else 0

@@ -4,8 +4,7 @@
 2. Where the values are in memory already (`scatter`): the block is a view, nothing is copied.
 3. Else read into one of a few staging buffers, which are reused, casting there if another dtype was asked for.
 
-It counts what it really read: chunks decoded and bytes. A failed read is explained (which chunk) and remembered, never raised:
-the rank still owes its messages.
+It counts what it really read: chunks decoded and bytes. A failed read is explained: which chunk of the file it was.
 """
 
 from __future__ import annotations
@@ -88,30 +87,31 @@ class SourceReader:
         self._free: list[Array] = []
         self._n_staged = 0
         self._raw: Array | None = None
-        self._failed: BaseException | None = None
         self.chunks_decoded = 0
         self.nbytes_read = 0
-
-    @property
-    def failed(self) -> BaseException | None:
-        """The first error, if there was one."""
-        return self._failed
 
     def has_room(self) -> bool:
         """Whether a staging buffer is free for another block."""
         return bool(self._free) or self._n_staged < self._n_buffers
 
     def fetch(self, read: Read) -> Block:
-        """Read one block. After a failure the content is whatever it is, but it has the right shape to be sent."""
+        """Read one block.
+
+        Raises
+        ------
+        SourceError
+            If the file cannot be read there; the text names the chunk.
+        ConfigError
+            If values do not fit into the dtype that was asked for.
+        """
         try:
             return self._fetch(read)
+        except (ShardloadError, MemoryError):
+            raise
         except Exception as error:
-            self._failed = self._failed or self._explain(error, read.region)
-            return self._stage(read)
+            raise self._explain(error, read.region) from error
 
     def _fetch(self, read: Read) -> Block:
-        if self._failed is not None:
-            return self._stage(read)
         own = self._own_piece(read)
         if own is not None:
             self._read(read.region, own)
@@ -120,11 +120,7 @@ class SourceReader:
         if view is not None and sendable(view):
             return Block(read, self._drop_axes(view), _nothing)
         block = self._stage(read)
-        try:
-            self._fill(block)
-        except BaseException:
-            block.release()
-            raise
+        self._fill(block)
         return block
 
     def _own_piece(self, read: Read) -> Array | None:
@@ -172,10 +168,8 @@ class SourceReader:
         data = buffer[: read.region.size].reshape(read.region.shape)
         return Block(read, data, _returner(self._free, buffer))
 
-    def _explain(self, error: Exception, region: Region) -> BaseException:
+    def _explain(self, error: Exception, region: Region) -> SourceError:
         """What went wrong, with the chunk it went wrong in."""
-        if isinstance(error, (ShardloadError, MemoryError)):
-            return error
         info = self._source.info
         where, chunk = f"{self._selection.to_file(region)}", None
         for number in self._chunks.meeting(region) if self._has_chunks else ():

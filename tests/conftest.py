@@ -105,11 +105,20 @@ def pytest_configure(config: pytest.Config) -> None:
         **(together if SIZE > 1 else {}),
     )
     hypothesis.settings.load_profile("shardload")
+    # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
+    # that name is the mark.
+    config.option.with_mpi = True
     if SIZE > 1:
-        config.option.with_mpi = True
         if MPI.COMM_WORLD.rank:
             config.option.xmlpath = None  # rank 0 writes the report
         config.pluginmanager.register(Ranks(), "shardload-ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    for plugin in session.config.pluginmanager.get_plugins():
+        if type(plugin).__module__ == "pytest_mpi":
+            plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
 
 
 @pytest.hookimpl(trylast=True)
@@ -187,9 +196,6 @@ class Ranks:
         for name in ("lfplugin", "nfplugin", "stepwise"):  # they would write .pytest_cache, all ranks at once
             if manager.has_plugin(name):
                 manager.unregister(name=name)
-        for plugin in manager.get_plugins():
-            if type(plugin).__module__ == "pytest_mpi":
-                plugin._is_testing_mpi = False  # all it does is print 40 lines about the MPI library at the end
         if self.rank:
             reporter: Any = manager.get_plugin("terminalreporter")
             reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives

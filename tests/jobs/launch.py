@@ -132,8 +132,9 @@ def run_job(
         err = tuple(_read(Path(folder, f"{rank}.err")) for rank in range(n))
         said = _read(log)
     if code is None:
+        arguments = [program] if isinstance(program, (str, Path)) else program
         raise AssertionError(
-            f"HUNG: {program} on {n} ranks ({mpi}): not done after {timeout} s; its {killed} processes were killed\n"
+            f"HUNG: {' '.join(map(str, arguments))} on {n} ranks ({mpi}): not done after {timeout} s; its {killed} processes were killed\n"
             f"{_tails(out, err, said)}"
         )
     if killed:

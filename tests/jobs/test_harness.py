@@ -167,6 +167,17 @@ def test_tests_that_need_more_ranks_are_left_out_and_counted(tmp_path: Path) -> 
     assert "2 passed, 1 deselected" in job.stdout
 
 
+def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) -> None:
+    """Wrong if pytest-mpi's choice were in force: it takes the folder's name for its mark, and skips."""
+    (tmp_path / "tests" / "mpi").mkdir(parents=True)
+    (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    job = run_job(["-m", "pytest"], 1, timeout=60, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}).check()
+    assert "1 passed in" in job.stdout
+    assert "MPI Information" not in job.stdout
+
+
 def test_a_job_in_a_job_carries_both_marks(tmp_path: Path) -> None:
     script = tmp_path / "marks.py"
     script.write_text(f"import os; print(os.environ[{MARK!r}].count(':'))")

@@ -201,7 +201,7 @@ def _() -> None:
 @case("no memory to pack on rank 0")
 def _() -> None:
     packs = lambda *_: (_ for _ in ()).throw(MemoryError("cannot allocate 512 GiB"))  # noqa: E731
-    patched("shardload.exchange", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
+    patched("shardload.wire", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
 
 
 @case("metadata cannot be read on rank 0")
