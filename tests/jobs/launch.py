@@ -134,7 +134,8 @@ def run_job(
     if code is None:
         arguments = [program] if isinstance(program, (str, Path)) else program
         raise AssertionError(
-            f"HUNG: {' '.join(map(str, arguments))} on {n} ranks ({mpi}): not done after {timeout} s; its {killed} processes were killed\n"
+            f"HUNG: {' '.join(map(str, arguments))} on {n} ranks ({mpi}): not done after {timeout} s; "
+            f"its {killed} processes were killed\n"
             f"{_tails(out, err, said)}"
         )
     if killed:
