@@ -132,9 +132,9 @@ def run_job(
         err = tuple(_read(Path(folder, f"{rank}.err")) for rank in range(n))
         said = _read(log)
     if code is None:
-        arguments = [program] if isinstance(program, (str, Path)) else program
+        what = " ".join(map(str, [program] if isinstance(program, (str, Path)) else program))
         raise AssertionError(
-            f"HUNG: {' '.join(map(str, arguments))} on {n} ranks ({mpi}): not done after {timeout} s; "
+            f"HUNG: {what} on {n} ranks ({mpi}): not done after {timeout} s; "
             f"its {killed} processes were killed\n"
             f"{_tails(out, err, said)}"
         )
@@ -346,6 +346,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("program", nargs="+", help="arguments for the interpreter, after --")
     options = parser.parse_args(arguments)
     env = job_environment(options.n, mpi=options.mpi, devices_per_process=options.devices)
+    if not sys.stdout.isatty():
+        env.setdefault("NO_COLOR", "1")  # Open MPI gives its ranks a terminal, whatever its own output is
     command = job_command(options.program, options.n, mpi=options.mpi)
     code, _, killed = _run(command, env, options.timeout, None, None, None)
     if code is None:
