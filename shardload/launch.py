@@ -25,11 +25,11 @@ _LAUNCHERS = {
     ),
     "OMPI_COMM_WORLD_SIZE": (
         "Open MPI's mpirun started {n} tasks, but mpi4py uses another MPI library: use the mpiexec of that library, "
-        "or set MPI4PY_MPIABI=openmpi, or rebuild mpi4py against Open MPI"
+        "or MPI4PY_LIBMPI=/path/to/openmpi/lib/libmpi.so, or rebuild mpi4py against Open MPI"
     ),
     "PMI_SIZE": (
         "an MPICH-like mpiexec started {n} tasks, but mpi4py uses another MPI library: use the mpirun of that library, "
-        "or set MPI4PY_MPIABI=mpich, or rebuild mpi4py against this MPI"
+        "or MPI4PY_LIBMPI=/path/to/mpich/lib/libmpi.so, or rebuild mpi4py against this MPI"
     ),
 }
 _NO_MPI = (
