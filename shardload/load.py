@@ -200,7 +200,7 @@ def scatter(
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT)
-    call = Call.begin(mesh, spec, comm, {"root": repr(root)}, options)
+    call = Call.begin(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
     if call.group is None:
         raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
     group = call.group
