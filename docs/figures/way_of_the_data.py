@@ -1,4 +1,4 @@
-"""Draw the README's figure: `python docs/figures/way_of_the_data.py` writes way_of_the_data.svg beside this file.
+"""Draw the README's figure: `python docs/figures/way_of_the_data.py` (needs matplotlib) writes the .svg beside this file.
 
 A file of compressed planes is read once, by four readers; every block is cut along the shards' edges; every part goes to the
 process that holds its pencil. Drawn from shardload's own plan of a small array: the cuts and arrows are computed, not painted.
