@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
@@ -112,6 +112,10 @@ class Hdf5Source:
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""
+        return None
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """None: chunks are read by the library."""
         return None
 
     def close(self) -> None:

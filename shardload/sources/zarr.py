@@ -26,7 +26,7 @@ import zarr.storage
 
 from shardload.errors import ConfigError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
@@ -71,6 +71,10 @@ class ZarrSource:
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a store."""
+        return None
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """None: chunks are read by the library."""
         return None
 
     def close(self) -> None:
