@@ -30,7 +30,7 @@ from shardload.assemble import assemble
 from shardload.errors import ShardloadError
 from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.plan import Shards, plan_shards
-from shardload.reader import aligned_empty
+from shardload.staging import aligned_empty
 from shardload.region import Region
 
 ROOT = Path(__file__).parents[2]
