@@ -23,7 +23,7 @@ from shardload.sources.hdf5_raw import RawFile, swap_size
 
 __all__ = ["Hdf5Contiguous", "open_contiguous"]
 
-_NEAR_NBYTES = 16 << 10  # reading this much more takes less than another call of the system (docs/design/decode.md)
+_NEAR_NBYTES = 32 << 10  # reading this much more takes less than another call of the system (docs/design/decode.md)
 _SPAN_NBYTES = 1 << 20  # read at once; stays in a core's cache until it is copied
 
 

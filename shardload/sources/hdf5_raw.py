@@ -72,7 +72,7 @@ class RawFile:
         OSError
             If the file ends before, or cannot be read; after `close` too.
         """
-        room, done = memoryview(out), 0
+        room, done = out.data, 0
         while done < len(room):  # one call reads 2 GiB at the most, and less on some file systems
             n = os.preadv(self._alive(), [room[done:]], offset + done)
             if n == 0:
