@@ -230,7 +230,9 @@ def swap_bytes(itemsize: int) -> Stage:
     """The other byte order, for elements (or parts of complex ones) of `itemsize` bytes."""
 
     def undo(data: Bytes, out: Bytes) -> None:
+        if len(data) != len(out):  # one element alone would be repeated
+            raise ValueError(f"{len(data)} bytes are stored for a chunk of {len(out)}")
         kind = np.dtype(f"u{itemsize}")
-        np.copyto(out.view(kind), data.view(kind).byteswap(inplace=False))
+        np.copyto(out.view(kind), data.view(kind.newbyteorder()))
 
     return Stage("byte order", undo, 0)
