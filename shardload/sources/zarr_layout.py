@@ -96,6 +96,8 @@ def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
     if 0 in layout.chunk_shape:
         raise NotCovered("chunks without elements")
+    if sum(stage.n_more is None for stage in layout.stages) > 1:  # `Chain` wants to know the size of what is between them
+        raise NotCovered("two compressors")
     if layout.per_shard is not None and 16 * math.prod(layout.per_shard) > MOST_INDEX_NBYTES:
         raise NotCovered(f"an index of {math.prod(layout.per_shard)} chunks in each shard")
     return layout
