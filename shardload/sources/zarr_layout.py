@@ -150,7 +150,11 @@ def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     options = chain[0][1]
     _check_known("sharding", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
     inner = tuple(int(n) for n in options["chunk_shape"])
-    if len(inner) != len(chunk_shape) or 0 in inner or any(n % m for n, m in zip(chunk_shape, inner, strict=True)):
+    if (
+        len(inner) != len(chunk_shape)
+        or 0 in (*inner, *chunk_shape)
+        or any(n % m for n, m in zip(chunk_shape, inner, strict=True))
+    ):
         raise NotCovered("shards that are no multiple of their chunks")
     index_chain = [_named(entry) for entry in options["index_codecs"]]
     if index_chain[0] != ("bytes", {"endian": "little"}) or index_chain[1:] not in ([], [("crc32c", {})]):
