@@ -187,7 +187,7 @@ def crc32c() -> Stage:
         if len(data) < 4:
             raise ValueError(f"{len(data)} bytes are too few to hold a CRC-32C checksum")
         stored = int.from_bytes(data[-4:].tobytes(), "little")
-        found = google_crc32c.value(data[:-4].data.toreadonly())
+        found = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
         if stored != found:
             raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
         return data[:-4]
