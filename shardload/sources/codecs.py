@@ -55,6 +55,11 @@ class Chain:
     nbytes : int
         Bytes of a decoded chunk.
 
+    Raises
+    ------
+    ValueError
+        If two stages have an encoded form of any length: the size of what is between them would be the file's to choose.
+
     Examples
     --------
     >>> import zlib
@@ -66,6 +71,9 @@ class Chain:
     """
 
     def __init__(self, stages: Sequence[Stage], nbytes: int) -> None:
+        open_ended = [stage.name for stage in stages if stage.n_more is None]
+        if len(open_ended) > 1:
+            raise ValueError(f"{' and '.join(open_ended)}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
         self.nbytes = nbytes
 
@@ -92,16 +100,13 @@ class Chain:
             If a stage finds damage, or the sizes do not come out.
         """
         stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
-        sizes = [self.nbytes]  # of each stage's result, from the last to the first
-        for stage in reversed(stages[1:]):
-            sizes.append(sizes[-1] + (stage.n_more or 0))
         data: Bytes = np.frombuffer(encoded, dtype=np.uint8)
         target: Bytes = out.reshape(-1).view(np.uint8)
         if target.nbytes != self.nbytes:
             raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
-        for stage, nbytes in zip(stages, reversed(sizes), strict=True):
-            is_last = stage is stages[-1]
-            room = target if is_last else np.empty(nbytes, dtype=np.uint8)
+        for k, stage in enumerate(stages):
+            nbytes = self._nbytes_after(stages, k, data)
+            room = target if k == len(stages) - 1 else np.empty(nbytes, dtype=np.uint8)
             found = stage.undo(data, room)
             data = room if found is None else found
             if data.nbytes != nbytes:
@@ -110,6 +115,13 @@ class Chain:
             if data.nbytes != target.nbytes:
                 raise ValueError(f"{data.nbytes} bytes are stored for a chunk of {target.nbytes}")
             target[:] = data
+
+    def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int:
+        """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`."""
+        more = [stage.n_more for stage in stages[k + 1 :]]
+        if None not in more:
+            return self.nbytes + sum(n for n in more if n is not None)
+        return max(len(data) - (stages[k].n_more or 0), 0)
 
 
 def inflate() -> Stage:
@@ -157,7 +169,12 @@ def fletcher32() -> Stage:
         try:
             codec.decode(data)
         except RuntimeError as error:
-            raise ValueError(f"Fletcher-32: {error}") from None
+            # HDF5 before 1.6.3 wrote the bytes of each half in the other order, and later versions accept both.
+            a, b, c, d = data[-4:].tolist()
+            try:
+                codec.decode(np.concatenate([data[:-4], np.array([b, a, d, c], dtype=np.uint8)]))
+            except RuntimeError:
+                raise ValueError(f"Fletcher-32: {error}") from None
         return data[:-4]
 
     return Stage("fletcher32", undo, 4)
@@ -170,7 +187,7 @@ def crc32c() -> Stage:
         if len(data) < 4:
             raise ValueError(f"{len(data)} bytes are too few to hold a CRC-32C checksum")
         stored = int.from_bytes(data[-4:].tobytes(), "little")
-        found = google_crc32c.value(data[:-4].tobytes())
+        found = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
         if stored != found:
             raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
         return data[:-4]
@@ -230,7 +247,9 @@ def swap_bytes(itemsize: int) -> Stage:
     """The other byte order, for elements (or parts of complex ones) of `itemsize` bytes."""
 
     def undo(data: Bytes, out: Bytes) -> None:
+        if len(data) != len(out):  # one element alone would be repeated
+            raise ValueError(f"{len(data)} bytes are stored for a chunk of {len(out)}")
         kind = np.dtype(f"u{itemsize}")
-        np.copyto(out.view(kind), data.view(kind).byteswap(inplace=False))
+        np.copyto(out.view(kind), data.view(kind.newbyteorder()))
 
     return Stage("byte order", undo, 0)
