@@ -30,8 +30,8 @@ from shardload.assemble import assemble
 from shardload.errors import ShardloadError
 from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.plan import Shards, plan_shards
-from shardload.staging import aligned_empty
 from shardload.region import Region
+from shardload.staging import aligned_empty
 
 ROOT = Path(__file__).parents[2]
 
