@@ -148,6 +148,8 @@ class SourceReader:
 
     def start(self, read: Read) -> Reading:
         """Begin to read one block. Its own parts are in their pieces when it is done."""
+        if not all(read.region.contains(part.region) for part in read.parts):
+            raise ValueError(f"a part reaches outside its block {read.region}: the plan is wrong")
         block = Block(read)
         if self._needs_slot(read):
             slot = self._slots.take()

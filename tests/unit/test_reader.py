@@ -232,6 +232,15 @@ def test_a_read_without_a_slot_is_refused() -> None:
     assert source.reads == [rows(0, 1)]
 
 
+def test_a_part_outside_its_block_is_refused() -> None:
+    """Wrong if what the block does not hold of a part were left as it was, and counted as delivered."""
+    source = FakeSource(TABLE, (1, 4))
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="reaches outside its block"):
+            reader_of(source, {0: piece_of(rows(0, 8))}).start(Read(rows(0, 2), (Part(rows(1, 3), 0, rank),)))
+    assert source.reads == []
+
+
 def test_a_short_block_uses_the_front_of_a_slot() -> None:
     slots = Slots(1, 48)
     reader = reader_of(FakeSource(TABLE, (1, 4)), slots=slots)
