@@ -1,8 +1,9 @@
 """A defect of our own is an error, not a wrong array: shardload is broken on purpose and must notice by itself.
 
 One job of 4 ranks meets all defects one after the other (`scripts/wrong.py`) and loads well after each: with each MPI, and in
-each way that parts can travel, because each has checks of its own. What ``verify="index"`` cannot find, and what nothing can, is said by the tests' names: then the array that comes back is wrong,
-and that is asserted too, so that nobody believes in more than there is.
+each way that parts can travel, because each has checks of its own. What ``verify="index"`` cannot find, and what nothing can,
+is said by the tests' names: then the array that comes back is wrong, and that is asserted too, so that nobody believes in more
+than there is.
 """
 
 from __future__ import annotations
