@@ -199,7 +199,7 @@ class SourceReader:
         self, block: Block, reader: ChunkReader, place: int, region: Region, index: tuple[int, ...], tally: Tally
     ) -> None:
         started = time.perf_counter()
-        encoded = reader.fetch(index)
+        encoded = reader.fetch(index, self._stored)
         fetched = time.perf_counter()
         parts = [part for part in block.read.parts if part.region.intersect(region) is not None]
         box = self._selection.to_file(region)
@@ -263,6 +263,9 @@ class SourceReader:
             held = np.empty(nbytes, dtype=np.uint8)
             setattr(self._own, name, held)
         return held[:nbytes].view(dtype).reshape(shape)
+
+    def _stored(self, nbytes: int) -> Array:
+        return self._scratch("stored", (nbytes,), np.dtype(np.uint8))
 
     def _file_index(self, region: Region) -> tuple[int, ...]:
         box = self._selection.to_file(region)
