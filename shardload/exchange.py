@@ -86,6 +86,7 @@ def exchange(
     segments: Mapping[int, Segment],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
 ) -> tuple[BaseException | None, Moved]:
     """Move every part of `plan` to where it belongs. Collective over `group`; returns, never raises, what went wrong.
 
@@ -109,6 +110,8 @@ def exchange(
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
         Called with the bytes of each part that has arrived in a piece.
+    on_piece : callable, optional
+        Called with each piece that is complete.
 
     Returns
     -------
@@ -119,7 +122,7 @@ def exchange(
     """
     traffic = Traffic(group)
     advance = _Advance(on_progress)
-    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance)
+    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
     packer, shared_packer = Packer(pack_slots), Packer(slots)
     outbox = Outbox(traffic, segments, packer, shared_packer, dtype, checksums)
     moving = _Exchange(traffic, plan, reader, inbox, outbox)
