@@ -43,7 +43,8 @@ class EarlyPieces:
 
     def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding, also_on_cpu: bool = False) -> None:
         self._devices: dict[Region, Any] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape_global).items():
+        places: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape_global))
+        for device, index in places.items():
             if also_on_cpu or device.platform != "cpu":
                 self._devices.setdefault(_region(index, shape_global), device)
         self.arrays: dict[Region, jax.Array] = {}
