@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAT = ROOT / ".venv-heat"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 DEBIAN_PACKAGES = "python3-h5py-mpi python3-mpi4py openmpi-bin"
-# In this order: torch alone first, so that what comes after does not choose another; Heat without its torchvision (peers/heat.py).
+# In this order: torch alone first, so that nothing chooses another; Heat without its torchvision (see peers/heat.py).
 HEAT_STEPS = (
     ("torch==2.13.0",),
     ("scipy", "mpi4py", "mpich", "h5py", "zarr>=3.1.3", "hdf5plugin"),
@@ -49,7 +49,10 @@ def missing(job: str) -> str:
     if job == "parallel-hdf5":
         script = "import h5py, mpi4py, sys; sys.exit(not h5py.get_config().mpi)"
         there = SYSTEM_PYTHON.exists() and shutil.which("mpiexec.openmpi")
-        if not there or subprocess.run([SYSTEM_PYTHON, "-c", script], env=_system_env(os.environ), capture_output=True).returncode:
+        if (
+            not there
+            or subprocess.run([SYSTEM_PYTHON, "-c", script], env=_system_env(os.environ), capture_output=True).returncode
+        ):
             return f"no h5py built with MPI: on Debian and Ubuntu, apt-get install {DEBIAN_PACKAGES}"
     return ""
 

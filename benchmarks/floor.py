@@ -1,8 +1,10 @@
-"""How fast could it be? Every chunk decoded once, by the fastest decoder at hand, on all cores, and one warm copy of the array.
+"""How fast could it be? Every chunk decoded once, by the fastest decoder at hand, on all cores, and one warm copy of
+the array.
 
-No code of shardload's: chunk places from h5py, or the chunk files of the Zarr store; positional reads from the page cache; ISA-L (or
-zlib-ng, or zlib) and numcodecs into buffers that are used again, one set per thread. Then the array's bytes are copied once between
-buffers that were touched before. A contiguous file is read straight into such a buffer, which is the copy.
+No code of shardload's: chunk places from h5py, or the chunk files of the Zarr store; positional reads from the page
+cache; ISA-L (or zlib-ng, or zlib) and numcodecs into buffers that are used again, one set per thread. Then the array's
+bytes are copied once between buffers that were touched before. A contiguous file is read straight into such a buffer,
+which is the copy.
 
 Listing the chunks is not counted, nor is starting the threads. A process of its own, one request a time.
 """
@@ -72,6 +74,10 @@ def inflate() -> tuple[str, Callable[[Any, int], Any]]:
     return "zlib", lambda data, nbytes: zlib.decompress(data, zlib.MAX_WBITS, nbytes)
 
 
+def decode_nothing(raw: Any, scratch: Scratch) -> None:
+    """Chunks of plain values: reading is all."""
+
+
 def decode_zstd(raw: Any, scratch: Scratch) -> None:
     numcodecs.Zstd().decode(raw, out=scratch.out)
 
@@ -110,7 +116,9 @@ def _hdf5_job(path: str, dataset: str) -> Job:
         creation = data.id.get_create_plist()
         filters = [creation.get_filter(i)[0] for i in range(creation.get_nfilters())]
         chunk_nbytes = math.prod(data.chunks) * data.dtype.itemsize
-        if filters == [32001]:
+        if not filters:
+            decode = decode_nothing
+        elif filters == [32001]:
             decode = decode_blosc
         elif filters in ([1], [2, 1]):
             decode = decode_gzip(data.dtype.itemsize if 2 in filters else 1)

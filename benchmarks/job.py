@@ -1,6 +1,6 @@
 """The ranks that load with JAX: answer the conductor's requests (`benchmarks.remote`), all of them collective.
 
-    mpiexec -n 4 python -m benchmarks.job               # started by benchmarks.measure
+mpiexec -n 4 python -m benchmarks.job               # started by benchmarks.measure
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     report = dict(last_report) if request["way"].startswith("shardload") else {}
     if request.get("verify"):
         verify(array, sharding, np.load(request["file"]["reference"], mmap_mode="r"))
+    del array  # before the next load, on every rank
+    comm.Barrier()
     return {**times, "report": report}
 
 
@@ -80,26 +82,25 @@ def scatter(request: dict[str, Any]) -> dict[str, Any]:
     array, times = timed(lambda: SCATTERS[request["way"]](kept.get("whole"), sharding, comm, shape))
     if request.get("verify"):
         for shard in array.addressable_shards:
-            here = np.ravel_multi_index(np.ix_(*(np.arange(*s.indices(n)) for s, n in zip(shard.index, shape, strict=True))), shape)
+            here = np.ravel_multi_index(
+                np.ix_(*(np.arange(*s.indices(n)) for s, n in zip(shard.index, shape, strict=True))), shape
+            )
             if not np.array_equal(np.asarray(shard.data).view(np.uint32), here):
                 raise ValueError(f"{request['way']} put wrong values at {shard.index}")
     return times
 
 
 def memory(request: dict[str, Any]) -> dict[str, Any]:
-    """Peak resident set of this rank over the base line, for one load."""
-    if request.get("baseline"):  # taken once: what a library keeps from load to load is its own to answer for
-        gc.collect()
-        kept["baseline"] = _resident_nbytes("VmRSS")
-        return {}
+    """Peak resident set of this rank, over what it was before, for one load."""
     gc.collect()
+    before = _resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
     sharding = sharding_of(request["spec"])
     options = {"readers": request["readers"], "staging": request["staging"], "dataset": request["file"]["dataset"] or None}
     comm.Barrier()
     array = shardload.load(request["file"]["path"], sharding, **options).block_until_ready()
     pieces = sum(shard.data.nbytes for shard in array.addressable_shards)
-    return {"peak_nbytes": _resident_nbytes("VmHWM") - kept["baseline"], "pieces_nbytes": pieces}
+    return {"peak_nbytes": _resident_nbytes("VmHWM") - before, "pieces_nbytes": pieces}
 
 
 def _resident_nbytes(which: str) -> int:
@@ -135,6 +136,8 @@ def main() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     shardload.initialize()
     jax.devices()
+    gc.collect()
+    gc.freeze()  # so that collecting before each load costs little
     serve(handle, comm.rank, versions())
 
 

@@ -1,10 +1,11 @@
 """Which files are read? The same field in every layout, written once and kept.
 
-The field is a sum of waves with noise on top, rounded to steps of 2**-14: it compresses to about half with gzip and shuffle and to
-two thirds with zstd, as simulation output does. Every value is noisy, so a piece from a wrong place is found.
+The field is a sum of waves with noise on top, rounded to steps of 2**-14: it compresses to about half with gzip and
+shuffle and to two thirds with zstd, as simulation output does. Every value is noisy, so a piece from a wrong place is
+found.
 
-`reference.npy` has the plain values: each layout is written from it, read back with its own library and compared with it, and what
-any way loads is compared with it too.
+`reference.npy` has the plain values: each layout is written from it, read back with its own library and compared with
+it, and what any way loads is compared with it too.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ def plane(size: int, i: int) -> np.ndarray[Any, Any]:
     return (np.round(field * STEPS_PER_UNIT) / STEPS_PER_UNIT).astype(np.float32)
 
 
-def make(folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None) -> dict[str, File]:
+def make(
+    folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
+) -> dict[str, File]:
     """Write what is missing under `folder`; return all by name."""
     if size % (2 * cube(size)):
         raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
@@ -141,7 +144,13 @@ def _write(file: File, size: int) -> None:
         shards = (shard(size),) * 3 if kind == "sharded" else None
         compressor = zarr.codecs.ZstdCodec()
         array = zarr.create_array(
-            file.path, shape=values.shape, dtype=values.dtype, chunks=chunks, shards=shards, compressors=compressor, overwrite=True
+            file.path,
+            shape=values.shape,
+            dtype=values.dtype,
+            chunks=chunks,
+            shards=shards,
+            compressors=compressor,
+            overwrite=True,
         )
         for box in boxes(values.shape, shards or chunks):
             array[box] = values[box]

@@ -1,9 +1,11 @@
 """How are the times taken? All ways of a cell take turns, repeat by repeat, each by itself on the machine.
 
-1. For one number of ranks start all jobs (JAX's ranks, Heat's, parallel HDF5's, the floor's process); they wait in a socket.
-2. For each cell, each way loads once untimed: that warms the page cache, and every shard is compared with the plain values.
-3. Then, `repeats` times: each way once, in an order that moves on by one each time. A time is from the first rank's start to the last
-   rank's end. With `cold` the file's pages are dropped from the page cache before each load.
+1. For one number of ranks start all jobs (JAX's ranks, Heat's, parallel HDF5's, the floor's process); they wait in a
+   socket.
+2. For each cell, each way loads once untimed: that warms the page cache, and every shard is compared with the plain
+   values.
+3. Then, `repeats` times: each way once, in another order each time. A time is from the first rank's
+   start to the last rank's end. With `cold` the file's pages are dropped from the page cache before each load.
 4. Results are written after every cell. A way that fails is noted with its error and left out of the cell.
 """
 
@@ -13,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -46,7 +49,7 @@ class Jobs:
         self._stack.close()
 
     def ask(self, way: str, do: str, **request: Any) -> list[dict[str, Any]]:
-        """All replies. RemoteError if it failed; a job that was killed is started anew for the next way, an absent one is not."""
+        """All replies. RemoteError if it failed; a job that was killed is started anew next time, an absent one is not."""
         name = way if way in OWN_JOB else "jax"
         if name in self.broken:
             raise RemoteError(self.broken[name])
@@ -111,8 +114,8 @@ def measure_cell(
         try:
             found = jobs.time(way, "run", **requests[way], **more)
         except RemoteError as error:
-            took[way]["error"] = str(error)
-            say(f"  {cell.label}: {way} failed: {str(error).splitlines()[0]}")
+            took[way]["error"] = without_folders(error)
+            say(f"  {cell.label}: {way} failed: {error}")
             return
         if more:
             took[way]["verified"] = way != FLOOR
@@ -124,11 +127,30 @@ def measure_cell(
         took[way] = {"seconds": []}
         attempt(way, verify=True)
     for repeat in range(repeats):
-        turn = repeat % max(len(wanted), 1)
-        for way in wanted[turn:] + wanted[:turn]:
+        for way in turns(wanted, repeat):
             attempt(way)
     say(f"{cell.label}: " + ", ".join(f"{way} {median(t['seconds']):.3f}" for way, t in took.items() if t["seconds"]))
     return {**vars(cell), "stored_nbytes": file.stored_nbytes, "nbytes": file.nbytes, "ways": took}
+
+
+def turns(ways: Sequence[str], repeat: int) -> list[str]:
+    """Another one begins each time, and every other time they go backwards: nobody always follows the same one.
+
+    >>> turns("abc", 0), turns("abc", 1)
+    (['a', 'b', 'c'], ['a', 'c', 'b'])
+    """
+    begin = repeat % max(len(ways), 1)
+    order = [*ways[begin:], *ways[:begin]]
+    return order[::-1] if repeat % 2 else order
+
+
+def without_folders(error: Exception) -> str:
+    """The first line, with the names of files alone: records are for everybody.
+
+    >>> without_folders(ValueError("no chunk in /data/x/rho.h5"))
+    'no chunk in rho.h5'
+    """
+    return re.sub(r"/\S*/", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
 
 
 def default_ways(say: Say = lambda _: None) -> list[str]:

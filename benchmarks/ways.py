@@ -1,7 +1,7 @@
 """How does each way load the file? What users reach for today, each as it is written in practice, and shardload.
 
-A way is a function ``(file, sharding, comm) -> jax.Array``: called by every rank, it opens the file, loads, and closes. Ways that need
-another environment are in `benchmarks.peers`.
+A way is a function ``(file, sharding, comm) -> jax.Array``: called by every rank, it opens the file, loads, and closes.
+Ways that need another environment are in `benchmarks.peers`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def rank_0_scatter(file: dict[str, Any], sharding: NamedSharding, comm: Any) -> 
 def jax_power(file: dict[str, Any], sharding: NamedSharding, comm: Any) -> jax.Array:
     """Rank 0 reads everything and sends each device its part, as jax-power's `scatter_array` does it.
 
-    The steps are those of jaxpower/mesh.py (June 2026): gather who needs which slices, and for one rank after the other make the
-    part contiguous and send it, blocking. The index that JAX asks for is not looked at.
+    The steps are those of jaxpower/mesh.py (June 2026): gather who needs which slices, and for one rank after the other
+    make the part contiguous and send it, blocking. The index that JAX asks for is not looked at.
     """
     whole = None
     if comm.rank == 0:

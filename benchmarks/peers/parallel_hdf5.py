@@ -32,4 +32,8 @@ def handle(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(handle, comm.rank, {"h5py": h5py.__version__, "HDF5": h5py.version.hdf5_version, "MPI": MPI.Get_library_version().split(",")[0]})
+    serve(
+        handle,
+        comm.rank,
+        {"h5py": h5py.__version__, "HDF5": h5py.version.hdf5_version, "MPI": MPI.Get_library_version().split(",")[0]},
+    )
