@@ -77,7 +77,8 @@ lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
-	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py shardload $(ARGS)
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \
+		shardload benchmarks/cells.py benchmarks/measure.py $(ARGS)
 
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
 	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest tests $(ARGS)

@@ -112,7 +112,7 @@ def memory(
 
 @app.command()
 def heat() -> None:
-    """Make Heat's environment (PyTorch: a large download), once."""
+    """Make Heat's environment (PyTorch: a large download) in .venv-heat, once."""
     make_heat()
 
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
-from benchmarks.cells import mesh_shape
+from benchmarks.cells import box, mesh_shape
 from benchmarks.remote import serve
 from benchmarks.ways import SCATTERS, WAYS, last_report
 
@@ -47,17 +47,25 @@ def timed(load: Any) -> tuple[jax.Array, dict[str, float]]:
     return array, {"start": start, "end": time.perf_counter()}
 
 
-def verify(array: jax.Array, sharding: NamedSharding, values: np.ndarray[Any, Any]) -> None:
+def verify(array: jax.Array, spec: str, values: np.ndarray[Any, Any]) -> None:
     """Every shard against the plain values, and every place in the sharding taken."""
     if array.shape != values.shape or array.dtype != values.dtype:
         raise ValueError(f"loaded {array.shape} {array.dtype}; the file has {values.shape} {values.dtype}")
+    sharding = sharding_of(spec)
     if not array.sharding.is_equivalent_to(sharding, array.ndim):
         raise ValueError(f"the sharding is {array.sharding}; expected {sharding}")
     for shard in array.addressable_shards:
+        if bounds(shard.index, values.shape) != bounds(box(values.shape, spec, comm.size, comm.rank), values.shape):
+            raise ValueError(f"JAX wants {shard.index} here; ways without JAX would read another piece")
         found, expected = np.asarray(shard.data), values[shard.index]
         if not np.array_equal(found, expected):
             n = int((found != expected).sum()) if found.shape == expected.shape else found.size
             raise ValueError(f"{n} of {found.size} values of shard {shard.index} are not those of the file")
+
+
+def bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Start and stop along each axis: JAX writes slice(None) for a whole one."""
+    return [s.indices(n) for s, n in zip(index, shape, strict=True)]
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +75,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     array, times = timed(lambda: way(request["file"], sharding, comm))
     report = dict(last_report) if request["way"].startswith("shardload") else {}
     if request.get("verify"):
-        verify(array, sharding, np.load(request["file"]["reference"], mmap_mode="r"))
+        verify(array, request["spec"], np.load(request["file"]["reference"], mmap_mode="r"))
     del array  # before the next load, on every rank
     comm.Barrier()
     return {**times, "report": report}
