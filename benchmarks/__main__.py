@@ -22,6 +22,7 @@ app = typer.Typer(
     help="How fast is shardload, beside what people use today and beside what the machine could do?",
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
+MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
 DATA_FOLDER = default_folder()
@@ -129,17 +130,18 @@ def report(results: Results = RESULTS) -> None:
 @app.command("all")
 def everything(
     size: Size = 256,
+    large: Annotated[int, typer.Option(help="The same, for scatter and memory, which are quick.")] = 512,
     repeats: Repeats = 3,
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
-    """All of the above, at a size that takes about a quarter of an hour on 2 cores."""
+    """All of the above: at these sizes about a quarter of an hour on 2 cores."""
     steps: list[tuple[Any, dict[str, Any]]] = [
         (heat, {}),
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
-        (scatter, {"size": size, "repeats": repeats, "results": results}),
+        (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
-        (memory, {"size": size, "data": data, "results": results}),
+        (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
         (field_command, {"repeats": repeats, "data": data, "results": results}),
         (report, {"results": results}),
     ]
