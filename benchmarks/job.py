@@ -128,7 +128,7 @@ def versions() -> dict[str, str]:
     """Of the libraries in this environment."""
     found = {"shardload": importlib.metadata.version("shardload")} if _is_installed("shardload") else {}
     found |= {name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)}
-    return found | {"MPI": MPI.Get_library_version().split("\n")[0].strip("\0 ").replace("\t", " ")}
+    return found | {"MPI": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())}
 
 
 def _is_installed(name: str) -> bool:

@@ -40,7 +40,7 @@ def serve(handle: Callable[[dict[str, Any]], dict[str, Any]], rank: int, version
     file = connection.makefile("rw")
 
     def say(reply: Mapping[str, Any]) -> None:
-        file.write(json.dumps(reply) + "\n")
+        file.write(json.dumps(reply, default=str) + "\n")  # a report may hold anything
         file.flush()
 
     say({"rank": rank, "pid": os.getpid(), "versions": dict(versions)})

@@ -71,12 +71,13 @@ def cell_of(row: Record) -> Cell:
 
 def write_report(folder: Path, records: dict[str, Record]) -> Path:
     """``table.md`` in `folder`."""
-    parts = ["# Benchmarks", *(f"{part}\n" for part in _head(records)), *must_table(records)]
+    parts = ["# Benchmarks\n", *(f"{part}\n" for part in _head(records)), *must_table(records)]
     for kind in ("run", "cold", "field"):
         if kind in records:
             parts += run_table(records[kind])
     parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small")), *memory_table(records.get("memory"))]
     parts += failures(records)
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "table.md"
     path.write_text("\n".join(parts).rstrip() + "\n")
     return path
