@@ -24,7 +24,7 @@ from benchmarks.cells import box, mesh_shape
 from benchmarks.remote import serve
 from benchmarks.ways import SCATTERS, WAYS, last_report
 
-PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "isal")
+PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate")
 comm = MPI.COMM_WORLD
 kept: dict[str, Any] = {}
 
