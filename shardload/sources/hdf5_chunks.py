@@ -32,6 +32,7 @@ _LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when a
 _MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
 _NOWHERE = 2**64 - 1
 
+_UNWRITTEN = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
 _COMPRESSORS = (1, 32001, 32015)
 
 
@@ -46,6 +47,8 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hd
     known = [stage for stage in stages if stage is not None]
     if len(known) < len(stages) or sum(number in _COMPRESSORS for number, *_ in filters) > 1:
         return None
+    if _is_empty(dataset) and creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
+        return None  # no values at all: HDF5 raises an error
     chunk = tuple(creation.get_chunk())
     chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
     return Hdf5Chunks(dataset, dtype, raw, chain, len(filters))
@@ -69,6 +72,11 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
     return bool(
         creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
     )
+
+
+def _is_empty(dataset: h5py.Dataset) -> bool:
+    """Whether no chunk was ever written."""
+    return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
 
 
 def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
@@ -115,6 +123,8 @@ class Hdf5Chunks:
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
+        self._nbytes_file = raw.nbytes
+        self._is_empty = _is_empty(dataset)
         self._fill = fill_value(dataset, dtype)
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter known here makes a chunk longer than that
         self._listing = threading.Lock()
@@ -134,6 +144,8 @@ class Hdf5Chunks:
         """
         if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
             raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        if self._is_empty:
+            return None
         offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
         listed = self._places()
         if listed is None:
@@ -143,7 +155,7 @@ class Hdf5Chunks:
         if place.offset == _NOWHERE:
             return None
         if place.nbytes > self._most_nbytes:
-            raise self._too_long(place.nbytes)
+            raise self._too_long()
         end, end_of_file = place.offset + place.nbytes, self._raw.nbytes
         if end > end_of_file:
             raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {place.offset} to {end}")
@@ -168,11 +180,10 @@ class Hdf5Chunks:
             return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
         return Encoded(data, skipped)
 
-    def _too_long(self, nbytes: int | None) -> ValueError:
-        found = "more" if nbytes is None else f"{nbytes}"
+    def _too_long(self) -> ValueError:
         return ValueError(
-            f"the file declares {found} bytes for a chunk of {self._chain.nbytes}, more than the {self._most_nbytes} that its "
-            "filters could make of it at the worst: its index is damaged"
+            f"the file declares more than {self._most_nbytes} stored bytes for a chunk of {self._chain.nbytes}, which its "
+            "filters cannot make of it: its index is damaged"
         )
 
     def _fetch_by_hdf5(self, offsets: tuple[int, ...]) -> Encoded | None:
@@ -181,12 +192,16 @@ class Hdf5Chunks:
         try:
             with phil:
                 mask, data = self._identifier.read_direct_chunk(offsets, out=room)
-        except ValueError:  # h5py: the buffer is too small
-            raise self._too_long(None) from None
+        except ValueError as error:
+            if "buffer is only" in str(error):
+                raise self._too_long() from None
+            raise
         except (OSError, RuntimeError) as error:
-            if "not allocated" in str(error):
+            if any(said in str(error) for said in _UNWRITTEN):
                 return None
             raise OSError(str(error)) from error
+        if self._raw.nbytes < self._nbytes_file:  # HDF5 gives zeros for what is past the end
+            raise OSError(f"the file was cut to {self._raw.nbytes} bytes from {self._nbytes_file} since it was opened")
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
 
     def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
