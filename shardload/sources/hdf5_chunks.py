@@ -21,7 +21,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.sources.base import Encoded
+from shardload.sources.base import Encoded, Room, fresh
 from shardload.sources.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.sources.hdf5_raw import RawFile, swap_size
 
@@ -132,7 +132,7 @@ class Hdf5Chunks:
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._n_fetched = 0
 
-    def fetch(self, index: tuple[int, ...]) -> Encoded | None:
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` as it is stored; None where it was never written.
 
         Raises
@@ -149,7 +149,7 @@ class Hdf5Chunks:
         offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
         listed = self._places()
         if listed is None:
-            return self._fetch_by_hdf5(offsets)
+            return self._fetch_by_hdf5(offsets, room)
         at = _flat_index(index, self._grid)
         place = _Place(*(column[at] for column in listed))
         if place.offset == _NOWHERE:
@@ -159,7 +159,7 @@ class Hdf5Chunks:
         end, end_of_file = place.offset + place.nbytes, self._raw.nbytes
         if end > end_of_file:
             raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {place.offset} to {end}")
-        data = np.empty(place.nbytes, dtype=np.uint8)
+        data = room(place.nbytes)
         self._raw.read_into(data, place.offset)
         return self._encoded(data, place.mask, offsets)
 
@@ -186,12 +186,11 @@ class Hdf5Chunks:
             "filters cannot make of it: its index is damaged"
         )
 
-    def _fetch_by_hdf5(self, offsets: tuple[int, ...]) -> Encoded | None:
+    def _fetch_by_hdf5(self, offsets: tuple[int, ...], room: Room) -> Encoded | None:
         """The same as `fetch`, without knowing where the chunk is."""
-        room = np.empty(self._most_nbytes, dtype=np.uint8)
         try:
             with phil:
-                mask, data = self._identifier.read_direct_chunk(offsets, out=room)
+                mask, data = self._identifier.read_direct_chunk(offsets, out=room(self._most_nbytes))
         except ValueError as error:
             if "buffer is only" in str(error):
                 raise self._too_long() from None
