@@ -230,11 +230,18 @@ class Hdf5Chunks:
         n = math.prod(self._grid)
         found = array("Q", [_NOWHERE]) * n, array("Q", [0]) * n, array("I", [0]) * n
 
+        steps = [math.prod(self._grid[k + 1 :]) for k in range(len(self._grid))]
+        axes = list(zip(self._chunk, self._shape, steps, strict=True))
+        places, sizes, masks = found
+
         def keep(stored: Any) -> None:
-            index = tuple(at // c for at, c in zip(stored.chunk_offset, self._chunk, strict=True))
-            if all(0 <= k < m for k, m in zip(index, self._grid, strict=True)):
-                at = _flat_index(index, self._grid)
-                found[0][at], found[1][at], found[2][at] = stored.byte_offset, stored.size, stored.filter_mask
+            offsets, mask, place, nbytes = stored
+            at = 0
+            for offset, (length, end, step) in zip(offsets, axes, strict=True):
+                if offset >= end:
+                    return  # outside the array: only a damaged index has such
+                at += offset // length * step
+            places[at], sizes[at], masks[at] = place, nbytes, mask
 
         with phil:
             self._identifier.chunk_iter(keep)
