@@ -33,6 +33,7 @@ from shardload.wire import checksum, sendable
 __all__ = ["Reading", "SourceReader", "Tally"]
 
 _CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+_INLINE_NBYTES = 1 << 14
 _MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
 Array = np.ndarray[Any, Any]
@@ -161,6 +162,8 @@ class SourceReader:
             n = min(self._n_threads, len(numbers))
             places = list(enumerate(numbers))
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
+        if read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
+            return Reading(block, [_done_here(self._run, task, read) for task in work])
         return Reading(block, [self._pool.submit(self._run, task, read) for task in work])
 
     def _needs_slot(self, read: Read) -> bool:
@@ -380,6 +383,18 @@ class SourceReader:
             dataset=info.dataset,
             chunk=chunk,
         )
+
+
+def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
+    """The same as a thread would do, at once: starting one takes longer than a small read."""
+    future: Future[None] = Future()
+    try:
+        run(*arguments)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
 
 
 def _cast(raw: Array, out: Array, name: str) -> None:
