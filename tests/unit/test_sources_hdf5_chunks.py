@@ -172,13 +172,15 @@ def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int16", ">f4", ">c16"])
-def test_chunks_never_written(tmp_path: Path, dtype: str, either_way: str) -> None:
+@pytest.mark.parametrize("libver", LIBVERS)
+@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4)])
+def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
     never = h5py.h5d.FILL_TIME_NEVER
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", libver=libver) as file:
         for name, more in {"zero": {}, "one": {"fill_value": 1}, "never": {"fill_value": 1, "fill_time": never}}.items():
-            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, **more)
-            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, **more)
+            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, maxshape=maxshape, **more)
+            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, maxshape=maxshape, **more)
             made[2:4, 3:6] = data[2:4, 3:6]
     for name, fill in {"zero": 0, "one": 1, "never": 0}.items():
         expected = np.full(data.shape, fill).astype(native(data).dtype)
