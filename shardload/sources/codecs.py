@@ -5,8 +5,8 @@
    bytes cannot make it allocate more; the last stage writes straight into the caller's buffer.
 3. A stage that finds damage raises `ValueError` with what it found. The caller knows which chunk it was, and says so.
 
-All of it releases the GIL where the work is done, so several chunks can be decoded at once. Why these libraries:
-docs/design/decode.md.
+All of it but Fletcher-32 releases the GIL where the work is done, so several chunks can be decoded at once. Why these
+libraries: docs/design/decode.md.
 """
 
 from __future__ import annotations
