@@ -193,11 +193,7 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
 
 
 def _unique_holders(shards: Shards) -> tuple[IntArray, IntArray]:
-    """Each (shard, rank) that holds it, once, however many devices of the rank do."""
-    n_ranks = int(shards.ranks.max()) + 1
-    key = np.arange(len(shards.ranks))[:, None] * n_ranks + shards.ranks
-    unique = np.unique(key) if key.shape[1] > 1 else key.ravel()
-    return unique // n_ranks, unique % n_ranks
+    return shards.holdings
 
 
 def _shards_per_rank(shards: Shards, n_ranks: int) -> IntArray:
@@ -243,7 +239,7 @@ def _count_messages(plan: ReadPlan) -> tuple[int, int, bool]:
         return 0, 0, True
     pairs = _axis_pairs(plan)
     n_pairs = math.prod(len(p[0]) for p in pairs)
-    n_replicas = plan.shards.ranks.shape[1]
+    n_replicas = plan.shards.n_replicas
     if n_pairs * n_replicas > _MAX_PAIRS:
         total = math.prod(plan.blocks.shape) * plan.itemsize * n_replicas
         return n_pairs * n_replicas, total, False
@@ -260,7 +256,7 @@ def _count_messages(plan: ReadPlan) -> tuple[int, int, bool]:
     block, shard, size = block.reshape(-1), shard.reshape(-1), size.reshape(-1)
     reader = ((block + 1) * plan.n_readers - 1) // plan.blocks.n_cells
     owner = np.full_like(reader, plan.root) if plan.n_readers == 1 else reader * plan.n_ranks // plan.n_readers
-    holders = np.sort(plan.shards.ranks, axis=1)
+    holders = np.sort(plan.shards.table(), axis=1)
     repeated = np.zeros(holders.shape, dtype=bool)
     repeated[:, 1:] = holders[:, 1:] == holders[:, :-1]
     remote = ((holders[shard] != owner[:, None]) & ~repeated[shard]).sum(axis=1)

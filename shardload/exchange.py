@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -146,7 +146,7 @@ class _Sender:
     """One rank that sends to this one: what comes from it, in order, and how much of it has a receive posted."""
 
     rank: int
-    parts: list[Part]
+    parts: Sequence[Part]
     n_coming: int
     identity: int
     sums: list[int]
@@ -299,7 +299,7 @@ class _Exchange:
 
     # --- receiving
 
-    def _expect(self, incoming: Mapping[int, list[Part]]) -> None:
+    def _expect(self, incoming: Mapping[int, Sequence[Part]]) -> None:
         window = max(1, _WINDOW // max(1, len(incoming)))
         for rank, parts in incoming.items():
             proof = 0

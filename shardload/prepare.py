@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ def _describe_job(made: Plan) -> str:
     p = made.read_plan
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
-        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {zlib.crc32(p.shards.ranks.tobytes()):08x}"
+        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
     )
 
 
@@ -247,7 +246,7 @@ def _choose(
         sharding=call.sharding,
         decomposition=describe_decomposition(plan.shards),
         shard_shape=plan.shards.shard_shape,
-        n_replicas=plan.shards.ranks.shape[1],
+        n_replicas=plan.shards.n_replicas,
         n_ranks=plan.n_ranks,
         readers=mode,
         n_readers=costs[mode].n_readers,
