@@ -14,7 +14,7 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -105,6 +105,35 @@ class Parts(Sequence[Part]):
 
     def __repr__(self) -> str:
         return f"Parts({list(self)})"
+
+
+class Incoming(Mapping[int, Sequence[Part]]):
+    """The parts from each sender, ascending by sender; like `Parts`, made when they are looked at.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the part at a place.
+    runs : mapping of int to range
+        The places of each sender's parts.
+    """
+
+    __slots__ = ("_make", "_runs")
+
+    def __init__(self, make: Callable[[int], Part], runs: Mapping[int, range]) -> None:
+        self._make, self._runs = make, runs
+
+    def __getitem__(self, sender: int) -> Parts:
+        return Parts(self._make, self._runs[sender])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        return f"Incoming({dict(self)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +253,12 @@ class ReadPlan:
                 if region is not None:
                     yield Read(region, (Part(region, shard, rank),))
 
-    def incoming(self, rank: int) -> dict[int, Sequence[Part]]:
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """What a rank gets from each other rank, in the order in which that rank sends it."""
         if self.is_direct:
             return {}
         block, shard = self._arriving(rank)
-        owner = self._owners(block)
+        owner = self.owners(block)
         # Owners ascend with blocks, so what one sender sends is a run.
         starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
         runs = {
@@ -249,7 +278,7 @@ class ReadPlan:
         def make(k: int) -> Part:
             return self._part(self.blocks.region(int(block[k])), int(shard[k]), int(owner[k]))
 
-        return {sender: Parts(make, run) for sender, run in runs.items()}
+        return Incoming(make, runs)
 
     def _arriving(self, rank: int) -> tuple[IntArray, IntArray]:
         """The (block, shard) pairs that meet, of the shards that a rank holds, in the order of blocks, then shards."""
@@ -268,10 +297,10 @@ class ReadPlan:
             block, shard_ = block[order], shard_[order]
         return block, shard_
 
-    def _owners(self, blocks: IntArray) -> IntArray:
+    def owners(self, blocks: IntArray) -> IntArray:
         """`owner` of many blocks."""
         if self.n_readers == 1:
-            return np.full(len(blocks), self.root)
+            return np.full(blocks.shape, self.root)
         readers = ((blocks + 1) * self.n_readers - 1) // self.blocks.n_cells
         return readers * self.n_ranks // self.n_readers
 
