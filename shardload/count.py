@@ -75,10 +75,13 @@ def count_direct(plan: ReadPlan, chunks: Grid, *, has_chunks: bool) -> tuple[int
     per_cut = [_met_by_cuts(*axis, has_chunks=has_chunks) for axis in axes]
     if isinstance(plan.shards.ranks, RankBoxes):
         return _direct_in_boxes(per_cut, plan.shards, plan.shards.ranks)
+    shard, rank = plan.shards.holdings
+    if all(along.strides == (0,) for along in per_cut):  # all shards alike
+        each = math.prod(int(along[0]) for along in per_cut)
+        return each * len(shard), each * count_held(plan.shards)[1]
     counts: IntArray = np.ones((), dtype=np.int64)
     for along in per_cut:
         counts = np.multiply.outer(counts, along)
-    shard, rank = plan.shards.holdings
     per_holding = counts.ravel()[shard]
     return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
 
@@ -91,9 +94,7 @@ def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, h
         return alike
     low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
     high = np.minimum(low + extent, size)
-    if not has_chunks:
-        return high - low
-    met: IntArray = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0)
+    met: IntArray = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0) if has_chunks else high - low
     return met
 
 

@@ -65,10 +65,20 @@ class Grid:
 
     def region(self, number: int) -> Region:
         """The elements of a cell, by its number in C order."""
-        index = self.index(number)
-        axes = zip(index, self.shape, self.cell, self.phase, strict=True)
-        bounds = [(max(0, i * c - p), min(n, (i + 1) * c - p)) for i, n, c, p in axes]
-        return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+        bounds = self.bounds(number)
+        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+
+    def bounds(self, number: int) -> list[tuple[int, int]]:
+        """Where a cell starts and stops along each axis, by its number in C order."""
+        bounds = []
+        for count, n, c, p in zip(
+            reversed(self.counts), reversed(self.shape), reversed(self.cell), reversed(self.phase), strict=True
+        ):
+            number, i = divmod(number, count)
+            low = i * c - p
+            bounds.append((max(0, low), min(n, low + c)))
+        bounds.reverse()
+        return bounds
 
     def index(self, number: int) -> tuple[int, ...]:
         """A cell's position along each axis, by its number in C order."""

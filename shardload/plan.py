@@ -233,7 +233,7 @@ class ReadPlan:
                 for holder in shards.holders(shard)
                 for piece in self._messages(region, shard)
             )
-        met, counts = shards.grid.meeting_axes(region), shards.cuts
+        met, counts, bounds = shards.grid.meeting_axes(region), shards.cuts, self.blocks.bounds(block)
 
         def make(i: int) -> Part:
             i, k = divmod(i, n_holders)
@@ -241,7 +241,7 @@ class ReadPlan:
             for axis, count in zip(reversed(met), reversed(counts), strict=True):
                 i, step = divmod(i, len(axis))
                 shard, stride = shard + axis[step] * stride, stride * count
-            return self._part(region, shard, shards.holder(shard, k))
+            return self._part(bounds, shard, shards.holder(shard, k))
 
         return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
@@ -276,7 +276,7 @@ class ReadPlan:
             }
 
         def make(k: int) -> Part:
-            return self._part(self.blocks.region(int(block[k])), int(shard[k]), int(owner[k]))
+            return self._part(self.blocks.bounds(int(block[k])), int(shard[k]), int(owner[k]))
 
         return Incoming(make, runs)
 
@@ -304,9 +304,11 @@ class ReadPlan:
         readers = ((blocks + 1) * self.n_readers - 1) // self.blocks.n_cells
         return readers * self.n_ranks // self.n_readers
 
-    def _part(self, block: Region, shard: int, rank: int) -> Part:
-        (region,) = self._messages(block, shard)
-        return Part(region, shard, rank)
+    def _part(self, block: list[tuple[int, int]], shard: int, rank: int) -> Part:
+        """What a block, by its bounds, and a shard that it meets have in common, where that is one message."""
+        met = list(zip(block, self.shards.grid.bounds(shard), strict=True))
+        start = tuple([max(a, c) for (a, _), (c, _) in met])
+        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), shard, rank)
 
     @cached_property
     def _is_never_split(self) -> bool:
