@@ -148,7 +148,8 @@ def measure(make: Callable[[str], ReadPlan]) -> dict[str, Any]:
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     print(
-        f"{'mesh':>20} {'chunks':>6} {'spec':>9} {'plan':>9} {'ready: parallel':>16} {'direct':>9}{'in all':>10} {'peak':>9}  part",
+        f"{'mesh':>20} {'chunks':>6} {'spec':>9} {'plan':>9} {'ready: parallel':>15} {'direct':>8} {'in all':>8} {'peak':>9}"
+        "  part",
         flush=True,
     )
     for n, kind, chunks, spec in cells(options):
@@ -162,8 +163,8 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             row = {"mesh": f"{n}x{n}{name}", "chunks": kind, "spec": spec} | measure(make)
             rows.append(row)
             print(
-                f"{row['mesh']:>20} {kind:>6} {spec:>9} {row['plan_ms']:6.2f} ms {row['parallel_ready_ms']:13.2f} ms "
-                f"{row['direct_ready_ms']:6.2f} ms {row['most_ms']:6.2f} ms {format_nbytes(row['peak_nbytes']):>9}  "
+                f"{row['mesh']:>20} {kind:>6} {spec:>9} {row['plan_ms']:6.2f} ms {row['parallel_ready_ms']:12.2f} ms "
+                f"{row['direct_ready_ms']:5.2f} ms {row['most_ms']:5.2f} ms {format_nbytes(row['peak_nbytes']):>9}  "
                 f"{row['parallel_walk_us']:.1f} us",
                 flush=True,
             )

@@ -226,7 +226,9 @@ class Shards:
 
     def describe_ranks(self) -> str:
         """A short text that is equal on two ranks when their tables are."""
-        return str(self.ranks) if isinstance(self.ranks, RankBoxes) else f"{zlib.crc32(self.ranks.tobytes()):08x}"
+        return (
+            str(self.ranks) if isinstance(self.ranks, RankBoxes) else f"{zlib.crc32(np.ascontiguousarray(self.ranks).data):08x}"
+        )
 
     @cached_property
     def _by_rank(self) -> tuple[IntArray, IntArray]:
