@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import platform
 import statistics
 import time
@@ -243,7 +242,7 @@ def simulate(plan: ReadPlan) -> dict[str, Any]:
     """What ranks send and get: all ranks where that is quick, else an even sample of the readers and one of all ranks."""
     blocks, shards = plan.blocks.n_cells, plan.shards.n_shards
     readers = np.unique(plan.owners(np.linspace(0, blocks - 1, min(blocks, plan.n_ranks)).astype(np.int64)))
-    n_parts = math.prod(len(meeting(g, w, 1)[0]) for g, w in [(plan.blocks, plan.shards.region(0))]) * shards
+    n_parts = meeting(plan.blocks, plan.shards.region(0), 1)[0].size * shards
     ranks = np.arange(plan.n_ranks)
     if n_parts <= MAX_PARTS and min(blocks, shards) <= MAX_CELLS:
         found = parts_of_blocks(plan, range(blocks)) if blocks < shards else parts_of_shards(plan, range(shards))

@@ -27,6 +27,7 @@ MODES = (ROOT, PARALLEL, DIRECT)
 _CONTIGUOUS_RATE = 8e9  # positional reads
 _CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
 _OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
+_CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
 _RUN_SECONDS = 1e-6  # per contiguous run of a strided read
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
@@ -86,11 +87,12 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is read: in all and by the busiest rank."""
+    """What is read: in all and by the busiest rank. Chunks are 0 where there are none."""
 
     n_readers: int
     chunks: int
     nbytes: int
+    reader_chunks: int
     reader_nbytes: int
     runs: int
 
@@ -175,22 +177,23 @@ def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: i
         decodes, busiest = count_direct(plan, chunks, has_chunks=chunk_nbytes is not None)
         unit = itemsize if chunk_nbytes is None else chunk_nbytes
         runs = _runs_per_piece(plan) * fullest if chunk_nbytes is None else 0
-        return _Reading(n_holders, decodes if chunk_nbytes else 0, decodes * unit, busiest * unit, runs)
+        n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
+        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs)
     n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
     most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
     if chunk_nbytes is None:
         nbytes = math.prod(plan.blocks.shape) * itemsize
-        return _Reading(n_readers, 0, nbytes, min(nbytes, most * itemsize), 0)
-    nbytes = chunks.n_cells * chunk_nbytes
-    most_chunks = most // math.prod(chunks.cell)
-    return _Reading(n_readers, chunks.n_cells, nbytes, min(nbytes, most_chunks * chunk_nbytes), 0)
+        return _Reading(n_readers, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
+    of_reader = min(chunks.n_cells, most // math.prod(chunks.cell))
+    return _Reading(n_readers, chunks.n_cells, chunks.n_cells * chunk_nbytes, of_reader, of_reader * chunk_nbytes, 0)
 
 
 def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
     """How long the busiest reader takes, sharing the cores of its node with the readers there."""
     busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
     threads = max(1, cores // per_node)  # that one rank decodes with
-    return (reading.reader_nbytes / rate + reading.runs * _RUN_SECONDS) / min(threads, cores / max(1, busy))
+    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * _RUN_SECONDS
+    return (reading.reader_nbytes / rate + calls) / min(threads, cores / max(1, busy))
 
 
 def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:

@@ -325,6 +325,15 @@ def test_contiguous_files_are_read_in_pieces_unless_these_are_small(axes: Any, e
     assert mode == expected and text in why, (why, found)
 
 
+def test_small_chunks_cost_more_than_their_bytes() -> None:
+    """Planes of 7 KiB, which pencils would fetch twice: too small for their bytes to matter."""
+    found, n_ranks = plan_all((2400, 36, 48), (1, 36, 48), PENCIL, (1, 2), "none")
+    assert choose_mode(found, n_ranks)[0] == PARALLEL
+    rate = found[DIRECT].reader_nbytes / found[DIRECT].seconds
+    large, _ = plan_all((2400, 36, 48), (100, 36, 48), PENCIL, (1, 2), "none")
+    assert large[DIRECT].reader_nbytes / large[DIRECT].seconds > 2 * rate
+
+
 def test_root_is_taken_only_where_it_is_clearly_the_best() -> None:
     found, _ = plan_all(CUBE, (1, 512, 512), PENCIL, (2, 2), "gzip")
     best = found[PARALLEL].seconds
