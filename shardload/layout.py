@@ -179,16 +179,15 @@ def layout_shards(
         ranks = boxes or np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
     else:
         processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
-        absent = sorted(set(processes.tolist()) - set(rank_of_process))
-        if absent:
+        table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
+        table[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
+        found = table[processes]
+        if (found < 0).any():
             raise ConfigError(
-                f"the mesh has devices of JAX process {absent[0]}, which takes no part in this call: the communicator has "
-                f"the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a smaller mesh"
+                f"the mesh has devices of JAX process {processes[found < 0].min()}, which takes no part in this call: the "
+                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a smaller mesh"
             )
-        table = np.full(max(rank_of_process) + 1, -1, dtype=np.int64)
-        for process, rank in rank_of_process.items():
-            table[process] = rank
-        ranks = table[processes].reshape(sizes)
+        ranks = found.reshape(sizes)
     return plan_shards(shape_global, axes, ranks)
 
 
