@@ -185,7 +185,8 @@ def layout_shards(
         if (found < 0).any():
             raise ConfigError(
                 f"the mesh has devices of JAX process {processes[found < 0].min()}, which takes no part in this call: the "
-                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a smaller mesh"
+                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a "
+                "smaller mesh"
             )
         ranks = found.reshape(sizes)
     return plan_shards(shape_global, axes, ranks)
