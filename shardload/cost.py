@@ -115,28 +115,20 @@ def plan_cost(
 
     Parameters
     ----------
-    mode : str
-        Name of the way of reading that `plan` is for.
-    plan : ReadPlan
-        Who reads what.
-    chunks : Grid
-        The file's chunks (or the stand-ins for them).
-    has_chunks : bool
-        Whether they are real: without real chunks any part can be read by itself.
-    file_itemsize : int
-        Bytes per element in the file.
-    codec : str
-        `ArrayInfo.codec`.
+    mode, plan : str, ReadPlan
+        Name of the way of reading, and who reads what in it.
+    chunks, has_chunks : Grid, bool
+        The file's chunks, or stand-ins where it has none: then any part can be read by itself.
+    file_itemsize, codec : int, str
+        Bytes per element in the file, and `ArrayInfo.codec`.
     chunk_nbytes : int, optional
         Bytes of one chunk in the file, where that is more than a cell of `chunks`: a selection may drop axes.
     casts : bool
         Whether values are cast to another dtype on the way, in a buffer of their own.
     staging_blocks : int
         Blocks that a reader holds at once.
-    ranks_per_node : int, optional
-        Rank ``r`` runs on node ``r // ranks_per_node``; default: all on one node.
-    n_cores : int, optional
-        Cores of a node; default: one per rank.
+    ranks_per_node, n_cores : int, optional
+        Rank ``r`` runs on node ``r // ranks_per_node`` (default: all on one), which has so many cores (default: one per rank).
     """
     per_node = min(plan.n_ranks, ranks_per_node or plan.n_ranks)
     chunk_nbytes = chunk_nbytes or math.prod(chunks.cell) * file_itemsize
@@ -145,14 +137,10 @@ def plan_cost(
     piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * fullest
     reading = _reading(plan, chunks, chunk_nbytes if has_chunks else None, file_itemsize)
     traffic = count_traffic(plan, per_node)
-    staging_nbytes = 0
-    if casts or not plan.is_direct or _is_staged(plan):
-        staging_nbytes = plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize)
+    is_staged = casts or not plan.is_direct or _is_staged(plan)
     cores = n_cores or per_node
     seconds = _read_seconds(reading, plan.n_ranks, per_node, cores, _decode_rate(codec, has_chunks))
-    if not reading.runs:  # else the values are read to where they belong
-        seconds += piece_nbytes / _COPY_RATE / min(1, cores / per_node)
-    seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
+    seconds += _copy_seconds(reading, piece_nbytes, per_node, cores) + _traffic_seconds(traffic, reading.n_readers, n_holders)
     return Cost(
         mode=mode,
         n_readers=reading.n_readers,
@@ -163,7 +151,7 @@ def plan_cost(
         moved_nbytes=traffic.moved_nbytes,
         is_exact=traffic.is_exact,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + staging_nbytes,
+        peak_nbytes=piece_nbytes + is_staged * plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
@@ -193,7 +181,14 @@ def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, ra
     busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
     threads = max(1, cores // per_node)  # that one rank decodes with
     calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * _RUN_SECONDS
-    return (reading.reader_nbytes / rate + calls) / min(threads, cores / max(1, busy))
+    share = cores / max(1, busy)
+    # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
+    return reading.reader_nbytes / rate / min(threads, share) + calls / min(1, share)
+
+
+def _copy_seconds(reading: _Reading, piece_nbytes: int, per_node: int, cores: int) -> float:
+    """How long a rank takes to copy its pieces from decoded blocks; what is read in runs is read to where it belongs."""
+    return 0.0 if reading.runs else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
 
 
 def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:

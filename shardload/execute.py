@@ -6,31 +6,45 @@ exchange, assemble, agree.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardload.assemble import assemble
+from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
-from shardload.exchange import Piece, exchange
+from shardload.exchange import Moved, exchange
 from shardload.group import Group
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
-from shardload.reader import SourceReader, aligned_empty
+from shardload.reader import SourceReader, Tally
 from shardload.region import Region, Selection
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
+from shardload.staging import Piece, Slots, aligned, aligned_empty
+from shardload.units import format_nbytes
 
-__all__ = ["Job", "LoadReport", "Plan"]
+__all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging"]
+
+_log = logging.getLogger("shardload")
+_WORTH_SHARING_NBYTES = 1 << 16  # smaller blocks go as messages: MPI has them there in microseconds
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a load on this rank: seconds (summed over its threads) and bytes."""
+
+    seconds: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -45,11 +59,48 @@ class LoadReport:
         Chunk decodes in the whole job, counted as they happened (0 where the file has no chunks).
     nbytes_read : int
         Bytes of values read from the file in the whole job.
+    phases : mapping of str to Phase
+        This rank's share: ``"read"`` (from the file, as stored), ``"decode"`` (with the reading, where the format's library
+        does both), ``"exchange"`` (copies into the pieces), ``"device"`` (handing the pieces to JAX). They overlap.
+    peak_staging_nbytes : int
+        Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
     """
 
     seconds: float
     chunks_decoded: int
     nbytes_read: int
+    phases: Mapping[str, Phase]
+    peak_staging_nbytes: int
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
+        return (
+            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded and {format_nbytes(self.nbytes_read)} read in "
+            "the job; "
+            f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}"
+        )
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How a reading rank uses its staging memory.
+
+    Attributes
+    ----------
+    n_threads : int
+        Chunks decoded at a time.
+    n_slots, slot_nbytes : int
+        Slots that blocks wait in.
+    n_pack, pack_nbytes : int
+        Buffers that parts with gaps are packed into for messages.
+    """
+
+    n_threads: int
+    n_slots: int
+    slot_nbytes: int
+    n_pack: int
+    pack_nbytes: int
 
 
 @dataclass(eq=False)
@@ -133,8 +184,9 @@ class Plan:
             On every rank.
         """
         started = time.perf_counter()
-        array, (chunks_decoded, nbytes_read) = self._job.run(self)
-        self.report = LoadReport(time.perf_counter() - started, chunks_decoded, nbytes_read)
+        array, found = self._job.run(self)
+        self.report = replace(found, seconds=time.perf_counter() - started)
+        _log.info("loaded %s: %s", self.info, self.report)
         return array
 
 
@@ -148,8 +200,8 @@ class Job:
         The ranks; None for an abstract mesh, which cannot be executed.
     handle : object
         A path, an open array, or a source in memory (None on the ranks that do not have it).
-    n_buffers, pack_nbytes : int
-        Staging buffers to read into, and as many of `pack_nbytes` to pack parts into.
+    staging : Staging
+        How its memory is shared out.
     """
 
     group: Group | None
@@ -160,10 +212,9 @@ class Job:
     has_chunks: bool
     dtype: np.dtype[Any]
     handle: Any
-    n_buffers: int
-    pack_nbytes: int
+    staging: Staging
 
-    def run(self, made: Plan) -> tuple[jax.Array, tuple[int, int]]:
+    def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
         """Open and make room, agree, read and exchange, assemble, agree. Collective."""
         group = self.group
         if group is None:
@@ -171,7 +222,7 @@ class Job:
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
         source: Source | None = None
-        array, counts = None, [0, 0]
+        array, report = None, None
         pieces: dict[int, Piece] = {}
         error: BaseException | None = None
         try:
@@ -182,16 +233,16 @@ class Job:
                 error = found
             group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
             try:
-                array, counts, error = self._fill(made, source, pieces, group)
+                array, report, error = self._fill(made, source, pieces, group)
             except Exception as found:
                 error = found
         finally:
             if source is not None and source is not self.handle:
                 source.close()
-        sums = group.agree(error, counts)
-        if array is None:
+        sums = group.agree(error, [0, 0] if report is None else [report.chunks_decoded, report.nbytes_read])
+        if array is None or report is None:
             raise ConfigError("nothing was loaded")
-        return array, (sums[0], sums[1])
+        return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1])
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
         """The source, on the ranks that read; it must be what the plan was made for."""
@@ -213,36 +264,51 @@ class Job:
 
     def _fill(
         self, made: Plan, source: Source | None, pieces: dict[int, Piece], group: Group
-    ) -> tuple[jax.Array | None, list[int], BaseException | None]:
+    ) -> tuple[jax.Array | None, LoadReport | None, BaseException | None]:
         """Read, exchange, assemble. What goes wrong is returned: the ranks still have to agree on it."""
-        reader = SourceReader(
-            source or _nothing_to_read(made.info),
-            self.selection,
-            self.chunks,
-            has_chunks=self.has_chunks,
-            block_size=self.read_plan.max_read_size,
-            n_buffers=self.n_buffers,
-            dtype=self.dtype,
-            pieces=pieces,
-            rank=group.rank,
-        )
+        staging, plan = self.staging, self.read_plan
+        shares = not plan.is_direct and plan.max_read_size * plan.itemsize >= _WORTH_SHARING_NBYTES
+        needed = staging.n_slots * aligned(staging.slot_nbytes) if plan.is_reader(group.rank) else 0
+        segments = group.shared_memory(needed) if shares else {}
+        own = segments.get(group.rank)
+        slots = Slots(staging.n_slots, staging.slot_nbytes, None if own is None or not needed else own.data)
+        early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
-        with progress_of(self.options.progress, str(made.info), total, group.rank) as advance:
-            failed = exchange(
+        with (
+            progress_of(self.options.progress, str(made.info), total, group.rank) as advance,
+            SourceReader(
+                source or _nothing_to_read(made.info),
+                self.selection,
+                self.chunks,
+                has_chunks=self.has_chunks,
+                slots=slots,
+                dtype=self.dtype,
+                pieces=pieces,
+                rank=group.rank,
+                n_threads=staging.n_threads,
+                checksums=self.options.checksums,
+            ) as reader,
+        ):
+            failed, moved = exchange(
                 group,
-                self.read_plan,
+                plan,
                 reader,
                 pieces,
-                pack_nbytes=self.pack_nbytes,
-                n_pack=self.n_buffers,
+                dtype=self.dtype,
+                slots=slots,
+                pack_slots=Slots(staging.n_pack, staging.pack_nbytes),
+                segments=segments,
                 checksums=self.options.checksums,
                 on_progress=advance,
+                on_piece=lambda piece: early.start(piece.region, piece.data),
             )
-        counts = [reader.chunks_decoded, reader.nbytes_read]
-        if failed is not None:
-            return None, counts, failed
-        held = ((p.region, p.data) for p in pieces.values())
-        return assemble(made.shape_global, made.sharding, self.dtype, held), counts, None
+        array, seconds = None, 0.0
+        if failed is None:
+            started = time.perf_counter()
+            held = ((p.region, p.data) for p in pieces.values())
+            array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
+            seconds = time.perf_counter() - started
+        return array, _report(reader.tally, moved, Phase(seconds, total)), failed
 
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""
@@ -266,6 +332,16 @@ class Job:
                 tail = [slice(None)] * piece.data.ndim
                 tail[axis] = slice(end - piece.region.start[axis], None)
                 piece.data[tuple(tail)] = value
+
+
+def _report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
+    phases = {
+        "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),
+        "decode": Phase(tally.decode_seconds, tally.nbytes_read if tally.chunks_decoded else 0),
+        "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
+        "device": device,
+    }
+    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes)
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

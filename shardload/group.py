@@ -11,7 +11,10 @@ The only module that imports mpi4py; without MPI a group has one rank and all of
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from typing import Any
@@ -19,11 +22,12 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.node import HANDLE_SIZE, Segment
 
-__all__ = ["Group", "group_of", "mpi_problem", "world"]
+__all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
-_TAGS = 1 << 14  # two tags per load, below the 32767 that every MPI grants
+_TAGS = 1 << 14  # three tags per load, below the 32767 that every MPI grants
 
 
 @cache
@@ -82,10 +86,48 @@ def _keyval() -> int:
     mpi, _ = _load_mpi()
 
     def free(_comm: Any, _keyval: int, group: Group) -> None:
-        group.comm.Free()
+        group.free()
 
     # No copy function: a duplicate that the user makes gets a group of its own.
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Node:
+    """The ranks of a group that share this rank's machine: their communicator (None without MPI) and ranks, ascending."""
+
+    comm: Any
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks of a group run on.
+
+    Attributes
+    ----------
+    leaders : tuple of int
+        For each rank the lowest rank on its machine: equal for ranks on the same one.
+    n_threads : int
+        Cores that a rank has for itself (the least of all ranks; 1 where ranks share cores).
+    n_cores : int
+        Cores that the ranks of a machine have together (the least of all machines).
+    """
+
+    leaders: tuple[int, ...]
+    n_threads: int
+    n_cores: int
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on the fullest machine."""
+        return max(Counter(self.leaders).values())
+
+
+def _ranks_per_node() -> int:
+    """SHARDLOAD_RANKS_PER_NODE: every so many ranks count as a machine, to measure or test what happens between."""
+    text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
+    return int(text) if text.isdigit() else 0
 
 
 class Group:
@@ -105,17 +147,106 @@ class Group:
         self.size: int = 1 if comm is None else comm.size
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
+        self._node: Node | None = None
+        self._machine: Machine | None = None
+        self._segments: dict[int, Segment] = {}
+        self._shared_nbytes = 0
+        self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
 
     @property
     def mpi(self) -> Any:
         """mpi4py's MPI module."""
         return _load_mpi()[0]
 
-    def next_tags(self) -> tuple[int, int]:
-        """Two tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
+    def next_tags(self) -> tuple[int, int, int]:
+        """Three tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
         self._n_loads += 1
-        tag = 2 * (self._n_loads % (_TAGS // 2))
-        return tag, tag + 1
+        tag = 3 * (self._n_loads % (_TAGS // 3))
+        return tag, tag + 1, tag + 2
+
+    @property
+    def node(self) -> Node:
+        """The ranks on this machine. Collective the first time."""
+        if self._node is None:
+            if self.comm is None:
+                self._node = Node(None, (0,))
+            else:
+                comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
+                pretended = _ranks_per_node()
+                if pretended:
+                    whole, comm = comm, comm.Split(self.rank // pretended, self.rank)
+                    whole.Free()
+                ranks = np.empty(comm.size, dtype=np.int64)
+                comm.Allgather(np.array([self.rank], dtype=np.int64), ranks)
+                self._node = Node(comm, tuple(int(r) for r in ranks))
+        return self._node
+
+    @property
+    def machine(self) -> Machine:
+        """What the ranks run on, the same on every rank. Collective the first time."""
+        if self._machine is None:
+            node = self.node
+            cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+            n_alike = 1
+            if node.comm is not None:
+                digest = np.array([_digest(repr(cores)) >> 1], dtype=np.int64)
+                everyone = np.empty(node.comm.size, dtype=np.int64)
+                node.comm.Allgather(digest, everyone)
+                n_alike = int((everyone == digest[0]).sum())  # ranks bound to cores of their own share them with nobody
+            leaders = self.gather_int(node.ranks[0])
+            n_threads = int(self.gather_int(max(1, len(cores) // n_alike)).min())
+            n_cores = int(self.gather_int(max(1, len(cores) * len(node.ranks) // n_alike)).min())
+            self._machine = Machine(tuple(int(v) for v in leaders), n_threads, n_cores)
+        return self._machine
+
+    def shared_memory(self, nbytes: int) -> dict[int, Segment]:
+        """Memory of at least `nbytes` of every rank on this machine, by rank; empty where it cannot be shared.
+
+        Collective over the node: all its ranks pass what they need of their own (0: nothing). Kept for the next load.
+        """
+        node = self.node
+        if node.comm is None or len(node.ranks) == 1 or not self._can_share:
+            return {}
+        # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
+        state = np.array([nbytes > self._shared_nbytes or not self._segments, nbytes], dtype=np.int64)
+        node.comm.Allreduce(self.mpi.IN_PLACE, state, op=self.mpi.MAX)
+        if state[0] and state[1]:
+            self._make_segments(node, nbytes)
+        return self._segments
+
+    def _make_segments(self, node: Node, nbytes: int) -> None:
+        self._segments = {}
+        own, problem = None, False
+        try:
+            own = Segment.create(max(nbytes, self._shared_nbytes))
+        except (OSError, AttributeError):
+            problem = True
+        handles = np.zeros((len(node.ranks), HANDLE_SIZE), dtype=np.int64)
+        node.comm.Allgather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle, handles)
+        found: dict[int, Segment] = {}
+        try:
+            for rank, handle in zip(node.ranks, handles, strict=True):
+                found[rank] = own if rank == self.rank and own is not None else Segment.attach(handle)
+        except (OSError, ValueError):
+            problem = True
+        failed = np.array([problem], dtype=np.int64)
+        node.comm.Allreduce(self.mpi.IN_PLACE, failed, op=self.mpi.MAX)
+        if own is not None:
+            own.seal()
+        self._can_share = not failed[0]
+        if self._can_share:
+            self._segments, self._shared_nbytes = found, max(nbytes, self._shared_nbytes)
+
+    def forget_shared_memory(self) -> None:
+        """After an interrupted exchange: other ranks may still look into this rank's memory, so it is not used again."""
+        self._segments = {}
+
+    def free(self) -> None:
+        """Give back what MPI made for this group."""
+        self._segments = {}
+        if self._node is not None and self._node.comm is not None:
+            self._node.comm.Free()
+        self.comm.Free()
 
     def processes(self, process: int) -> tuple[int, ...]:
         """The JAX process of each rank. Collective the first time."""

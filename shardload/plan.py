@@ -45,6 +45,9 @@ MAX_MESSAGE_NBYTES = 1 << 30
 # Enough blocks per reader that the uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_READER = 4
 
+# Lists of parts up to this length are kept once they were gone through: they are gone through several times.
+_MAX_KEPT = 4096
+
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -68,7 +71,7 @@ class Part:
 
 
 class Parts(Sequence[Part]):
-    """Parts in order, each made when it is looked at and not kept. Equal to any sequence of the same parts.
+    """Parts in order, made when they are looked at and, where they are many, not kept. Equal to any sequence of the same parts.
 
     Parameters
     ----------
@@ -78,14 +81,19 @@ class Parts(Sequence[Part]):
         The places.
     """
 
-    __slots__ = ("_make", "_places")
+    __slots__ = ("_kept", "_make", "_places")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, make: Callable[[int], Part], places: range) -> None:
         self._make, self._places = make, places
+        self._kept: tuple[Part, ...] | None = None
 
     def __iter__(self) -> Iterator[Part]:
-        return map(self._make, self._places)
+        if len(self._places) > _MAX_KEPT:
+            return map(self._make, self._places)
+        if self._kept is None:
+            self._kept = tuple(map(self._make, self._places))
+        return iter(self._kept)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -95,6 +103,8 @@ class Parts(Sequence[Part]):
     @overload
     def __getitem__(self, key: slice) -> Parts: ...
     def __getitem__(self, key: int | slice) -> Part | Parts:
+        if self._kept is not None and not isinstance(key, slice):
+            return self._kept[key]
         found = self._places[key]
         return Parts(self._make, found) if isinstance(found, range) else self._make(found)
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, choose_mode, plan_cost
 from shardload.errors import ConfigError
-from shardload.execute import Job, Plan
+from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
 from shardload.launch import rank_of_process
 from shardload.layout import (
@@ -34,16 +34,19 @@ from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
 from shardload.region import Selection, select_axes
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
+from shardload.staging import aligned
 from shardload.units import format_nbytes
 
 __all__ = ["Call", "plan_file", "plan_memory"]
 
-# Big enough that a read is efficient, small enough that reading and sending overlap.
-_BLOCK_NBYTES = 16 << 20
-# What one reading rank holds: two blocks (one is read, one is sent), two with packed parts, one in the file's dtype where
-# values are cast, and two chunks inside the decoder (as stored and as decoded). Where blocks are one large chunk each, there
-# is one of each kind instead of two.
+# Big enough that a read is efficient, small enough that reading and sending overlap. Inside a machine parts need no messages of
+# their own, and smaller blocks stay in the cores' caches; between machines there should be few messages.
+_BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
+# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
+# decode.
 _BLOCKS_HELD = 7
+_SLOTS = 3  # one is filled, one is full, one is being copied from
+_MOST_THREADS = 16
 
 
 @dataclass
@@ -68,9 +71,19 @@ class Call:
             error = found
         if group is not None:
             group.agree_same(what, error)
+            _ = group.machine  # collective, so asked for where no rank can be missing
         if call is None:
             raise error or ConfigError("the arguments could not be read")
+        if group is not None:
+            _ = group.machine  # collective the first time: here, where no rank has failed
         return call
+
+    @property
+    def max_block_nbytes(self) -> int:
+        """Cap on a block."""
+        one_machine = self.group is None or len(set(self.group.machine.leaders)) == 1
+        cap = _BLOCK_NBYTES if one_machine else _BLOCK_NBYTES_BETWEEN_NODES
+        return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
     def finish(self, make: Callable[[], Plan]) -> Plan:
         """Plan, and agree that all ranks planned the same."""
@@ -111,7 +124,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
         cell = tuple(info.chunks[k] for k in selection.kept)
         chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
         _check_staging(info, itemsize, dtype, options.staging_nbytes)
-    max_nbytes = min(_BLOCK_NBYTES, options.staging_nbytes // _BLOCKS_HELD)
+    max_nbytes = call.max_block_nbytes
     wide = max(itemsize, dtype.itemsize)
     plans = {}
     for mode in MODES:
@@ -128,7 +141,7 @@ def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: 
     dtype = _target_dtype(call.options.dtype, info)
     shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
     itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
-    max_nbytes = min(_BLOCK_NBYTES, call.options.staging_nbytes // _BLOCKS_HELD)
+    max_nbytes = call.max_block_nbytes
     phase = (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
@@ -178,29 +191,46 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _staging_needed(block_size: int, chunk_size: int, itemsize: int, dtype: np.dtype[Any], casts: bool, n: int) -> int:
-    """Bytes that one reading rank holds beyond its pieces, with `n` buffers of each kind."""
-    return 2 * n * block_size * dtype.itemsize + casts * block_size * itemsize + 2 * chunk_size * itemsize
-
-
 def _check_staging(info: ArrayInfo, itemsize: int, dtype: np.dtype[Any], staging_nbytes: int) -> None:
+    """ConfigError unless one chunk at a time can be read, decoded, and sent."""
+    wide = max(itemsize, dtype.itemsize)
     chunk_size = math.prod(info.chunks or ())
-    casts = dtype != np.dtype(info.dtype)
-    needed = _staging_needed(chunk_size, chunk_size, itemsize, dtype, casts, 1)
+    needed = chunk_size * (2 * wide + 3 * itemsize + (dtype != np.dtype(info.dtype)) * dtype.itemsize)
     if needed > staging_nbytes:
         raise ConfigError(
             f"one chunk of {info} is {format_nbytes(chunk_size * itemsize)}, and reading it takes {format_nbytes(needed)} (the "
-            f"chunk as stored, as decoded, as read and as sent), but staging is {format_nbytes(staging_nbytes)}. "
+            "chunk as stored, as decompressed, as decoded, as read and as sent), but staging is "
+            f"{format_nbytes(staging_nbytes)}. "
             f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
         )
 
 
-def _buffers(plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], staging_nbytes: int) -> tuple[int, int]:
-    """How many staging buffers of each kind, and bytes of those that parts are packed into."""
+def _stage(call: Call, plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], n_chunks: int) -> Staging:
+    """Share the staging cap out between threads that decode, slots that blocks wait in, and buffers for messages."""
+    file_itemsize = np.dtype(info.dtype).itemsize
+    wide = max(file_itemsize, dtype.itemsize)
+    cap = call.options.staging_nbytes
+    chunk_size = math.prod(info.chunks) if info.chunks else 0
     block_size = min(plan.max_read_size, max(1, plan.max_message_nbytes // plan.itemsize))
-    casts, itemsize = dtype != np.dtype(info.dtype), np.dtype(info.dtype).itemsize
-    needed = _staging_needed(block_size, math.prod(info.chunks or (0,)), itemsize, dtype, casts, 2)
-    return (2 if needed <= staging_nbytes else 1), block_size * dtype.itemsize
+    slot_nbytes = max(block_size * dtype.itemsize, n_chunks * aligned(chunk_size * wide))
+    pack_nbytes = block_size * dtype.itemsize
+    casts = dtype != np.dtype(info.dtype)
+    # As stored, as decompressed, as decoded; or, by the library and cast, a block in the file's dtype.
+    thread_nbytes = max(chunk_size * (3 * file_itemsize + casts * dtype.itemsize), casts * block_size * file_itemsize)
+    n_threads = 1 if call.group is None else call.group.machine.n_threads
+    n_threads = max(1, min(n_threads, _MOST_THREADS, (cap - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, thread_nbytes)))
+    left = cap - n_threads * thread_nbytes
+    n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
+    wanted = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
+    n_slots = max(1, min(wanted, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
+    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
+
+
+def _chunks_per_block(plan: ReadPlan, chunks: Grid) -> int:
+    """Chunks that a read meets at most."""
+    return math.prod(
+        min(-(-b // c), n) for b, c, n in zip(plan.blocks.cell, chunks.cell, (max(1, n) for n in chunks.counts), strict=True)
+    )
 
 
 def _choose(
@@ -216,6 +246,11 @@ def _choose(
     options = call.options
     has_chunks = info.chunks is not None
     is_memory = ROOT in plans and len(plans) == 1
+    machine = None if call.group is None else call.group.machine
+    stagings = {
+        mode: _stage(call, plan, info, dtype, _chunks_per_block(plan, chunks) if has_chunks else 0)
+        for mode, plan in plans.items()
+    }
     costs = {
         mode: plan_cost(
             mode,
@@ -226,7 +261,9 @@ def _choose(
             codec=info.codec,
             chunk_nbytes=math.prod(info.chunks) * np.dtype(info.dtype).itemsize if info.chunks else None,
             casts=dtype != np.dtype(info.dtype),
-            staging_blocks=0 if is_memory else 2 * _buffers(plan, info, dtype, options.staging_nbytes)[0],
+            staging_blocks=0 if is_memory else stagings[mode].n_slots + stagings[mode].n_pack,
+            ranks_per_node=None if machine is None else machine.ranks_per_node,
+            n_cores=None if machine is None else machine.n_cores,
         )
         for mode, plan in plans.items()
     }
@@ -237,7 +274,6 @@ def _choose(
     else:
         mode, why = options.readers, f"readers={options.readers!r} was asked for"
     plan = plans[mode]
-    n_buffers, pack_nbytes = _buffers(plan, info, dtype, options.staging_nbytes)
     return Plan(
         info=info,
         shape=plan.blocks.shape,
@@ -253,5 +289,5 @@ def _choose(
         why=why,
         costs=costs,
         staging_nbytes=options.staging_nbytes,
-        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle, n_buffers, pack_nbytes),
+        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle, stagings[mode]),
     )

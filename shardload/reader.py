@@ -1,44 +1,82 @@
 """How does one rank turn its reads into blocks in memory, inside the staging cap?
 
-1. Where a block is wholly one piece of this rank's own and lies in it without gaps: read straight into the piece.
+1. Where the source hands out whole chunks as they are stored (`Source.chunk_reader`), threads decode them one by one: into
+   the piece itself where a chunk is all there is of it, else into a slot that is used again (or, where all of it stays here,
+   into memory of the thread's own, still in its core's cache when it is copied into the pieces).
 2. Where the values are in memory already (`scatter`): the block is a view, nothing is copied.
-3. Else read into one of a few staging buffers, which are reused, casting there if another dtype was asked for.
+3. Else the library below reads the block: into the piece where it lies in it without gaps, or into a slot.
 
-It counts what it really read: chunks decoded and bytes. A failed read is explained: which chunk of the file it was.
+The parts of this rank's own pieces are delivered here, by the thread that read them. Reads are answered in the order in which
+they were started. What was really read is counted. A failed read is explained: which chunk of the file it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, ShardloadError, SourceError
-from shardload.exchange import Block, Piece
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
-from shardload.sources.base import Source
-from shardload.wire import sendable
+from shardload.sources.base import ChunkReader, Source
+from shardload.staging import Block, Piece, Slots, Tile, aligned
+from shardload.wire import checksum, sendable
 
-__all__ = ["SourceReader", "aligned_empty"]
+__all__ = ["Reading", "SourceReader", "Tally"]
 
-_ALIGNMENT = 64
 _CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+_INLINE_NBYTES = 1 << 14
+_MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
 Array = np.ndarray[Any, Any]
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array on a 64-byte boundary, which JAX on CPU can use as it is instead of copying it."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+@dataclass
+class Tally:
+    """What reading cost: seconds are summed over the threads."""
+
+    chunks_decoded: int = 0
+    nbytes_read: int = 0
+    nbytes_stored: int = 0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    nbytes_copied: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add what one task counted."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Reading:
+    """One read under way."""
+
+    block: Block
+    tasks: list[Future[None]] = field(default_factory=list)
+
+    def done(self) -> bool:
+        """Whether all of it is there, or has failed."""
+        return all(task.done() for task in self.tasks)
+
+    def result(self) -> Block:
+        """The block; what a task raised, if one did."""
+        for task in self.tasks:
+            task.result()
+        return self.block
 
 
 class SourceReader:
-    """The blocks of one rank, read from one open source.
+    """The blocks of one rank, read from one open source in a pool of threads. A context manager: leaving it ends the threads.
 
     Parameters
     ----------
@@ -50,16 +88,18 @@ class SourceReader:
         The loaded array cut into the file's chunks.
     has_chunks : bool
         Whether these are real.
-    block_size : int
-        Most elements in a block.
-    n_buffers : int
-        Staging buffers: with two, one block is read while the one before is sent.
+    slots : Slots
+        Where blocks wait that other ranks need parts of.
     dtype : dtype
         What blocks hold: the source's dtype, or what it is to be cast to.
     pieces : mapping of int to Piece
         This rank's pieces, by shard.
     rank : int
         This rank.
+    n_threads : int
+        How many chunks are decoded at once.
+    checksums : bool
+        Whether each part that stays here is compared with what it was copied from.
     """
 
     def __init__(
@@ -69,59 +109,184 @@ class SourceReader:
         chunks: Grid,
         *,
         has_chunks: bool,
-        block_size: int,
-        n_buffers: int,
+        slots: Slots,
         dtype: np.dtype[Any],
         pieces: Mapping[int, Piece],
         rank: int,
+        n_threads: int = 1,
+        checksums: bool = False,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
-        self._block_size, self._n_buffers, self._dtype, self._pieces, self._rank = (
-            block_size,
-            n_buffers,
-            dtype,
-            pieces,
-            rank,
-        )
+        self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
+        self._n_threads, self._checksums = n_threads, checksums
         self._casts = source.dtype != dtype
-        self._free: list[Array] = []
-        self._n_staged = 0
-        self._raw: Array | None = None
-        self.chunks_decoded = 0
-        self.nbytes_read = 0
+        self._chunk_shape = source.info.chunks or ()
+        self._chunk_reader = self._find_chunk_reader()
+        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="shardload-read")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self.tally = Tally()
 
-    def has_room(self) -> bool:
-        """Whether a staging buffer is free for another block."""
-        return bool(self._free) or self._n_staged < self._n_buffers
+    def _find_chunk_reader(self) -> ChunkReader | None:
+        size = math.prod(self._chunk_shape) * self._source.dtype.itemsize
+        return self._source.chunk_reader() if self._has_chunks and size >= _MIN_CHUNK_NBYTES else None
 
-    def fetch(self, read: Read) -> Block:
-        """Read one block.
+    def __enter__(self) -> SourceReader:
+        return self
 
-        Raises
-        ------
-        SourceError
-            If the file cannot be read there; the text names the chunk.
-        ConfigError
-            If values do not fit into the dtype that was asked for.
-        """
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def n_at_once(self) -> int:
+        """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
+        return self._n_threads + 1
+
+    def has_room(self, read: Read) -> bool:
+        """Whether a slot is free for this read, or it needs none."""
+        return not self._needs_slot(read) or self._slots.has_room()
+
+    def start(self, read: Read) -> Reading:
+        """Begin to read one block. Its own parts are in their pieces when it is done."""
+        block = Block(read)
+        if self._needs_slot(read):
+            slot = self._slots.take()
+            if slot is None:
+                raise ValueError("no slot is free")
+            block.slot, block.release = slot, partial(self._slots.give, slot)
+        if self._chunk_reader is None:
+            work: list[Callable[[Tally], None]] = [partial(self._read_block, block)]
+        else:
+            numbers = list(self._chunks.meeting(read.region))
+            # Each task takes every n-th chunk, so that all end at about the same time.
+            n = min(self._n_threads, len(numbers))
+            places = list(enumerate(numbers))
+            work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
+        if read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
+            return Reading(block, [_done_here(self._run, task, read) for task in work])
+        return Reading(block, [self._pool.submit(self._run, task, read) for task in work])
+
+    def _needs_slot(self, read: Read) -> bool:
+        if self._chunk_reader is not None:
+            return any(part.rank != self._rank for part in read.parts)
+        return self._own_piece(read) is None and self._view(read) is None
+
+    def _run(self, work: Callable[[Tally], None], read: Read) -> None:
+        tally = Tally()
         try:
-            return self._fetch(read)
+            work(tally)
         except (ShardloadError, MemoryError):
             raise
         except Exception as error:
             raise self._explain(error, read.region) from error
+        finally:
+            with self._lock:
+                self.tally.add(tally)
 
-    def _fetch(self, read: Read) -> Block:
+    # --- chunk by chunk
+
+    def _read_chunks(self, block: Block, reader: ChunkReader, places: Iterable[tuple[int, int]], tally: Tally) -> None:
+        for place, number in places:
+            region = self._chunks.region(number).intersect(block.read.region)
+            if region is None:
+                continue
+            index = self._file_index(region)
+            try:
+                self._read_chunk(block, reader, place, region, index, tally)
+            except (ShardloadError, MemoryError):
+                raise
+            except Exception as error:
+                raise self._unreadable(error, self._selection.to_file(region), index) from error
+
+    def _read_chunk(
+        self, block: Block, reader: ChunkReader, place: int, region: Region, index: tuple[int, ...], tally: Tally
+    ) -> None:
+        started = time.perf_counter()
+        encoded = reader.fetch(index, self._stored)
+        fetched = time.perf_counter()
+        parts = [part for part in block.read.parts if part.region.intersect(region) is not None]
+        box = self._selection.to_file(region)
+        inside = tuple(
+            slice(a - i * c, b - i * c) for a, b, i, c in zip(box.start, box.stop, index, self._chunk_shape, strict=True)
+        )
+        into = self._in_place(parts, region)
+        if into is not None:
+            reader.decode(encoded, into.reshape(self._chunk_shape))
+            values = into
+        else:
+            travels = any(part.rank != self._rank for part in parts)
+            in_slot = block.slot is not None and travels and not self._casts
+            target = self._slot_part(block, place) if in_slot else self._scratch("chunk", self._chunk_shape, self._source.dtype)
+            reader.decode(encoded, target)
+            values = self._drop_axes(target[inside])
+            if self._casts:
+                cast = self._cast_buffer(block, place, region) if travels else self._scratch("cast", region.shape, self._dtype)
+                _cast(values, cast, self._name(box))
+                values = cast
+            if travels:
+                with self._lock:
+                    block.tiles.append(Tile(region, values))
+        decoded = time.perf_counter()
+        if into is None:
+            self._deliver(parts, region, values, tally)
+        tally.read_seconds += fetched - started
+        tally.decode_seconds += decoded - fetched
+        tally.chunks_decoded += 1
+        tally.nbytes_read += region.size * self._source.dtype.itemsize
+        tally.nbytes_stored += 0 if encoded is None else len(encoded.data)
+
+    def _in_place(self, parts: list[Any], region: Region) -> Array | None:
+        """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
+        if self._casts or len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
+            return None
+        view = self._pieces[parts[0].shard].view(region)
+        whole = math.prod(self._chunk_shape) == region.size
+        return view if whole and view.flags.c_contiguous else None
+
+    def _slot_part(self, block: Block, place: int) -> Array:
+        return self._cut(block, place, self._chunk_shape, self._source.dtype)
+
+    def _cast_buffer(self, block: Block, place: int, region: Region) -> Array:
+        return self._cut(block, place, region.shape, self._dtype)
+
+    def _cut(self, block: Block, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Room in the block's slot for its chunk number `place`."""
+        if block.slot is None:
+            raise ValueError("a block without a slot has no room")
+        wide = max(self._source.dtype.itemsize, self._dtype.itemsize)
+        start = place * aligned(math.prod(self._chunk_shape) * wide)
+        nbytes = math.prod(shape) * dtype.itemsize
+        return block.slot.data[start : start + nbytes].view(dtype).reshape(shape)
+
+    def _scratch(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Memory of this thread's own, used again by its next chunk."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        held: Array | None = getattr(self._own, name, None)
+        if held is None or held.nbytes < nbytes:
+            held = np.empty(nbytes, dtype=np.uint8)
+            setattr(self._own, name, held)
+        return held[:nbytes].view(dtype).reshape(shape)
+
+    def _stored(self, nbytes: int) -> Array:
+        return self._scratch("stored", (nbytes,), np.dtype(np.uint8))
+
+    def _file_index(self, region: Region) -> tuple[int, ...]:
+        box = self._selection.to_file(region)
+        return tuple(a // c for a, c in zip(box.start, self._chunk_shape, strict=True))
+
+    # --- by the library, block by block
+
+    def _read_block(self, block: Block, tally: Tally) -> None:
+        read = block.read
         own = self._own_piece(read)
         if own is not None:
-            self._read(read.region, own)
-            return Block(read, None, _nothing)
-        view = None if self._casts else self._source.view(self._selection.to_file(read.region))
-        if view is not None and sendable(view):
-            return Block(read, self._drop_axes(view), _nothing)
-        block = self._stage(read)
-        self._fill(block)
-        return block
+            self._read(read.region, own, tally)
+            return
+        values = self._view(read)
+        if values is None:
+            values = self._fill(block, tally)
+        block.tiles.append(Tile(read.region, values))
+        self._deliver(read.parts, read.region, values, tally)
 
     def _own_piece(self, read: Read) -> Array | None:
         """The part of this rank's own piece that is all of the block, where the values can be read straight into it."""
@@ -133,45 +298,70 @@ class SourceReader:
         view = self._pieces[part.shard].view(part.region)
         return view if view.flags.c_contiguous else None
 
-    def _fill(self, block: Block) -> None:
-        if block.data is None:
+    def _view(self, read: Read) -> Array | None:
+        """The values themselves, where they are in memory already and can be sent from there."""
+        view = None if self._casts else self._source.view(self._selection.to_file(read.region))
+        return self._drop_axes(view) if view is not None and sendable(view) else None
+
+    def _fill(self, block: Block, tally: Tally) -> Array:
+        if block.slot is None:
             raise ValueError("only a staged block can be filled")
         region = block.read.region
+        data = block.slot.data[: region.size * self._dtype.itemsize].view(self._dtype).reshape(region.shape)
         if not self._casts:
-            self._read(region, block.data)
-            return
-        if self._raw is None:
-            self._raw = np.empty(self._block_size, dtype=self._source.dtype)
-        raw = self._raw[: region.size].reshape(region.shape)
-        self._read(region, raw)
-        _cast(raw, block.data, f"{self._source.info}, elements {self._selection.to_file(region)},")
+            self._read(region, data, tally)
+            return data
+        raw = self._scratch("block", region.shape, self._source.dtype)
+        self._read(region, raw, tally)
+        _cast(raw, data, self._name(self._selection.to_file(region)))
+        return data
 
-    def _read(self, region: Region, out: Array) -> None:
+    def _read(self, region: Region, out: Array, tally: Tally) -> None:
         box = self._selection.to_file(region)
+        started = time.perf_counter()
         self._source.read_into(box, out.reshape(box.shape))
+        seconds = time.perf_counter() - started
         if self._has_chunks:
-            self.chunks_decoded += self._chunks.n_meeting(region)
-        self.nbytes_read += region.size * self._source.dtype.itemsize
+            tally.chunks_decoded += self._chunks.n_meeting(region)
+            tally.decode_seconds += seconds  # the library does not say how much of it was reading
+        else:
+            tally.read_seconds += seconds
+        tally.nbytes_read += region.size * self._source.dtype.itemsize
+
+    # --- both
+
+    def _deliver(self, parts: Iterable[Any], region: Region, values: Array, tally: Tally) -> None:
+        """Copy what stays here of `values` (which are `region`) into the pieces."""
+        started = time.perf_counter()
+        for part in parts:
+            common = part.region.intersect(region) if part.rank == self._rank else None
+            if common is None:
+                continue
+            view = Tile(region, values).view(common)
+            piece = self._pieces[part.shard].view(common)
+            np.copyto(piece, view, casting="no")
+            tally.nbytes_copied += piece.nbytes
+            if self._checksums and checksum(view) != checksum(piece):
+                raise PeerError(
+                    f"the part {common} that stays on rank {self._rank} is not what was read: a checksum after the copy "
+                    "differs "
+                    "from the one before it. The load is void; if it happens again, suspect the memory of this node",
+                    rank=self._rank,
+                )
+        tally.copy_seconds += time.perf_counter() - started
 
     def _drop_axes(self, view: Array) -> Array:
         """A view with the file's axes, without those that the selection dropped."""
         kept = set(self._selection.kept)
         index: Any = (*(slice(None) if k in kept else 0 for k in range(view.ndim)), ...)  # an array, also when 0-d
-        box: Array = view[index]
-        return box
+        values: Array = view[index]
+        return values
 
-    def _stage(self, read: Read) -> Block:
-        buffer = self._free.pop() if self._free else None
-        if buffer is None:
-            buffer = aligned_empty((self._block_size,), self._dtype)
-            self._n_staged += 1
-        data = buffer[: read.region.size].reshape(read.region.shape)
-        return Block(read, data, _returner(self._free, buffer))
+    def _name(self, box: Region) -> str:
+        return f"{self._source.info}, elements {box},"
 
     def _explain(self, error: Exception, region: Region) -> SourceError:
         """What went wrong, with the chunk it went wrong in."""
-        info = self._source.info
-        where, chunk = f"{self._selection.to_file(region)}", None
         for number in self._chunks.meeting(region) if self._has_chunks else ():
             cell = self._chunks.region(number).intersect(region)
             if cell is None:
@@ -180,12 +370,14 @@ class SourceReader:
             try:
                 self._source.read_into(box, np.empty(box.shape, dtype=self._source.dtype))
             except Exception as closer:
-                chunk = tuple(a // c for a, c in zip(box.start, info.chunks or box.shape, strict=True))
-                where, error = str(box), closer
-                break
+                return self._unreadable(closer, box, self._file_index(cell))
+        return self._unreadable(error, self._selection.to_file(region), None)
+
+    def _unreadable(self, error: Exception, box: Region, chunk: tuple[int, ...] | None) -> SourceError:
+        info = self._source.info
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
         return SourceError(
-            f"{what} could not be read (elements {where}): {type(error).__name__}: {error}. The file is damaged, incomplete or "
+            f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. The file is damaged, incomplete or "
             "out of reach there; nothing was loaded. Copy it again or make it anew",
             path=info.path,
             dataset=info.dataset,
@@ -193,11 +385,23 @@ class SourceReader:
         )
 
 
+def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
+    """The same as a thread would do, at once: starting one takes longer than a small read."""
+    future: Future[None] = Future()
+    try:
+        run(*arguments)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
+
+
 def _cast(raw: Array, out: Array, name: str) -> None:
     """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error."""
-    flat, target = raw.reshape(-1), out.reshape(-1)
-    for start in range(0, flat.size, _CAST_SIZE):
-        if not _cast_fits(flat[start : start + _CAST_SIZE], target[start : start + _CAST_SIZE]):
+    for region in Region.whole(raw.shape).split(_CAST_SIZE):
+        index: Any = (*region.slices(), ...)
+        if not _cast_fits(raw[index], out[index]):
             raise ConfigError(
                 f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
                 f"keep {raw.dtype}"
@@ -214,11 +418,3 @@ def _cast_fits(raw: Array, out: Array) -> bool:
         return True
     # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
     return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _returner(free: list[Array], buffer: Array) -> Callable[[], None]:
-    return lambda: free.append(buffer)

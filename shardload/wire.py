@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from shardload.region import Region
+from shardload.staging import Block, Slot, Slots, aligned, box
 
 __all__ = ["Packer", "checksum", "identity", "message", "sendable"]
 
 Array = np.ndarray[Any, Any]
 
 _CHECKSUM_NBYTES = 1 << 20
-_ALIGNMENT = 64
 
 
 def identity(region: Region, previous: int) -> int:
@@ -81,55 +81,61 @@ def sendable(view: Array) -> bool:
 
 @dataclass
 class _Buffer:
-    """Memory that parts are packed into one after the other. Free again when all of them have been sent."""
+    """A slot that parts are packed into one after the other. Given back when all of them have been sent."""
 
-    data: Array
+    slot: Slot
     n_used: int = 0
     n_sending: int = 0
 
 
 class Packer:
-    """A few buffers for parts that have gaps, reused: no more memory than that, however much is sent."""
+    """Puts parts together without gaps, in a few slots that are used again: no more memory than that, however much is sent."""
 
-    def __init__(self, nbytes: int, n_buffers: int) -> None:
-        self._nbytes, self._n_buffers = nbytes, n_buffers
-        self._buffers: list[_Buffer] = []
-        self._last: tuple[Any, Array, _Buffer] | None = None
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._open: _Buffer | None = None
+        self._last: tuple[Region, Array, _Buffer] | None = None
 
-    def pack(self, view: Array, key: Any) -> tuple[Array, Callable[[], None]] | None:
-        """A copy without gaps, and what to call when it has been sent; None while there is no room.
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes of slots that were in use at a time."""
+        return self._slots.peak_nbytes
 
-        `key` names the values: asked again for the ones that were packed last (replicas), the same copy is shared.
+    def pack(self, block: Block, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
+        """A copy of what `block` holds of `region`, and what to call when it has been sent; None while there is no room.
+
+        Asked again for the region that was packed last (replicas), the same copy is shared.
         """
-        if self._last is not None and self._last[0] == key and self._last[2].n_sending:
+        if self._last is not None and self._last[0] == region and self._last[2].n_sending:
             _, data, buffer = self._last
         else:
-            found = self._room(view.nbytes)
+            nbytes = region.size * dtype.itemsize
+            found = self._room(nbytes)
             if found is None:
                 return None
             buffer = found
-            raw = buffer.data[buffer.n_used : buffer.n_used + view.nbytes]
-            data = raw.view(view.dtype).reshape(view.shape)
-            np.copyto(data, view, casting="no")
-            buffer.n_used += -(-view.nbytes // _ALIGNMENT) * _ALIGNMENT
-            self._last = (key, data, buffer)
+            data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
+            for part, view in block.views(region):
+                np.copyto(box(data, part, region), view, casting="no")
+            buffer.n_used += aligned(nbytes)
+            self._last = (region, data, buffer)
         buffer.n_sending += 1
         return data, partial(self._one_less, buffer)
 
     def _room(self, nbytes: int) -> _Buffer | None:
-        for buffer in self._buffers:
-            if buffer.n_used + nbytes <= len(buffer.data):
-                return buffer
-        if len(self._buffers) < self._n_buffers:
-            self._buffers.append(_Buffer(np.empty(max(nbytes, self._nbytes), dtype=np.uint8)))
-            return self._buffers[-1]
-        for buffer in self._buffers:
-            if not buffer.n_sending:  # too small: a block of another size came before
-                buffer.data, buffer.n_used = np.empty(nbytes, dtype=np.uint8), 0
-                return buffer
-        return None
+        if nbytes > self._slots.nbytes:
+            raise ValueError(f"a part of {nbytes} bytes for slots of {self._slots.nbytes}")
+        if self._open is not None and self._open.n_used + nbytes <= self._slots.nbytes:
+            return self._open
+        slot = self._slots.take()
+        if slot is None:
+            return None
+        self._open = _Buffer(slot)
+        return self._open
 
     def _one_less(self, buffer: _Buffer) -> None:
         buffer.n_sending -= 1
         if not buffer.n_sending:
-            buffer.n_used = 0
+            if buffer is self._open:
+                self._open = None
+            self._slots.give(buffer.slot)

@@ -7,7 +7,7 @@ A `Source` is one open array of it. Sources know nothing of ranks, devices or pl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,19 @@ import numpy as np
 
 from shardload.region import Region
 
-__all__ = ["ArrayInfo", "Format", "Source", "check_request", "json_value", "native_dtype", "refusal"]
+__all__ = [
+    "ArrayInfo",
+    "ChunkReader",
+    "Encoded",
+    "Format",
+    "Room",
+    "Source",
+    "check_request",
+    "fresh",
+    "json_value",
+    "native_dtype",
+    "refusal",
+]
 
 
 @dataclass(frozen=True)
@@ -109,9 +121,58 @@ class Source(Protocol):
         """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
         ...
 
+    def chunk_reader(self) -> ChunkReader | None:
+        """Whole chunks as they are stored, to be decoded in several threads; None where only `read_into` will do.
+
+        Looked up once per load. It is valid until `close`.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what this object opened; an object handed in by the caller stays open."""
         ...
+
+
+def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
+
+
+class ChunkReader(Protocol):
+    """The chunks of one open array, one by one. Both methods may be called from several threads at once."""
+
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
+        """Read the chunk at `index` (its position along each axis of the file's chunk grid) as it is stored.
+
+        `room` gives the memory to read into: memory that was used before is much faster than new memory. None where it was
+        never written: its values are the fill value. Errors of the file surface as OSError (a short read too) or ValueError.
+        """
+        ...
+
+    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch` returned into `out`: C-contiguous, of the chunk's full shape (at the array's edge too) and of
+        the source's `dtype`. ValueError where it is damaged.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One chunk as stored.
+
+    Attributes
+    ----------
+    data : bytes-like
+        As it is in the file.
+    skipped : frozenset of int
+        Stages of the decoding chain that were not applied to this chunk.
+    """
+
+    data: Any
+    skipped: frozenset[int] = frozenset()
 
 
 class Format(Protocol):

@@ -4,7 +4,9 @@
 2. `describe` turns the dataset's metadata into an `ArrayInfo`, without touching values; what cannot be loaded, and why,
    is settled there, so that reading is the plain case.
 3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts
-   byte order on the way, and writes into the caller's buffer.
+   byte order on the way, and writes into the caller's buffer. Values that lie in the file as they are (contiguous) are read
+   past it, by `hdf5_contiguous`.
+4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `hdf5_chunks`, where that is surely right.
 
 Values that HDF5 has not stored (chunks never written) are its fill value, as HDF5 defines it.
 """
@@ -12,6 +14,7 @@ Values that HDF5 has not stored (chunks never written) are its fill value, as HD
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Iterator
@@ -22,7 +25,10 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
+from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
+from shardload.sources.hdf5_raw import RawFile
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
@@ -86,6 +92,7 @@ class Hdf5Source:
         is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
+        self._leaves_gaps = leaves_gaps(dataset)
 
     @property
     def info(self) -> ArrayInfo:
@@ -98,11 +105,16 @@ class Hdf5Source:
         return self._dtype
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Read `region` into `out` with one ``H5Dread``."""
+        """Read `region` into `out`: straight from the file, or with one ``H5Dread``."""
         check_request(self._info, self._dtype, region, out)
         if region.size == 0:
             return
         identifier = self._dataset.id
+        if identifier.valid and self._contiguous is not None:
+            self._contiguous.read_into(region, out)
+            return
+        if self._leaves_gaps:
+            out.fill(0)  # what h5py gives; `out` may hold another block's values
         if region.ndim == 0:
             identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
             return
@@ -114,8 +126,29 @@ class Hdf5Source:
         """None: the values are in a file."""
         return None
 
+    def chunk_reader(self) -> ChunkReader | None:
+        """Single chunks, decoded past HDF5; None where only HDF5 can."""
+        if self._info.refused is not None or self._info.chunks is None or self._raw is None:
+            return None
+        return open_chunks(self._dataset, self._dtype, self._raw)
+
+    @functools.cached_property
+    def _raw(self) -> RawFile | None:
+        """The bytes of the file, where they may be read past HDF5."""
+        return RawFile.open(self._dataset)
+
+    @functools.cached_property
+    def _contiguous(self) -> Hdf5Contiguous | None:
+        """The dataset, where its values can be read past HDF5."""
+        if self._info.chunks is not None or self._raw is None:
+            return None
+        return open_contiguous(self._dataset, self._dtype, self._raw)
+
     def close(self) -> None:
         """Close the dataset and the file, where this object opened them."""
+        raw = self.__dict__.get("_raw")
+        if raw is not None:
+            raw.close()
         if self._file is not None and self._file.id.valid:
             # A dataset reached through an external link lives in another file, which closes with its last object.
             self._dataset.id.close()

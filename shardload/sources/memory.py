@@ -8,7 +8,7 @@ import numpy as np
 
 from shardload.errors import SourceError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Source, check_request, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, native_dtype, refusal
 
 __all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
 
@@ -79,6 +79,10 @@ class MemorySource:
         # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
         index: Any = (*region.slices(), ...)
         return self._array[index] if self._array.dtype.isnative else None
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """None: chunks are read by the library."""
+        return None
 
     def close(self) -> None:
         """Nothing to give back: the array is the caller's."""

@@ -1,9 +1,10 @@
-"""How do I obtain values from Zarr, format 2 or 3? With zarr-python, which decodes chunks into the caller's buffer.
+"""How do I obtain values from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
 
 1. `_open_store` makes a path, a zip file or a URL into what zarr-python opens.
 2. `describe` turns an array's metadata into an `ArrayInfo`, without touching chunks.
 3. `ZarrSource.read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
    once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
+4. `ZarrSource.chunk_reader` is the faster way, for stores that are folders with the usual codecs: see `zarr_chunks`.
 
 A chunk that is not in the store is the array's fill value: Zarr does not tell one that was never written from one
 that was lost.
@@ -26,7 +27,8 @@ import zarr.storage
 
 from shardload.errors import ConfigError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
@@ -50,6 +52,7 @@ class ZarrSource:
     def __init__(self, array: Any, info: ArrayInfo, store: Any = None) -> None:
         self._array, self._info, self._store = array, info, store
         self._dtype = native_dtype(array.dtype)
+        self._chunks: ZarrChunks | None = None
 
     @property
     def info(self) -> ArrayInfo:
@@ -73,8 +76,16 @@ class ZarrSource:
         """None: the values are in a store."""
         return None
 
+    def chunk_reader(self) -> ChunkReader | None:
+        """The chunks of a local folder, where their encoding is one that `zarr_chunks` knows; else None."""
+        if self._chunks is None:
+            self._chunks = chunk_reader(self._array, self._info, self._dtype)
+        return self._chunks
+
     def close(self) -> None:
-        """Close the store, where this object opened it."""
+        """Close the store, where this object opened it, and the shards that its chunk reader keeps open."""
+        if self._chunks is not None:
+            self._chunks.close()
         _close_store(self._store)
         self._store = None
 

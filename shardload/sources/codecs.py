@@ -1,0 +1,265 @@
+"""How are the bytes of one stored chunk turned back into values? With well-kept libraries, outside any lock of a file format.
+
+1. A format describes how a chunk was encoded as a chain of `Stage`, in the order in which they are undone.
+2. `Chain.decode` runs it: every result has the size that follows from the chunk's declared size, so damaged or hostile
+   bytes cannot make it allocate more; the last stage writes straight into the caller's buffer.
+3. A stage that finds damage raises `ValueError` with what it found. The caller knows which chunk it was, and says so.
+
+All of it releases the GIL where the work is done, so several chunks can be decoded at once. Why these libraries:
+docs/design/decode.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deflate
+import google_crc32c
+import numcodecs
+import numpy as np
+
+__all__ = ["Chain", "Stage", "blosc", "crc32c", "fletcher32", "gunzip", "inflate", "swap_bytes", "unshuffle", "unzstd"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of encoding, and how it is undone.
+
+    Attributes
+    ----------
+    name : str
+        For messages: ``"gzip"``.
+    undo : callable
+        ``undo(data, out)`` writes the decoded bytes into `out`, which has exactly the size that they must have. May instead
+        return an array of them, if that costs no more; ValueError where `data` is not what was encoded.
+    n_more : int or None
+        Bytes by which the encoded form is longer (a checksum), 0 where it has the same length; None where it may have any.
+    """
+
+    name: str
+    undo: Callable[[Bytes, Bytes], Bytes | None]
+    n_more: int | None
+
+
+class Chain:
+    """How the chunks of one array are decoded. Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    stages : sequence of Stage
+        In the order in which they are undone: the last one applied in writing comes first.
+    nbytes : int
+        Bytes of a decoded chunk.
+
+    Raises
+    ------
+    ValueError
+        If two stages have an encoded form of any length: the size of what is between them would be the file's to choose.
+
+    Examples
+    --------
+    >>> import zlib
+    >>> chain = Chain([inflate(), unshuffle(2)], nbytes=4)
+    >>> out = np.empty(2, "<u2")
+    >>> chain.decode(zlib.compress(bytes([1, 2, 0, 1])), out)
+    >>> out.tolist()
+    [1, 258]
+    """
+
+    def __init__(self, stages: Sequence[Stage], nbytes: int) -> None:
+        open_ended = [stage.name for stage in stages if stage.n_more is None]
+        if len(open_ended) > 1:
+            raise ValueError(f"{' and '.join(open_ended)}: nothing says how long the data between the two should be")
+        self._stages = tuple(stages)
+        self._own = threading.local()
+        self.nbytes = nbytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages, in the order in which they are undone."""
+        return tuple(stage.name for stage in self._stages)
+
+    def decode(self, encoded: Any, out: np.ndarray[Any, Any], skipped: frozenset[int] = frozenset()) -> None:
+        """Decode one chunk into `out`.
+
+        Parameters
+        ----------
+        encoded : bytes-like
+            As stored.
+        out : ndarray
+            C-contiguous, `nbytes` long, of any type.
+        skipped : frozenset of int
+            Stages that were not applied to this chunk, by their position in `stages` (HDF5 allows that per chunk).
+
+        Raises
+        ------
+        ValueError
+            If a stage finds damage, or the sizes do not come out.
+        """
+        stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
+        data: Bytes = np.frombuffer(encoded, dtype=np.uint8)
+        target: Bytes = out.reshape(-1).view(np.uint8)
+        if target.nbytes != self.nbytes:
+            raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
+        for k, stage in enumerate(stages):
+            nbytes = self._nbytes_after(stages, k, data)
+            room = target if k == len(stages) - 1 else self._room(k, nbytes)
+            found = stage.undo(data, room)
+            data = room if found is None else found
+            if data.nbytes != nbytes:
+                raise ValueError(f"{stage.name} gives {data.nbytes} bytes where {nbytes} were stored")
+        if data is not target:
+            if data.nbytes != target.nbytes:
+                raise ValueError(f"{data.nbytes} bytes are stored for a chunk of {target.nbytes}")
+            target[:] = data
+
+    def _room(self, k: int, nbytes: int) -> Bytes:
+        """Memory of this thread for the result of stage `k`, used again for its next chunk: new memory is slow."""
+        rooms: dict[str, Bytes] = self._own.__dict__
+        name = f"stage{k}"
+        if name not in rooms or rooms[name].nbytes < nbytes:
+            rooms[name] = np.empty(nbytes, dtype=np.uint8)
+        return rooms[name][:nbytes]
+
+    def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int:
+        """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`."""
+        more = [stage.n_more for stage in stages[k + 1 :]]
+        if None not in more:
+            return self.nbytes + sum(n for n in more if n is not None)
+        return max(len(data) - (stages[k].n_more or 0), 0)
+
+
+def inflate() -> Stage:
+    """HDF5's gzip filter and Zarr's zlib: a zlib stream, its Adler-32 checked. By libdeflate."""
+    return Stage("gzip", _inflater(deflate.zlib_decompress), None)
+
+
+def gunzip() -> Stage:
+    """Zarr's gzip: a gzip stream, its CRC-32 checked. By libdeflate."""
+    return Stage("gzip", _inflater(deflate.gzip_decompress), None)
+
+
+def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, Bytes], Bytes]:
+    def undo(data: Bytes, out: Bytes) -> Bytes:
+        try:
+            return np.frombuffer(decompress(data, out.nbytes), dtype=np.uint8)
+        except deflate.DeflateError as error:
+            raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
+
+    return undo
+
+
+def unshuffle(itemsize: int) -> Stage:
+    """The byte shuffle: first byte of each element, then the second, ... (bytes that make up no element come last)."""
+
+    def undo(data: Bytes, out: Bytes) -> None:
+        n = len(out) // itemsize
+        if len(data) != len(out):
+            raise ValueError(f"shuffled data of {len(data)} bytes for {len(out)}")
+        elements = out[: n * itemsize].reshape(n, itemsize)
+        for k in range(itemsize):  # NumPy releases the GIL in each; measured as fast as numcodecs, which does not
+            elements[:, k] = data[k * n : (k + 1) * n]
+        out[n * itemsize :] = data[n * itemsize :]
+
+    return Stage("shuffle", undo, 0)
+
+
+def fletcher32() -> Stage:
+    """HDF5's Fletcher-32 checksum, after the data. By numcodecs."""
+    codec = numcodecs.Fletcher32()
+
+    def undo(data: Bytes, out: Bytes) -> Bytes:
+        if len(data) < 4:
+            raise ValueError(f"{len(data)} bytes are too few to hold a Fletcher-32 checksum")
+        try:
+            codec.decode(data)
+        except RuntimeError as error:
+            # HDF5 before 1.6.3 wrote the bytes of each half in the other order, and later versions accept both.
+            a, b, c, d = data[-4:].tolist()
+            try:
+                codec.decode(np.concatenate([data[:-4], np.array([b, a, d, c], dtype=np.uint8)]))
+            except RuntimeError:
+                raise ValueError(f"Fletcher-32: {error}") from None
+        return data[:-4]
+
+    return Stage("fletcher32", undo, 4)
+
+
+def crc32c() -> Stage:
+    """Zarr's CRC-32C checksum, after the data. By google-crc32c, on which zarr-python depends."""
+
+    def undo(data: Bytes, out: Bytes) -> Bytes:
+        if len(data) < 4:
+            raise ValueError(f"{len(data)} bytes are too few to hold a CRC-32C checksum")
+        stored = int.from_bytes(data[-4:].tobytes(), "little")
+        found = google_crc32c.value(data[:-4])  # takes arrays, but no memoryview
+        if stored != found:
+            raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
+        return data[:-4]
+
+    return Stage("crc32c", undo, 4)
+
+
+def unzstd() -> Stage:
+    """Zstandard frames. By numcodecs, which would leave the end of the buffer as it was where a frame holds less."""
+    codec = numcodecs.Zstd()
+
+    def undo(data: Bytes, out: Bytes) -> Bytes | None:
+        size = _zstd_size(data)
+        if size is not None and size != len(out):
+            raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {len(out)}")
+        try:
+            if size is not None:
+                codec.decode(data, out=out)
+                return None
+            return np.frombuffer(codec.decode(data), dtype=np.uint8)  # written as a stream: it does not say how long it is
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"the zstd data is damaged ({error})") from None
+
+    return Stage("zstd", undo, None)
+
+
+def _zstd_size(data: Bytes) -> int | None:
+    """What a Zstandard frame (RFC 8878, 3.1.1.1) declares as its content's size; None where it declares none."""
+    head = data[:18].tobytes()
+    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
+        raise ValueError(f"no zstd frame: it starts with {head[:4]!r}")
+    descriptor = head[4]
+    is_single = descriptor >> 5 & 1
+    at = 5 + (1 - is_single) + (0, 1, 2, 4)[descriptor & 3]
+    n = (is_single, 2, 4, 8)[descriptor >> 6]
+    return int.from_bytes(head[at : at + n], "little") + (256 if n == 2 else 0) if n else None
+
+
+def blosc() -> Stage:
+    """A Blosc 1 buffer, whatever it holds (lz4, zstd, ...; shuffled or not). By numcodecs, which trusts its header."""
+    codec = numcodecs.Blosc()
+
+    def undo(data: Bytes, out: Bytes) -> None:
+        head = data[:16].tobytes()
+        size, stored = (int.from_bytes(head[a : a + 4], "little") for a in (4, 12))
+        if len(head) < 16 or size != len(out) or stored != len(data):
+            raise ValueError(f"the blosc header declares {stored} bytes for {size}; {len(data)} are stored for {len(out)}")
+        try:
+            codec.decode(data, out=out)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"the blosc data is damaged ({error})") from None
+
+    return Stage("blosc", undo, None)
+
+
+def swap_bytes(itemsize: int) -> Stage:
+    """The other byte order, for elements (or parts of complex ones) of `itemsize` bytes."""
+
+    def undo(data: Bytes, out: Bytes) -> None:
+        if len(data) != len(out):  # one element alone would be repeated
+            raise ValueError(f"{len(data)} bytes are stored for a chunk of {len(out)}")
+        kind = np.dtype(f"u{itemsize}")
+        np.copyto(out.view(kind), data.view(kind.newbyteorder()))
+
+    return Stage("byte order", undo, 0)

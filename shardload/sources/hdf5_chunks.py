@@ -1,0 +1,244 @@
+"""How are the chunks of an HDF5 dataset read and decoded by several threads, when the HDF5 library does one at a time?
+
+1. `open_chunks` takes a dataset if HDF5 would do nothing to it that is not done here: the type and every filter are known.
+2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is, and reads those bytes past HDF5, without its lock.
+3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. A chunk that was never written is the fill value.
+
+Where a chunk is: HDF5 lists all chunks in a microsecond each, but to answer for one (``H5Dget_chunk_info_by_coord``) it walks
+the same list. So all are listed once, as soon as that costs little beside the chunks that were asked for; until then a chunk
+is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
+
+from shardload.sources.base import Encoded, Room, fresh
+from shardload.sources.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.sources.hdf5_raw import RawFile, swap_size
+
+__all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
+
+_LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
+_LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when as many were asked for as make up for it
+_MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
+_NOWHERE = 2**64 - 1
+
+_COMPRESSORS = (1, 32001, 32015)
+
+
+def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Chunks | None:
+    """A reader for the chunks of `dataset` as values of `dtype` (a native one); None where only HDF5 may decode them."""
+    creation = dataset.id.get_create_plist()
+    swap = swap_size(dataset, dtype)
+    if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
+        return None
+    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
+    stages = [_stage_of(number, values) for number, _, values, _ in reversed(filters)]
+    known = [stage for stage in stages if stage is not None]
+    if len(known) < len(stages) or sum(number in _COMPRESSORS for number, *_ in filters) > 1:
+        return None
+    chunk = tuple(creation.get_chunk())
+    chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
+    return Hdf5Chunks(dataset, dtype, raw, chain, len(filters))
+
+
+def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """What `dataset` holds where nothing was written, as a 0-d array; zero where HDF5 leaves the reader's buffer as it is.
+
+    That is so if its creator asked HDF5 never to fill, or not to have a fill value. h5py hands HDF5 a buffer of zeros.
+    """
+    creation = dataset.id.get_create_plist()
+    value = np.zeros((), dtype)
+    if not leaves_gaps(dataset):
+        creation.get_fill_value(value)
+    return value
+
+
+def leaves_gaps(dataset: h5py.Dataset) -> bool:
+    """Whether HDF5 writes nothing into the reader's buffer for values that were never written."""
+    creation = dataset.id.get_create_plist()
+    return bool(
+        creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+    )
+
+
+def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
+    """How an HDF5 filter is undone; None for one that is not known here."""
+    if number == 1:
+        return inflate()
+    if number == 2:
+        return unshuffle(values[0]) if values and values[0] > 0 else None
+    if number == 3:
+        return fletcher32()
+    if number == 32001:
+        return blosc()
+    return unzstd() if number == 32015 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk is in the file; bit k of `mask` set: filter k was not applied to it."""
+
+    offset: int
+    nbytes: int
+    mask: int
+
+
+class Hdf5Chunks:
+    """The chunks of one open HDF5 dataset. Made by `open_chunks`.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open, chunked.
+    dtype : dtype
+        Of the decoded values, in native byte order.
+    raw : RawFile
+        The file it is in.
+    chain : Chain
+        The inverse of its filters, the last one first, and what comes after.
+    n_filters : int
+        How many of the chain's stages are filters.
+    """
+
+    def __init__(self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, chain: Chain, n_filters: int) -> None:
+        self._identifier, self._dtype, self._raw, self._chain, self._n_filters = dataset.id, dtype, raw, chain, n_filters
+        self._shape: tuple[int, ...] = dataset.shape
+        self._chunk: tuple[int, ...] = dataset.chunks
+        self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
+        self._fill = fill_value(dataset, dtype)
+        self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter known here makes a chunk longer than that
+        self._listing = threading.Lock()
+        self._listed: tuple[array[int], array[int], array[int]] | None = None  # offsets, sizes, masks
+        self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
+        self._n_fetched = 0
+
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
+        """Read the chunk at `index` as it is stored; None where it was never written.
+
+        Raises
+        ------
+        OSError
+            If the file ends before the chunk does, or cannot be read.
+        ValueError
+            If `index` is outside the grid, or the file declares a size that no chunk of this dataset can have.
+        """
+        if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
+            raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
+        listed = self._places()
+        if listed is None:
+            return self._fetch_by_hdf5(offsets, room)
+        at = _flat_index(index, self._grid)
+        place = _Place(*(column[at] for column in listed))
+        if place.offset == _NOWHERE:
+            return None
+        if place.nbytes > self._most_nbytes:
+            raise self._too_long(place.nbytes)
+        end, end_of_file = place.offset + place.nbytes, self._raw.nbytes
+        if end > end_of_file:
+            raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {place.offset} to {end}")
+        data = room(place.nbytes)
+        self._raw.read_into(data, place.offset)
+        return self._encoded(data, place.mask, offsets)
+
+    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
+        """Decode into `out`, of the chunk's full shape; ValueError where the chunk is damaged."""
+        if encoded is None:
+            out[...] = self._fill
+        else:
+            self._chain.decode(encoded.data, out, encoded.skipped)
+
+    def _encoded(self, data: np.ndarray[Any, Any], mask: int, offsets: tuple[int, ...]) -> Encoded:
+        n = self._n_filters
+        skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
+        # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
+        # Nothing tells but the size: such a chunk has that of its values. Shuffled ones have it too, so HDF5 has to read it.
+        is_edge = any(at + c > end for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
+        if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
+            return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
+        return Encoded(data, skipped)
+
+    def _too_long(self, nbytes: int | None) -> ValueError:
+        found = "more" if nbytes is None else f"{nbytes}"
+        return ValueError(
+            f"the file declares {found} bytes for a chunk of {self._chain.nbytes}, more than the {self._most_nbytes} that its "
+            "filters could make of it at the worst: its index is damaged"
+        )
+
+    def _fetch_by_hdf5(self, offsets: tuple[int, ...], room: Room) -> Encoded | None:
+        """The same as `fetch`, without knowing where the chunk is."""
+        try:
+            with phil:
+                mask, data = self._identifier.read_direct_chunk(offsets, out=room(self._most_nbytes))
+        except ValueError:  # h5py: the buffer is too small
+            raise self._too_long(None) from None
+        except (OSError, RuntimeError) as error:
+            if "not allocated" in str(error):
+                return None
+            raise OSError(str(error)) from error
+        return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
+
+    def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Values of a chunk, decoded by HDF5 but in the byte order of the file."""
+        out = np.zeros(self._chunk, self._dtype)
+        shape = tuple(min(c, end - at) for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
+        in_file, in_memory = self._identifier.get_space(), h5py.h5s.create_simple(self._chunk)
+        in_file.select_hyperslab(offsets, shape)
+        in_memory.select_hyperslab((0,) * len(shape), shape)
+        self._identifier.read(in_memory, in_file, out, self._identifier.get_type())
+        return out.reshape(-1).view(np.uint8)
+
+    def _places(self) -> tuple[array[int], array[int], array[int]] | None:
+        """Where all chunks are; None while listing them would cost too much for those that were asked for."""
+        if self._listed is not None or not self._may_list:
+            return self._listed
+        with self._listing:
+            self._n_fetched += 1
+            worth = math.prod(self._grid) <= _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
+            if self._listed is None and self._may_list and worth:
+                self._listed = self._list()
+                self._may_list = self._listed is not None
+            return self._listed
+
+    def _list(self) -> tuple[array[int], array[int], array[int]] | None:
+        """Offset, size and filter mask of every chunk; None where HDF5 contradicts itself."""
+        n = math.prod(self._grid)
+        found = array("Q", [_NOWHERE]) * n, array("Q", [0]) * n, array("I", [0]) * n
+
+        def keep(stored: Any) -> None:
+            index = tuple(at // c for at, c in zip(stored.chunk_offset, self._chunk, strict=True))
+            if all(0 <= k < m for k, m in zip(index, self._grid, strict=True)):
+                at = _flat_index(index, self._grid)
+                found[0][at], found[1][at], found[2][at] = stored.byte_offset, stored.size, stored.filter_mask
+
+        with phil:
+            self._identifier.chunk_iter(keep)
+            last = next((at for at in range(n - 1, -1, -1) if found[0][at] != _NOWHERE), None)
+            if last is not None:
+                offsets = tuple(int(k) * c for k, c in zip(np.unravel_index(last, self._grid), self._chunk, strict=True))
+                told = self._identifier.get_chunk_info_by_coord(offsets)
+                if (told.byte_offset, told.size, told.filter_mask) != tuple(column[last] for column in found):
+                    return None
+        return found
+
+
+def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:
+    """Position in row-major order.
+
+    >>> _flat_index((1, 2), (3, 4))
+    6
+    """
+    flat = 0
+    for k, n in zip(index, grid, strict=True):
+        flat = flat * n + k
+    return flat

@@ -1,0 +1,111 @@
+"""Which datasets may be read past the HDF5 library, and how? Those whose bytes in the file are surely their values' bytes.
+
+1. `RawFile.open` says yes where HDF5 itself would do no more than read those bytes: a plain file, opened for reading only
+   (a writer keeps chunks in memory that the file does not have yet), that starts with the HDF5 signature at byte 0.
+2. `swap_size` compares the dataset's type in the file with the two types (one per byte order) that NumPy knows.
+3. What is in doubt is refused here, and then read by the library.
+
+Reads are positional, on a duplicate of HDF5's own descriptor: the same open file even if it was renamed or replaced since, no
+file offset that two threads would share, no lock of HDF5 or of Python held. And where the caller closes the file during a load,
+the number cannot come to stand for another file.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from typing import Any
+
+import h5py
+import numpy as np
+
+__all__ = ["RawFile", "swap_size"]
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+class RawFile:
+    """The bytes of a file that HDF5 has open. Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    descriptor : int
+        Of the open file. It is duplicated, and stays the caller's.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.dup(descriptor)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    @classmethod
+    def open(cls, dataset: h5py.Dataset) -> RawFile | None:
+        """The file that holds the values of `dataset`; None where only the HDF5 library may read it."""
+        file = dataset.file
+        plain = (
+            file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
+            and file.id.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
+            and file.userblock_size == 0
+            and h5py.h5o.get_info(dataset.id).fileno == h5py.h5o.get_info(file.id).fileno  # not in a mounted file
+        )
+        if not plain:
+            return None
+        raw = cls(file.id.get_vfd_handle())
+        mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
+        if raw.nbytes >= len(mark):
+            raw.read_into(mark, 0)
+        if mark.tobytes() != _SIGNATURE:
+            raw.close()
+            return None
+        return raw
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return os.fstat(self._descriptor).st_size
+
+    def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
+        """Fill `out`, a C-contiguous array of bytes, with those of the file from `offset` on.
+
+        Raises
+        ------
+        OSError
+            If the file ends before, or cannot be read; after `close` too.
+        """
+        room, done = out.data, 0
+        while done < len(room):  # one call reads 2 GiB at the most, and less on some file systems
+            n = os.preadv(self._alive(), [room[done:]], offset + done)
+            if n == 0:
+                raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
+            done += n
+
+    def close(self) -> None:
+        """Give back the descriptor."""
+        self._close()
+
+    def _alive(self) -> int:
+        if not self._close.alive:
+            raise OSError("the file was closed")  # its number may stand for another file by now
+        return self._descriptor
+
+
+def swap_size(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> int | None:
+    """How the values' bytes in the file become `dtype`, a native one.
+
+    Returns
+    -------
+    int or None
+        0: they are the same. n > 1: once each group of n bytes is reversed (a part of a complex number is a group). None
+        where they are not, or may not be: HDF5 has to convert.
+    """
+    in_file = dataset.id.get_type()
+    part = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+    for is_native in (True, False):
+        known = [h5py.h5t.py_create(dtype if is_native else dtype.newbyteorder(), logical=True)]
+        if dtype.kind == "c":
+            order = "LE" if is_native == (sys.byteorder == "little") else "BE"
+            name = f"COMPLEX_IEEE_F{8 * part}{order}"  # the complex type of HDF5 2.0
+            known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
+        if any(in_file.equal(one) for one in known):
+            return 0 if is_native or part == 1 else part
+    return None
