@@ -28,7 +28,11 @@ _CONTIGUOUS_RATE = 8e9  # positional reads
 _CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
 _OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
 _CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
-_RUN_SECONDS = 1e-6  # per contiguous run of a strided read
+_CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
+_NEAR_NBYTES = (
+    32 << 10
+)  # runs that start no further apart are read with what lies between them, as sources.hdf5_contiguous does
+_RUN_SECONDS = 5e-8  # ... and copied out of it
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
 _WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
@@ -87,7 +91,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is read: in all and by the busiest rank. Chunks are 0 where there are none."""
+    """What is read: in all and by the busiest rank. Chunks are 0 where there are none.
+
+    `span_nbytes` is from the start of one run to the next, where runs are read together with what lies between; else 0.
+    """
 
     n_readers: int
     chunks: int
@@ -95,6 +102,7 @@ class _Reading:
     reader_chunks: int
     reader_nbytes: int
     runs: int
+    span_nbytes: int = 0
 
 
 def plan_cost(
@@ -166,7 +174,9 @@ def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: i
         unit = itemsize if chunk_nbytes is None else chunk_nbytes
         runs = _runs_per_piece(plan) * fullest if chunk_nbytes is None else 0
         n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
-        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs)
+        stride = _run_stride(plan) * itemsize
+        span_nbytes = stride if runs > 1 and stride <= _NEAR_NBYTES else 0
+        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs, span_nbytes)
     n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
     most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
     if chunk_nbytes is None:
@@ -180,15 +190,16 @@ def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, ra
     """How long the busiest reader takes, sharing the cores of its node with the readers there."""
     busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
     threads = max(1, cores // per_node)  # that one rank decodes with
-    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * _RUN_SECONDS
+    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
+    nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
     share = cores / max(1, busy)
     # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
-    return reading.reader_nbytes / rate / min(threads, share) + calls / min(1, share)
+    return nbytes / rate / min(threads, share) + calls / min(1, share)
 
 
 def _copy_seconds(reading: _Reading, piece_nbytes: int, per_node: int, cores: int) -> float:
-    """How long a rank takes to copy its pieces from decoded blocks; what is read in runs is read to where it belongs."""
-    return 0.0 if reading.runs else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
+    """How long a rank takes to copy its pieces from decoded blocks; long runs are read to where they belong."""
+    return 0.0 if reading.runs and not reading.span_nbytes else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
 
 
 def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
@@ -265,3 +276,10 @@ def _runs_per_piece(plan: ReadPlan) -> int:
             runs *= min(n, e)
         whole = whole and e >= n
     return runs
+
+
+def _run_stride(plan: ReadPlan) -> int:
+    """Elements from the start of one run of a piece to the next: the last axis that is cut, and all after it."""
+    shape = plan.blocks.shape
+    cut = [k for k, (n, e) in enumerate(zip(shape, plan.shards.shard_shape, strict=True)) if e < n]
+    return math.prod(shape[cut[-1] :]) if cut else 0

@@ -334,6 +334,31 @@ def test_small_chunks_cost_more_than_their_bytes() -> None:
     assert large[DIRECT].reader_nbytes / large[DIRECT].seconds > 2 * rate
 
 
+@settings(max_examples=100)
+@given(cases())
+def test_distance_of_runs_against_elements(case: Case) -> None:
+    if math.prod(case.shape) == 0:
+        return
+    plan = case.plan()
+    first = plan.shards.region(0).intersect(Region.whole(case.shape))
+    assert first is not None
+    flat = flat_index(case.shape)[first.slices()].ravel()
+    starts = flat[np.flatnonzero(np.diff(flat, prepend=-2) != 1)]
+    if len(starts) > 1:
+        assert costs._run_stride(plan) == starts[1] - starts[0]
+
+
+def test_what_lies_between_near_runs_is_read_too() -> None:
+    """A quarter of each row: of rows of 2 KiB all is read, of rows of 2 MiB only the quarter, in calls of their own."""
+    seconds = {}
+    for shape in ((512, 512, 512), (4, 64, 1 << 19)):
+        for n in (4, 8):
+            found, _ = plan_all(shape, None, ((), (), (0,)), (n,), "none")
+            seconds[shape[0], n] = found[DIRECT].seconds
+    assert seconds[512, 8] > 0.75 * seconds[512, 4], "all is read, however little of it is held"
+    assert seconds[4, 8] < 0.6 * seconds[4, 4]
+
+
 def test_root_is_taken_only_where_it_is_clearly_the_best() -> None:
     found, _ = plan_all(CUBE, (1, 512, 512), PENCIL, (2, 2), "gzip")
     best = found[PARALLEL].seconds
