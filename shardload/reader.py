@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -125,6 +127,7 @@ class SourceReader:
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="shardload-read")
         self._own = threading.local()
         self._lock = threading.Lock()
+        self._finished: SimpleQueue[None] = SimpleQueue()
         self.tally = Tally()
 
     def _find_chunk_reader(self) -> ChunkReader | None:
@@ -141,6 +144,11 @@ class SourceReader:
     def n_at_once(self) -> int:
         """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_threads + 1
+
+    def wait(self, seconds: float | None) -> None:
+        """Return when a task has finished since the last call, or after `seconds`."""
+        with suppress(Empty):
+            self._finished.get(timeout=seconds)
 
     def has_room(self, read: Read) -> bool:
         """Whether a slot is free for this read, or it needs none."""
@@ -164,7 +172,13 @@ class SourceReader:
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
         if read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
             return Reading(block, [_done_here(self._run, task, read) for task in work])
-        return Reading(block, [self._pool.submit(self._run, task, read) for task in work])
+        tasks = [self._pool.submit(self._run, task, read) for task in work]
+        for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once
+            task.add_done_callback(self._tell)
+        return Reading(block, tasks)
+
+    def _tell(self, _: Future[None]) -> None:
+        self._finished.put(None)
 
     def _needs_slot(self, read: Read) -> bool:
         if self._chunk_reader is not None:

@@ -152,11 +152,11 @@ class _Shard:
     def __init__(self, fd: int, path: str, layout: Layout, per_shard: tuple[int, ...]) -> None:
         self._fd, self._path = fd, path
         self._nbytes = os.fstat(fd).st_size
-        self._index = np.empty((*per_shard, 2), dtype="<u8")
-        chain = Chain(layout.index_stages, self._index.nbytes)
+        chain = Chain(layout.index_stages, 16 * math.prod(per_shard))
         nbytes = chain.nbytes + sum(stage.n_more or 0 for stage in layout.index_stages)
         if nbytes > self._nbytes:
             raise ValueError(f"'{path}' has {self._nbytes} bytes, its index alone would take {nbytes}")
+        self._index = np.empty((*per_shard, 2), dtype="<u8")
         stored = _read_at(fd, path, 0 if layout.is_index_first else self._nbytes - nbytes, nbytes)
         try:
             chain.decode(stored, self._index)
