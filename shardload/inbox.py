@@ -9,7 +9,7 @@ elements must agree.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class _Sender:
     """One rank that sends to this one: what comes from it, in order, and how much of it is posted or here."""
 
     rank: int
-    parts: list[Part]
+    parts: Sequence[Part]
     n_coming: int
     identity: int
     receipt: Array

@@ -121,7 +121,7 @@ def check_table(shards: Shards, sharding: NamedSharding, shape: tuple[int, ...],
         holders.setdefault(region, set()).add(rank_of(device.id))
     for rank in range(8):
         assert {shards.region(s) for s in shards.shards_of(rank)} == held.get(rank, set()), (rank, held)
-    assert {shards.region(s): set(shards.holders(s)) for s in range(len(shards.ranks))} == holders
+    assert {shards.region(s): set(shards.holders(s)) for s in range(shards.n_shards)} == holders
 
 
 def layout_of_a_process_per_device() -> None:
