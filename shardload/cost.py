@@ -12,13 +12,14 @@ between ways, not for promising a time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardload.count import Traffic, count_direct, count_held, count_traffic
 from shardload.plan import Grid, ReadPlan
 from shardload.units import format_nbytes
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "choose_mode", "plan_cost"]
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "choose_mode", "plan_cost"]
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
@@ -39,6 +40,8 @@ _WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
 _PART_SECONDS = 3e-5  # per part between nodes, of either end
 # A way must be this much better than a simpler one to be taken: the model is no better than that.
 _MARGIN = 0.9
+# Below this, messages take longer than reading anything twice.
+_SMALL_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,32 @@ def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
     return (between / _WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
 
 
-def choose_mode(costs: dict[str, Cost], n_ranks: int) -> tuple[str, str]:
+class Costs(Mapping[str, Cost]):
+    """The cost of each way, counted when it is first asked for: a small load takes little longer than the counting.
+
+    Parameters
+    ----------
+    count : mapping of str to callable
+        For each way, what counts its cost.
+    """
+
+    def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
+        self._count = dict(count)
+        self._known: dict[str, Cost] = {}
+
+    def __getitem__(self, mode: str) -> Cost:
+        if mode not in self._known:
+            self._known[mode] = self._count[mode]()
+        return self._known[mode]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._count)
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+
+def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
     """Which way to take, and why, in words for a person.
 
     The simplest way wins unless another is clearly better: direct needs no messages, parallel none that all come from one
@@ -222,11 +250,13 @@ def choose_mode(costs: dict[str, Cost], n_ranks: int) -> tuple[str, str]:
         return DIRECT, "one process: it reads what it holds"
     if direct.decoded_nbytes == 0:
         return DIRECT, "the array is empty"
+    verb = "decode" if direct.chunks_decoded else "read"
+    if direct.decoded_nbytes <= _SMALL_NBYTES:
+        return DIRECT, f"so little data that each rank best {verb}s what it holds"
     best = direct
     for mode in (PARALLEL, ROOT):
         if costs[mode].seconds < _MARGIN * best.seconds:
             best = costs[mode]
-    verb = "decode" if direct.chunks_decoded else "read"
     if best is direct:
         return DIRECT, (
             f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
 from shardload.errors import ConfigError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
@@ -251,8 +252,9 @@ def _choose(
         mode: _stage(call, plan, info, dtype, _chunks_per_block(plan, chunks) if has_chunks else 0)
         for mode, plan in plans.items()
     }
-    costs = {
-        mode: plan_cost(
+    count = {
+        mode: partial(
+            plan_cost,
             mode,
             plan,
             chunks,
@@ -267,6 +269,7 @@ def _choose(
         )
         for mode, plan in plans.items()
     }
+    costs = Costs(count)
     if options.readers == AUTO:
         mode, why = choose_mode(costs, plans[ROOT].n_ranks)
     elif isinstance(options.readers, int):
