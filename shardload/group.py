@@ -27,7 +27,7 @@ from shardload.node import HANDLE_SIZE, Segment
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
-_TAGS = 1 << 14  # three tags per load, below the 32767 that every MPI grants
+_TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
 
 
 @cache

@@ -99,7 +99,7 @@ class SourceReader:
     rank : int
         This rank.
     n_threads : int
-        How many chunks are decoded at once.
+        How many chunks are decoded at once. (The library reads in one thread, beside the one that calls MPI.)
     checksums : bool
         Whether each part that stays here is compared with what it was copied from.
     """
@@ -120,11 +120,12 @@ class SourceReader:
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
-        self._n_threads, self._checksums = n_threads, checksums
+        self._checksums = checksums
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
         self._chunk_reader = self._find_chunk_reader()
-        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="shardload-read")
+        self._n_threads = n_threads if self._chunk_reader is not None else 1  # `read_into` is promised one at a time
+        self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="shardload-read")
         self._own = threading.local()
         self._lock = threading.Lock()
         self._finished: SimpleQueue[None] = SimpleQueue()

@@ -121,7 +121,7 @@ def test_whatever_is_in_an_error_it_can_be_sent() -> None:
 
 
 class ThreadComm:
-    """The four collectives that a group uses, between threads."""
+    """The collectives that a group uses, between threads."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
@@ -134,11 +134,23 @@ class ThreadComm:
         return found
 
     def Allgather(self, mine: Any, everyone: Any) -> None:
-        everyone[:] = np.concatenate(self._gather(mine.copy()))
+        everyone[:] = np.concatenate(self._gather(mine.copy())).reshape(everyone.shape)
 
     def Allreduce(self, mine: Any, total: Any, op: str = "sum") -> None:
         found = np.stack(self._gather((total if isinstance(mine, str) else mine).copy()))
-        total[:] = found.min(axis=0) if op == "min" else found.sum(axis=0)
+        total[:] = {"min": found.min, "max": found.max, "sum": found.sum}[op](axis=0)
+
+    def Split(self, color: int, key: int) -> ThreadComm:
+        colors = self._gather((color, key))
+        ranks = sorted((r for r in range(self.size) if colors[r][0] == color), key=lambda r: colors[r][1])
+        made = (threading.Barrier(len(ranks)), [None] * len(ranks)) if self.rank == ranks[0] else None
+        return ThreadComm(ranks.index(self.rank), len(ranks), *self._gather(made)[ranks[0]])
+
+    def Split_type(self, kind: str, key: int) -> ThreadComm:
+        return self.Split(0, key)
+
+    def Free(self) -> None:
+        self._barrier, self._slots = threading.Barrier(1), []
 
     def Bcast(self, data: Any, root: int) -> None:
         assert data.flags.writeable
@@ -148,7 +160,7 @@ class ThreadComm:
 
 
 class ThreadGroup(Group):
-    mpi = SimpleNamespace(IN_PLACE="in place", MIN="min")  # type: ignore[assignment]
+    mpi = SimpleNamespace(IN_PLACE="in place", MIN="min", MAX="max", COMM_TYPE_SHARED="shared")  # type: ignore[assignment]
 
 
 def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:

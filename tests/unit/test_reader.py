@@ -1,96 +1,31 @@
-"""Does a rank's reader put the right values into few buffers, and does it keep its promises when a read fails?"""
+"""Does a rank's reader put the right values into few buffers, and does it keep its promises when a read fails?
+
+Here the format's library reads, block by block; `test_reader_chunks.py` is about chunks one by one.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from shardload.errors import ConfigError, SourceError
-from shardload.exchange import Block, Piece
+from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.plan import Grid, Part, Read
-from shardload.reader import SourceReader, aligned_empty
-from shardload.region import Region, Selection, select_axes
-from shardload.sources.base import ArrayInfo, Source
-from tests.unit.planning import Case, cases, chunks_read
+from shardload.reader import SourceReader
+from shardload.region import Region, select_axes
+from shardload.staging import Block, Slots
+from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, values_of, whole
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass
-class FakeSource:
-    """An array in memory that counts its reads, and fails where it is told to."""
-
-    data: Array
-    chunks: tuple[int, ...] | None = None
-    fails: Callable[[Region], Exception | None] = lambda region: None
-    shows: Array | None = None
-    reads: list[Region] = field(default_factory=list)
-    outs: list[Array] = field(default_factory=list)
-
-    @property
-    def info(self) -> ArrayInfo:
-        return ArrayInfo("f.h5", "/rho", "fake", self.data.shape, self.data.dtype.name, self.chunks)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.data.dtype
-
-    def read_into(self, region: Region, out: Array) -> None:
-        assert out.shape == region.shape and out.dtype == self.dtype and out.flags.c_contiguous and out.flags.writeable
-        self.reads.append(region)
-        self.outs.append(out)
-        error = self.fails(region)
-        if error is not None:
-            out[...] = 99  # half read
-            raise error
-        out[...] = self.data[region.slices()]
-
-    def view(self, region: Region) -> Array | None:
-        return None if self.shows is None else self.shows[region.slices()]
-
-    def close(self) -> None: ...
-
-
-def reader_of(source: Source, pieces: dict[int, Piece] | None = None, **more: Any) -> SourceReader:
-    """A reader of a whole array on rank 0."""
-    shape = source.info.shape
-    chunks = Grid(shape, source.info.chunks or (1,) * len(shape), (0,) * len(shape))
-    options: dict[str, Any] = dict(
-        has_chunks=source.info.chunks is not None, block_size=math.prod(shape), n_buffers=2, dtype=source.dtype
-    )
-    return SourceReader(
-        source, more.pop("selection", select_axes(None, shape)), more.pop("chunks", chunks), **options | more,
-        pieces=pieces or {}, rank=0,
-    )  # fmt: skip
-
-
-def failure(reader: SourceReader, read: Read) -> Exception:
-    """What a read raises."""
-    with pytest.raises(Exception) as found:
-        reader.fetch(read)
-    return found.value
-
-
-def whole(region: Region, rank: int = 0, shard: int = 0) -> Read:
-    return Read(region, (Part(region, shard, rank),))
-
-
-def rows(start: int, stop: int, n: int = 4) -> Region:
-    return Region((start, 0), (stop, n))
-
-
-TABLE = np.arange(32, dtype="f4").reshape(8, 4)
-
-
-def piece_of(region: Region) -> Piece:
-    return Piece(region, np.full(region.shape, -1, dtype="f4"))
+def staged(reader: SourceReader, region: Region, dtype: Any = "f4") -> Array:
+    """The values of a block that another rank needs."""
+    block = fetch(reader, whole(region, rank=1))
+    assert [tile.region for tile in block.tiles] == [region], "the library reads all of a block at once"
+    return values_of(block, region, dtype)
 
 
 # --- where blocks go
@@ -99,16 +34,18 @@ def piece_of(region: Region) -> Piece:
 def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     piece = piece_of(rows(2, 6))
     source = FakeSource(TABLE, (2, 4))
-    reader = reader_of(source, {3: piece})
-    block = reader.fetch(whole(rows(2, 4), shard=3))
-    assert block.data is None
-    assert np.shares_memory(source.outs[0], piece.data)
-    np.testing.assert_array_equal(piece.data, [*TABLE[2:4], [-1] * 4, [-1] * 4])
-    for _ in range(5):  # needs no buffer, however often
-        reader.fetch(whole(rows(4, 6), shard=3)).release()
-    assert reader.has_room() and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
-    with pytest.raises(ValueError, match="straight into a piece"):
-        block.view(rows(2, 4))
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {3: piece}, slots=slots) as reader:
+        block = fetch(reader, whole(rows(2, 4), shard=3))
+        assert block.tiles == [] and block.slot is None and not block.is_shared
+        assert np.shares_memory(source.outs[0], piece.data)
+        np.testing.assert_array_equal(piece.data, [*TABLE[2:4], [-1] * 4, [-1] * 4])
+        for _ in range(5):  # needs no slot, however often
+            assert reader.has_room(whole(rows(4, 6), shard=3))
+            fetch(reader, whole(rows(4, 6), shard=3)).release()
+    assert slots.peak_nbytes == 0 and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
+    assert reader.tally.nbytes_copied == 0
+    assert list(block.views(rows(2, 4))) == [], "nothing of it is in the block"
 
 
 @pytest.mark.parametrize(
@@ -122,46 +59,79 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     ],
     ids=["another's", "replica", "two parts", "less than the block", "gaps"],
 )
-def test_any_other_block_is_staged(read: Read) -> None:
+@pytest.mark.parametrize("checksums", [False, True])
+def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Read, checksums: bool) -> None:
     piece = piece_of(rows(0, 8))
     source = FakeSource(TABLE, (2, 4))
-    reader = reader_of(source, {0: piece})
-    block = reader.fetch(read)
-    assert len(source.reads) == 1
-    assert block.data is not None and not np.shares_memory(block.data, piece.data)
-    np.testing.assert_array_equal(block.data, TABLE[read.region.slices()])
-    assert (piece.data == -1).all(), "delivering is the exchange's task"
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {0: piece}, slots=slots, checksums=checksums) as reader:
+        block = fetch(reader, read)
+    assert len(source.reads) == 1 and not np.shares_memory(source.outs[0], piece.data)
+    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot.data)
+    np.testing.assert_array_equal(values_of(block, read.region, "f4"), TABLE[read.region.slices()])
+    wanted = np.full((8, 4), -1.0)
+    for part in read.parts:
+        if part.rank == 0:
+            wanted[part.region.slices()] = TABLE[part.region.slices()]
+    np.testing.assert_array_equal(piece.data, wanted)
+    assert reader.tally.nbytes_copied == 4 * (wanted >= 0).sum()
     part = Region((1, 1), (2, 3))
-    np.testing.assert_array_equal(block.view(part), TABLE[part.slices()])
+    np.testing.assert_array_equal(values_of(block, part, "f4"), TABLE[part.slices()])
+    assert not slots.has_room()
+    block.release()
+    assert slots.has_room()
+
+
+def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a part that stays here were believed because it never travelled."""
+    copyto = np.copyto
+
+    def wrong(to: Array, what: Any, **options: Any) -> None:
+        copyto(to, what, **options)
+        to[(-1,) * to.ndim] += 1
+
+    monkeypatch.setattr("shardload.reader.np.copyto", wrong)
+    for sure in (False, True):
+        reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
+        read = Read(rows(0, 2), (Part(rows(0, 1), 0, 0),))
+        if sure:
+            error = failure(reader, read)
+            assert isinstance(error, PeerError) and error.rank == 0 and "a checksum after the copy differs" in str(error)
+        else:
+            fetch(reader, read)
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i2", "c8", ">f4"])
 def test_a_cast_is_staged_even_for_ones_own_piece(dtype: str) -> None:
     wanted = np.dtype(dtype).newbyteorder("=")
-    piece = Piece(rows(0, 8), np.zeros((8, 4), dtype=wanted))
+    piece = piece_of(rows(0, 8), wanted)
     source = FakeSource(TABLE, (2, 4), shows=TABLE)
-    reader = reader_of(source, {0: piece}, dtype=wanted)
-    for region in (rows(0, 2), rows(2, 6)):
-        block = reader.fetch(whole(region))
-        if wanted == TABLE.dtype:
-            assert block.data is None
-            continue
-        assert block.data is not None and block.data.dtype == wanted
-        np.testing.assert_array_equal(block.data, TABLE[region.slices()].astype(wanted), strict=True)
-        assert np.shares_memory(source.outs[0], source.outs[-1]), "one buffer in the file's dtype is enough"
+    with reader_of(source, {0: piece}, dtype=wanted) as reader:
+        for region in (rows(2, 6), rows(0, 2)):
+            block = fetch(reader, whole(region))
+            np.testing.assert_array_equal(piece.view(region), TABLE[region.slices()].astype(wanted), strict=True)
+            if wanted == TABLE.dtype:
+                assert block.slot is None
+                continue
+            np.testing.assert_array_equal(values_of(block, region, wanted), TABLE[region.slices()].astype(wanted))
+            assert not np.shares_memory(source.outs[-1], piece.data)
+            assert np.shares_memory(source.outs[0], source.outs[-1]), "one buffer in the file's dtype is enough"
+        assert (piece.view(rows(6, 8)) == wanted.type(-1)).all()
 
 
 def test_values_in_memory_are_shown_not_copied() -> None:
     source = FakeSource(TABLE, shows=TABLE)
-    reader = reader_of(source, {0: piece_of(rows(0, 8))})
-    blocks = [reader.fetch(whole(rows(k, k + 2), rank=1)) for k in range(6)]
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {0: piece_of(rows(0, 8))}, slots=slots) as reader:
+        blocks = [fetch(reader, whole(rows(k, k + 2), rank=1)) for k in range(6)]
     for k, block in enumerate(blocks):
-        assert block.data is not None and np.shares_memory(block.data, TABLE[k : k + 2])
-        np.testing.assert_array_equal(block.data, TABLE[k : k + 2])
+        assert len(block.tiles) == 1 and block.slot is None and not block.is_shared
+        assert np.shares_memory(block.tiles[0].data, TABLE[k : k + 2])
+        np.testing.assert_array_equal(block.tiles[0].data, TABLE[k : k + 2])
         block.release()
-    assert source.reads == [] and reader.has_room()
+    assert source.reads == [] and slots.peak_nbytes == 0
     assert np.array_equal(TABLE.ravel(), np.arange(32)), "releasing a view gives nobody a buffer to write into"
-    assert reader.nbytes_read == 0
+    assert reader.tally.nbytes_read == 0
 
 
 @pytest.mark.parametrize(
@@ -195,17 +165,17 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Arr
 )
 def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
     reader = reader_of(FakeSource(values), dtype=np.dtype(to))
-    block = reader.fetch(whole(Region((0,), values.shape), rank=1))
-    assert block.data is not None
-    np.testing.assert_array_equal(block.data, values.astype(to))
+    np.testing.assert_array_equal(staged(reader, Region((0,), values.shape), to), values.astype(to))
 
 
 @pytest.mark.parametrize("shown", [TABLE[::-1], TABLE.astype(">f4"), TABLE[:, ::-1]], ids=["flipped", "swapped", "mirrored"])
 def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None:
     source = FakeSource(TABLE, shows=shown)
-    block = reader_of(source).fetch(whole(rows(0, 8), rank=1))
-    assert block.data is not None and not np.shares_memory(block.data, shown) and block.data.dtype.isnative
-    np.testing.assert_array_equal(block.data, TABLE)
+    block = fetch(reader_of(source), whole(rows(0, 8), rank=1))
+    (tile,) = block.tiles
+    assert block.slot is not None and np.shares_memory(tile.data, block.slot.data)
+    assert not np.shares_memory(tile.data, shown) and tile.data.dtype.isnative
+    np.testing.assert_array_equal(tile.data, TABLE)
 
 
 @pytest.mark.parametrize("shows", [False, True])
@@ -221,65 +191,92 @@ def test_dropped_axes(index: Any, expected: Array, shows: bool) -> None:
     phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
     piece = piece_of(region)
     options: dict[str, Any] = dict(selection=selection, chunks=Grid(expected.shape, cell, phase))
-    block = reader_of(source, {0: piece}, **options).fetch(whole(region, rank=1))
-    assert block.data is not None and block.data.shape == expected.shape
-    np.testing.assert_array_equal(block.data, expected)
-    assert reader_of(source, {0: piece}, **options).fetch(whole(region)).data is None
+    np.testing.assert_array_equal(staged(reader_of(source, {0: piece}, **options), region), expected)
+    assert fetch(reader_of(source, {0: piece}, **options), whole(region)).tiles == []
     np.testing.assert_array_equal(piece.data, expected)
 
 
 # --- staging
 
 
-@pytest.mark.parametrize("n_buffers", [1, 2, 3])
-def test_no_more_buffers_than_allowed_and_none_before_it_is_given_back(n_buffers: int) -> None:
-    reader = reader_of(FakeSource(TABLE, (1, 4)), n_buffers=n_buffers, block_size=4)
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_no_more_slots_than_allowed_and_none_before_it_is_given_back(n_slots: int) -> None:
+    slots = Slots(n_slots, 16)
     held: list[tuple[int, Block]] = []
     addresses = set()
     order = np.random.default_rng(0)
-    for k in range(30):
-        while not reader.has_room():
-            row, block = held.pop(int(order.integers(len(held))))
-            assert block.data is not None
-            np.testing.assert_array_equal(block.data, TABLE[row : row + 1])  # nobody wrote into it meanwhile
-            block.release()
-        block = reader.fetch(whole(rows(k % 8, k % 8 + 1), rank=1))
-        assert block.data is not None
-        addresses.add(block.data.ctypes.data)
-        assert block.data.ctypes.data % 64 == 0
-        held.append((k % 8, block))
-        assert len(held) <= n_buffers
-    assert len(addresses) == n_buffers
+    with reader_of(FakeSource(TABLE, (1, 4)), slots=slots) as reader:
+        for k in range(30):
+            read = whole(rows(k % 8, k % 8 + 1), rank=1)
+            while not reader.has_room(read):
+                row, block = held.pop(int(order.integers(len(held))))
+                np.testing.assert_array_equal(block.tiles[0].data, TABLE[row : row + 1])  # nobody wrote into it meanwhile
+                block.release()
+            block = fetch(reader, read)
+            addresses.add(block.tiles[0].data.ctypes.data)
+            assert block.tiles[0].data.ctypes.data % 64 == 0
+            held.append((k % 8, block))
+            assert len(held) <= n_slots
+            assert slots.peak_nbytes <= 16 * n_slots
+    assert len(addresses) == n_slots and slots.peak_nbytes == 16 * n_slots
 
 
-def test_a_short_block_uses_the_front_of_a_buffer() -> None:
-    reader = reader_of(FakeSource(TABLE, (1, 4)), n_buffers=1, block_size=12)
+def test_a_read_without_a_slot_is_refused() -> None:
+    """Wrong if a block were read over another, or into memory beyond the staging cap."""
+    source = FakeSource(TABLE, (1, 4))
+    reader = reader_of(source, slots=Slots(1, 16))
+    fetch(reader, whole(rows(0, 1), rank=1))
+    assert not reader.has_room(whole(rows(1, 2), rank=1))
+    with pytest.raises(ValueError, match="no slot is free"):
+        reader.start(whole(rows(1, 2), rank=1))
+    assert source.reads == [rows(0, 1)]
+
+
+def test_a_short_block_uses_the_front_of_a_slot() -> None:
+    slots = Slots(1, 48)
+    reader = reader_of(FakeSource(TABLE, (1, 4)), slots=slots)
     for region in (rows(0, 3), rows(3, 4), rows(5, 7)):
-        block = reader.fetch(whole(region, rank=1))
-        assert block.data is not None
-        np.testing.assert_array_equal(block.data, TABLE[region.slices()])
-        assert block.data.flags.c_contiguous
+        block = fetch(reader, whole(region, rank=1))
+        (tile,) = block.tiles
+        np.testing.assert_array_equal(tile.data, TABLE[region.slices()])
+        assert block.slot is not None and tile.data.ctypes.data == block.slot.data.ctypes.data
+        assert tile.data.flags.c_contiguous
         block.release()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
-@pytest.mark.parametrize("dtype", ["?", "f4", "c16"])
-def test_aligned_memory(shape: tuple[int, ...], dtype: str) -> None:
-    found = [aligned_empty(shape, np.dtype(dtype)) for _ in range(5)]
-    for array in found:
-        assert array.shape == shape and array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
-        assert array.ctypes.data % 64 == 0 or array.size == 0
-        array[...] = 1
-    assert not np.shares_memory(found[0], found[1])
+# --- threads
+
+
+def test_leaving_the_reader_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    with reader_of(FakeSource(TABLE, (1, 4)), n_threads=3, slots=Slots(8, 16)) as reader:
+        for k in range(8):
+            fetch(reader, whole(rows(k, k + 1), rank=1))
+        assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) == before
+
+
+def test_the_library_is_called_from_one_thread_at_a_time() -> None:
+    """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
+    source = FakeSource(TABLE, (1, 4))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(region: Region) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    source.fails = hold  # type: ignore[assignment]
+    with reader_of(source, n_threads=4, slots=Slots(8, 16)) as reader:
+        readings = [reader.start(whole(rows(0, 1), rank=1))]
+        assert inside.wait(20)
+        readings += [reader.start(whole(rows(k, k + 1), rank=1)) for k in range(1, 8)]
+        go_on.set()
+        for k, reading in enumerate(readings):
+            np.testing.assert_array_equal(values_of(reading.result(), rows(k, k + 1), "f4"), TABLE[k : k + 1])
+    assert reader.tally.chunks_decoded == 8 and reader.tally.nbytes_read == TABLE.nbytes
 
 
 # --- failures
-
-
-def failing_at(element: tuple[int, ...], error: Exception) -> Callable[[Region], Exception | None]:
-    """Fails each read that touches this element of the file."""
-    point = Region(element, tuple(i + 1 for i in element))
-    return lambda region: error if region.intersect(point) is not None else None
 
 
 def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
@@ -288,9 +285,9 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
     source = FakeSource(data, (4, 10), failing_at((13, 27), OSError("inflate failed")))
     selection = select_axes((slice(9, 19), slice(12, 29)), data.shape)
     chunks = Grid((10, 17), (4, 10), (1, 2))
-    reader = reader_of(source, selection=selection, chunks=chunks, block_size=170)
-    reader.fetch(whole(Region((0, 0), (3, 17)), rank=1)).release()
-    assert (reader.chunks_decoded, reader.nbytes_read) == (2, 3 * 17 * 4)
+    reader = reader_of(source, selection=selection, chunks=chunks)
+    fetch(reader, whole(Region((0, 0), (3, 17)), rank=1)).release()
+    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4)
     error = failure(reader, whole(Region((3, 0), (10, 17)), rank=1))
     assert isinstance(error, SourceError)
     assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
@@ -298,7 +295,7 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
         "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file is"
     )
     assert isinstance(error.__cause__, OSError)
-    assert (reader.chunks_decoded, reader.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
+    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
 
 
 def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
@@ -306,8 +303,7 @@ def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
     source = FakeSource(data, (4, 3, 4), failing_at((13, 7, 5), RuntimeError("bad")))
     selection = select_axes((13, slice(1, None)), data.shape)
     chunks = Grid((8, 8), (3, 4), (1, 0))
-    reader = reader_of(source, selection=selection, chunks=chunks, block_size=64)
-    error = failure(reader, whole(Region.whole((8, 8)), rank=1))
+    error = failure(reader_of(source, selection=selection, chunks=chunks), whole(Region.whole((8, 8)), rank=1))
     assert isinstance(error, SourceError) and error.chunk == (3, 2, 1)
     assert "(elements [13:14, 6:9, 4:8]): RuntimeError: bad" in str(error)
 
@@ -316,19 +312,18 @@ def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
 @pytest.mark.parametrize("casts", [False, True])
 def test_what_was_read_before_a_failure_is_counted_and_the_failure_is_not(own: bool, casts: bool) -> None:
     source = FakeSource(TABLE, (2, 4), failing_at((3, 0), OSError("first")))
-    piece = Piece(rows(0, 8), np.zeros((8, 4), dtype="f8" if casts else "f4"))
-    reader = reader_of(source, {0: piece}, dtype=piece.data.dtype, block_size=8)
-    reader.fetch(whole(rows(0, 2), rank=0 if own else 1)).release()
+    piece = piece_of(rows(0, 8), "f8" if casts else "f4")
+    reader = reader_of(source, {0: piece}, dtype=piece.data.dtype)
+    fetch(reader, whole(rows(0, 2), rank=0 if own else 1)).release()
     error = failure(reader, whole(rows(2, 4), rank=0 if own else 1))
     assert isinstance(error, SourceError) and error.chunk == (1, 0) and "first" in str(error)
-    assert reader.chunks_decoded == 1 and reader.nbytes_read == 32
+    assert reader.tally.chunks_decoded == 1 and reader.tally.nbytes_read == 32
 
 
 def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:
     errors = iter([OSError("once")])
     source = FakeSource(TABLE, (2, 4), lambda region: next(errors, None))
-    reader = reader_of(source)
-    error = failure(reader, whole(rows(0, 4), rank=1))
+    error = failure(reader_of(source), whole(rows(0, 4), rank=1))
     assert isinstance(error, SourceError) and error.chunk is None
     assert str(error).startswith("'/rho' in 'f.h5' could not be read (elements [0:4, 0:4]): OSError: once.")
 
@@ -338,7 +333,7 @@ def test_without_chunks_the_elements_are_named() -> None:
     reader = reader_of(source)
     error = failure(reader, whole(rows(2, 6), rank=1))
     assert isinstance(error, SourceError) and error.chunk is None and "(elements [2:6, 0:4]): OSError: short" in str(error)
-    assert len(source.reads) == 1 and reader.chunks_decoded == 0
+    assert len(source.reads) == 1 and reader.tally.chunks_decoded == 0
 
 
 @pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
@@ -351,52 +346,6 @@ def test_an_interrupt_is_not_swallowed() -> None:
     def interrupt(region: Region) -> None:
         raise KeyboardInterrupt
 
-    reader = reader_of(FakeSource(TABLE, (2, 4), interrupt), n_buffers=1)
+    reader = reader_of(FakeSource(TABLE, (2, 4), interrupt))
     with pytest.raises(KeyboardInterrupt):
-        reader.fetch(whole(rows(0, 2), rank=1))
-
-
-# --- everything at once
-
-
-@settings(max_examples=120)
-@given(cases(), st.booleans(), st.data())
-def test_all_ranks_readers_together_read_a_selection(case: Case, casts: bool, data: st.DataObject) -> None:
-    """Parts are handed over in memory; each piece must then be its part of the selection of the file."""
-    before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
-    index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
-    shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]
-    cell = list(case.cell)
-    at = data.draw(st.integers(0, len(shape)))
-    index.insert(at, 2)
-    shape.insert(at, 4)
-    cell.insert(at, 3)
-    table = np.arange(math.prod(shape), dtype="i4").reshape(shape)
-    expected = table[tuple(index)]
-    selection: Selection = select_axes(tuple(index), shape)
-    plan = case.plan()
-    dtype = np.dtype("f8" if casts else "i4")
-    pieces = []
-    for rank in range(case.n_ranks):
-        held = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
-        pieces.append({s: Piece(r, np.full(r.shape, -1, dtype)) for s, r in held.items()})
-    for rank in range(case.n_ranks):
-        reader = SourceReader(
-            FakeSource(table, tuple(cell)), selection, case.chunks, has_chunks=True, block_size=plan.max_read_size,
-            n_buffers=1, dtype=dtype, pieces=pieces[rank], rank=rank,
-        )  # fmt: skip
-        for read in plan.reads(rank):
-            assert reader.has_room()
-            block = reader.fetch(read)
-            for part in read.parts if block.data is not None else ():
-                pieces[part.rank][part.shard].view(part.region)[...] = block.view(part.region)
-            block.release()
-        assert reader.chunks_decoded == sum(map(len, chunks_read(plan, case.chunks, rank)))
-        assert reader.nbytes_read == 4 * sum(read.region.size for read in plan.reads(rank))
-    for mine in pieces:
-        for shard, piece in mine.items():
-            true = plan.true_region(shard)
-            wanted = np.full(piece.region.shape, -1, dtype)
-            if true is not None:
-                wanted[true.slices(piece.region.start)] = expected[true.slices()]
-            np.testing.assert_array_equal(piece.data, wanted, strict=True)
+        fetch(reader, whole(rows(0, 2), rank=1))

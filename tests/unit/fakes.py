@@ -1,0 +1,179 @@
+"""Sources that count what is asked of them and fail where they are told to, and readers of them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.plan import Grid, Part, Read
+from shardload.reader import SourceReader
+from shardload.region import Region, select_axes
+from shardload.sources.base import ArrayInfo, Encoded
+from shardload.staging import Block, Piece, Slots
+
+Array = np.ndarray[Any, Any]
+
+TABLE = np.arange(32, dtype="f4").reshape(8, 4)
+
+
+@dataclass
+class FakeChunks:
+    """Chunks of an array in memory, "encoded" as their own bytes after 3 more. What an edge chunk has too much is 77."""
+
+    data: Array
+    chunks: tuple[int, ...]
+    fails_to_fetch: Callable[[tuple[int, ...]], Exception | None] = lambda index: None
+    fails_to_decode: Callable[[tuple[int, ...]], Exception | None] = lambda index: None
+    missing: frozenset[tuple[int, ...]] = frozenset()
+    fill: float = 55
+    fetched: list[tuple[int, ...]] = field(default_factory=list)
+    outs: list[Array] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    meet: threading.Barrier | None = None
+
+    def region(self, index: tuple[int, ...]) -> Region:
+        """The elements of a chunk that exist."""
+        start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
+        return Region(start, tuple(min(a + c, n) for a, c, n in zip(start, self.chunks, self.data.shape, strict=True)))
+
+    def fetch(self, index: tuple[int, ...]) -> Encoded | None:
+        assert len(index) == len(self.chunks) and all(type(i) is int for i in index)
+        self.fetched.append(index)
+        self.threads.add(threading.current_thread().name)
+        if self.meet is not None:
+            self.meet.wait(20)
+        if (error := self.fails_to_fetch(index)) is not None:
+            raise error
+        if index in self.missing:
+            return None
+        region = self.region(index)
+        whole = np.full(self.chunks, 77, self.data.dtype)
+        whole[tuple(slice(0, n) for n in region.shape)] = self.data[region.slices()]
+        return Encoded(b"at:" + repr(index).encode() + b"|" + whole.tobytes())
+
+    def decode(self, encoded: Encoded | None, out: Array) -> None:
+        assert out.shape == self.chunks and out.dtype == self.data.dtype
+        assert out.flags.c_contiguous and out.flags.writeable
+        self.outs.append(out)
+        if encoded is None:
+            out[...] = self.fill
+            return
+        name, values = bytes(encoded.data).split(b"|", 1)
+        index = tuple(int(i) for i in name[3:].strip(b"(), ").split(b",") if i)
+        if (error := self.fails_to_decode(index)) is not None:
+            out[...] = 99  # half decoded
+            raise error
+        out[...] = np.frombuffer(values, self.data.dtype).reshape(self.chunks)
+
+
+@dataclass
+class FakeSource:
+    """An array in memory that counts its reads, and fails where it is told to."""
+
+    data: Array
+    chunks: tuple[int, ...] | None = None
+    fails: Callable[[Region], Exception | None] = lambda region: None
+    shows: Array | None = None
+    stored: FakeChunks | None = None
+    reads: list[Region] = field(default_factory=list)
+    outs: list[Array] = field(default_factory=list)
+    one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def info(self) -> ArrayInfo:
+        return ArrayInfo("f.h5", "/rho", "fake", self.data.shape, self.data.dtype.name, self.chunks)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.data.dtype
+
+    def read_into(self, region: Region, out: Array) -> None:
+        assert self.one_at_a_time.acquire(blocking=False), "called from two threads at once"
+        try:
+            assert out.shape == region.shape and out.dtype == self.dtype and out.flags.c_contiguous and out.flags.writeable
+            self.reads.append(region)
+            self.outs.append(out)
+            error = self.fails(region)
+            if error is not None:
+                out[...] = 99  # half read
+                raise error
+            out[...] = self.data[region.slices()]
+        finally:
+            self.one_at_a_time.release()
+
+    def view(self, region: Region) -> Array | None:
+        return None if self.shows is None else self.shows[region.slices()]
+
+    def chunk_reader(self) -> FakeChunks | None:
+        return self.stored
+
+    def close(self) -> None: ...
+
+
+def chunked(data: Array, chunks: tuple[int, ...], **more: Any) -> FakeSource:
+    """A source that hands out whole chunks, and must be read in no other way."""
+
+    def refuse(region: Region) -> Exception:
+        return AssertionError("read by the library")
+
+    return FakeSource(data, chunks, refuse, stored=FakeChunks(data, chunks, **more))
+
+
+def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more: Any) -> SourceReader:
+    """A reader of a whole array on rank 0, with two slots that each have room for all of it."""
+    shape = source.info.shape
+    chunks = Grid(shape, source.info.chunks or (1,) * len(shape), (0,) * len(shape))
+    options: dict[str, Any] = dict(has_chunks=source.info.chunks is not None, dtype=source.dtype) | more
+    nbytes = math.prod(shape) * max(options["dtype"].itemsize, source.dtype.itemsize) + 64 * chunks.n_cells
+    slots = options.pop("slots", None) or Slots(2, 2 * nbytes)
+    selection = options.pop("selection", None) or select_axes(None, shape)
+    return SourceReader(
+        source, selection, options.pop("chunks", chunks), **options, slots=slots, pieces=pieces or {}, rank=0
+    )  # fmt: skip
+
+
+def fetch(reader: SourceReader, read: Read) -> Block:
+    """A block, when all of it is there."""
+    return reader.start(read).result()
+
+
+def failure(reader: SourceReader, read: Read) -> BaseException:
+    """What a read raises."""
+    with pytest.raises(Exception) as found:
+        fetch(reader, read)
+    return found.value
+
+
+def values_of(block: Block, region: Region, dtype: Any) -> Array:
+    """What the tiles of a block hold of a region, each element once."""
+    out, seen = np.zeros(region.shape, dtype), np.zeros(region.shape, dtype=int)
+    for part, view in block.views(region):
+        assert view.dtype == dtype and view.shape == part.shape
+        out[part.slices(region.start)] = view
+        seen[part.slices(region.start)] += 1
+    assert (seen == 1).all(), "the tiles overlap, or leave something out"
+    return out
+
+
+def whole(region: Region, rank: int = 0, shard: int = 0) -> Read:
+    return Read(region, (Part(region, shard, rank),))
+
+
+def rows(start: int, stop: int, n: int = 4) -> Region:
+    return Region((start, 0), (stop, n))
+
+
+def piece_of(region: Region, dtype: Any = "f4") -> Piece:
+    return Piece(region, np.full(region.shape, -1, dtype=dtype))
+
+
+def failing_at(element: tuple[int, ...], error: Exception) -> Callable[[Region], Exception | None]:
+    """Fails each read that touches this element of the file."""
+    point = Region(element, tuple(i + 1 for i in element))
+    return lambda region: error if region.intersect(point) is not None else None
