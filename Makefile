@@ -41,14 +41,17 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
-.PHONY: help demo setup lint test test-plain test-mpi test-openmpi test-oldest test-doctests clean
+.PHONY: help demo bench setup lint test test-plain test-mpi test-openmpi test-oldest test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
-	@printf '  variables: N=4 (ranks), ARGS="-k name" (for pytest), PYTHON=python3.12\n'
+	@printf '  variables: N=4 (ranks), ARGS="-k name" (for pytest; for bench "--size 512"), PYTHON=python3.12\n'
 
 demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
 	@$(PY) $(JOB) -n $(N) --timeout 600 -- -m shardload demo
+
+bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
+	@$(PY) -m benchmarks all $(ARGS)
 
 setup: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) $(OLDEST)/.installed-$(KEY) ## install all that the tests need
 
@@ -74,7 +77,8 @@ lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
-	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py shardload $(ARGS)
+	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \
+		shardload benchmarks/cells.py benchmarks/measure.py $(ARGS)
 
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
 	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest tests $(ARGS)
@@ -90,7 +94,7 @@ test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest
 	@SHARDLOAD_TALLY=$(TALLY) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf $(VENV) $(OLDEST) $(OPENMPI) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------
@@ -104,6 +108,9 @@ endef
 
 $(VENV)/.demo-$(KEY):
 	$(call install,$(VENV),-e '.[mpich$(comma)demo]' psutil)
+
+$(VENV)/.bench-$(KEY):
+	$(call install,$(VENV),-e '.[mpich$(comma)bench]')
 
 $(VENV)/.test-$(KEY):
 	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]')

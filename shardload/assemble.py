@@ -20,13 +20,48 @@ from jax.sharding import NamedSharding
 from shardload.errors import ShardloadError
 from shardload.region import Region
 
-__all__ = ["assemble"]
+__all__ = ["EarlyPieces", "assemble"]
 
 Array = np.ndarray[Any, Any]
 
 
+class EarlyPieces:
+    """Pieces that go to their device as soon as they are complete, while others are still being read.
+
+    Not on CPU, where JAX uses a piece where it is. A region that several local devices hold goes to the first of them; JAX
+    copies it from there.
+
+    Parameters
+    ----------
+    shape_global : tuple of int
+        Shape of the global array.
+    sharding : NamedSharding
+        Its sharding.
+    also_on_cpu : bool
+        For tests on machines without a GPU.
+    """
+
+    def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding, also_on_cpu: bool = False) -> None:
+        self._devices: dict[Region, Any] = {}
+        places: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape_global))
+        for device, index in places.items():
+            if also_on_cpu or device.platform != "cpu":
+                self._devices.setdefault(_region(index, shape_global), device)
+        self.arrays: dict[Region, jax.Array] = {}
+
+    def start(self, region: Region, data: Array) -> None:
+        """Begin to copy a complete piece, which must not be written from now on."""
+        device = self._devices.get(region)
+        if device is not None and region not in self.arrays:
+            self.arrays[region] = jax.device_put(data, device)
+
+
 def assemble(
-    shape_global: tuple[int, ...], sharding: NamedSharding, dtype: np.dtype[Any], pieces: Iterable[tuple[Region, Array]]
+    shape_global: tuple[int, ...],
+    sharding: NamedSharding,
+    dtype: np.dtype[Any],
+    pieces: Iterable[tuple[Region, Array]],
+    early: EarlyPieces | None = None,
 ) -> jax.Array:
     """Make the global array from this process's pieces. Not collective, though every process of the mesh must do it.
 
@@ -40,6 +75,8 @@ def assemble(
         Its dtype, exactly.
     pieces : iterable of (Region, ndarray)
         Each distinct region that this process's devices hold, once, and its values. Replicas share a piece.
+    early : EarlyPieces, optional
+        Those of them that are on their way to a device already.
 
     Returns
     -------
@@ -58,14 +95,15 @@ def assemble(
                 f"the piece for {region} has shape {data.shape} and dtype {data.dtype}, expected {region.shape} and {dtype}"
             )
 
-    def answer(index: tuple[slice, ...] | None) -> Array:
+    def answer(index: tuple[slice, ...] | None) -> Any:
         region = _region(index, shape_global)
         if not here:  # JAX asks for the values of a replicated array even where no device takes them
             return np.broadcast_to(np.zeros((), dtype), region.shape)
         if region not in held:
             raise ShardloadError(_not_held(region, held, sharding, shape_global))
-        return held[region]
+        return under_way.get(region, held[region])
 
+    under_way = {} if early is None else early.arrays
     here = sharding.addressable_devices
     array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
     _verify_shards(array, held, dtype, shape_global)

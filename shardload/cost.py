@@ -1,44 +1,47 @@
 """What does each way of reading cost, and which one should be taken?
 
-Pure, like `plan`: the same numbers on every rank, so every rank takes the same way. Counts (chunks, bytes, messages) are
-exact where that costs little, and say so where they are bounds. Seconds are a model with round constants (see
-docs/design/auto.md): good for choosing between ways, not for promising a time.
+Pure, like `plan`: the same numbers on every rank, so every rank takes the same way. Counts come from `count`: exact where that
+costs little, else said to be bounds. Seconds are a model with round constants (see docs/design/auto.md): good for choosing
+between ways, not for promising a time.
 
-1. Count, axis by axis, how many chunks each shard meets: products of these are the decodes of the direct way.
-2. Count the (block, shard) pairs that meet and whose owner is not the holder: these are the messages of the other two.
-3. Turn both into seconds of the busiest rank and take the least.
+1. Reading: bytes that the busiest rank decodes, by codec, or reads, and the runs that it reads them in.
+2. Handing over: one copy inside a node, messages between nodes, and a price per message of either kind.
+3. All of it at the rates of the cores that the ranks of a node share. The least seconds win, unless a simpler way is as good.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from shardload.plan import Grid, ReadPlan, Shards
+from shardload.count import Traffic, count_direct, count_held, count_traffic
+from shardload.plan import Grid, ReadPlan
 from shardload.units import format_nbytes
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "choose_mode", "plan_cost"]
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "choose_mode", "plan_cost"]
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
 
-# Decoded bytes per second of one reading rank, page cache warm (measured with h5py and zarr-python; rounded).
-_CONTIGUOUS_RATE = 4e9
-_CODEC_RATES = {"none": 2e9, "zstd": 7e8, "blosc": 7e8, "lz4": 7e8, "lzf": 4e8, "gzip": 2e8, "zlib": 2e8}
-_OTHER_CODEC_RATE = 3e8
-_EXCHANGE_RATE = 1.5e9  # bytes per second into or out of one rank
-_MESSAGE_SECONDS = 3e-5  # per message, both ends
-_RUN_SECONDS = 1e-6  # per contiguous run of a strided read
+# All constants of the model; page cache warm. Rates are bytes per second of one core, and of decoded bytes.
+_CONTIGUOUS_RATE = 8e9  # positional reads
+_CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
+_OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
+_CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
+_CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
+_NEAR_NBYTES = (
+    32 << 10
+)  # runs that start no further apart are read with what lies between them, as sources.hdf5_contiguous does
+_RUN_SECONDS = 5e-8  # ... and copied out of it
+_COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
+_HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
+_WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
+_PART_SECONDS = 3e-5  # per part between nodes, of either end
 # A way must be this much better than a simpler one to be taken: the model is no better than that.
 _MARGIN = 0.9
-# Above this many (block, shard) pairs the counts of messages are bounds, so that planning stays fast.
-_MAX_PAIRS = 4_000_000
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
+# Below this, messages take longer than reading anything twice.
+_SMALL_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class Cost:
     amplification : float
         `decoded_nbytes` over the bytes of the array; 1.0 is each byte once.
     messages, moved_nbytes : int
-        Messages between different ranks (before long ones are split) and the bytes in them.
+        Messages between different ranks (inside a node one per block and rank, between nodes one per part, before long ones
+        are split) and the bytes in them.
     is_exact : bool
         Whether these two are exact; else they are upper bounds.
     reader_nbytes : int
@@ -67,6 +71,10 @@ class Cost:
         Host memory of the fullest rank: its pieces and its staging blocks.
     seconds : float
         Estimate for the busiest rank, by the model.
+    same_node : float
+        The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
+    runs : int
+        Contiguous runs of the file that the fullest rank reads by itself (0 where blocks are read, or chunks).
     """
 
     mode: str
@@ -80,6 +88,24 @@ class Cost:
     reader_nbytes: int
     peak_nbytes: int
     seconds: float
+    same_node: float = 1.0
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is read: in all and by the busiest rank. Chunks are 0 where there are none.
+
+    `span_nbytes` is from the start of one run to the next, where runs are read together with what lies between; else 0.
+    """
+
+    n_readers: int
+    chunks: int
+    nbytes: int
+    reader_chunks: int
+    reader_nbytes: int
+    runs: int
+    span_nbytes: int = 0
 
 
 def plan_cost(
@@ -93,93 +119,160 @@ def plan_cost(
     chunk_nbytes: int | None = None,
     casts: bool = False,
     staging_blocks: int = 2,
+    ranks_per_node: int | None = None,
+    n_cores: int | None = None,
 ) -> Cost:
     """Count what a plan costs.
 
     Parameters
     ----------
-    mode : str
-        Name of the way of reading that `plan` is for.
-    plan : ReadPlan
-        Who reads what.
-    chunks : Grid
-        The file's chunks (or the stand-ins for them).
-    has_chunks : bool
-        Whether they are real: without real chunks any part can be read by itself.
-    file_itemsize : int
-        Bytes per element in the file.
-    codec : str
-        `ArrayInfo.codec`.
+    mode, plan : str, ReadPlan
+        Name of the way of reading, and who reads what in it.
+    chunks, has_chunks : Grid, bool
+        The file's chunks, or stand-ins where it has none: then any part can be read by itself.
+    file_itemsize, codec : int, str
+        Bytes per element in the file, and `ArrayInfo.codec`.
     chunk_nbytes : int, optional
         Bytes of one chunk in the file, where that is more than a cell of `chunks`: a selection may drop axes.
     casts : bool
         Whether values are cast to another dtype on the way, in a buffer of their own.
     staging_blocks : int
         Blocks that a reader holds at once.
+    ranks_per_node, n_cores : int, optional
+        Rank ``r`` runs on node ``r // ranks_per_node`` (default: all on one), which has so many cores (default: one per rank).
     """
-    array_nbytes = math.prod(plan.blocks.shape) * file_itemsize
+    per_node = min(plan.n_ranks, ranks_per_node or plan.n_ranks)
     chunk_nbytes = chunk_nbytes or math.prod(chunks.cell) * file_itemsize
-    held = _shards_per_rank(plan.shards, plan.n_ranks)
-    piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * int(held.max(initial=0))
-    if plan.is_direct:
-        decodes, busiest = _direct_decodes(plan, chunks, has_chunks)
-        unit = chunk_nbytes if has_chunks else file_itemsize
-        decoded_nbytes, reader_nbytes = decodes * unit, busiest * unit
-        n_readers = int(np.count_nonzero(held))
-        messages, moved_nbytes, is_exact = 0, 0, True
-    else:
-        decodes = chunks.n_cells
-        decoded_nbytes = chunks.n_cells * chunk_nbytes if has_chunks else array_nbytes
-        n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
-        most_chunks = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell) // math.prod(chunks.cell)
-        reader_nbytes = min(decoded_nbytes, most_chunks * chunk_nbytes)
-        messages, moved_nbytes, is_exact = _count_messages(plan)
-    staging_nbytes = 0
-    if casts or not plan.is_direct or _is_staged(plan):
-        staging_nbytes = plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize)
-    seconds = reader_nbytes / _decode_rate(codec, has_chunks)
-    if plan.is_direct and not has_chunks:
-        seconds += _runs_per_piece(plan) * _RUN_SECONDS
-    elif not plan.is_direct:
-        ends = max(1, n_readers if mode == ROOT else min(n_readers, plan.n_ranks))
-        seconds += moved_nbytes / ends / _EXCHANGE_RATE + messages / ends * _MESSAGE_SECONDS
+    array_nbytes = math.prod(plan.blocks.shape) * file_itemsize
+    n_holders, fullest = count_held(plan.shards)
+    piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * fullest
+    reading = _reading(plan, chunks, chunk_nbytes if has_chunks else None, file_itemsize)
+    traffic = count_traffic(plan, per_node)
+    is_staged = casts or not plan.is_direct or _is_staged(plan)
+    cores = n_cores or per_node
+    seconds = _read_seconds(reading, plan.n_ranks, per_node, cores, _decode_rate(codec, has_chunks))
+    seconds += _copy_seconds(reading, piece_nbytes, per_node, cores) + _traffic_seconds(traffic, reading.n_readers, n_holders)
     return Cost(
         mode=mode,
-        n_readers=n_readers,
-        chunks_decoded=decodes if has_chunks else 0,
-        decoded_nbytes=decoded_nbytes,
-        amplification=decoded_nbytes / array_nbytes if array_nbytes else 1.0,
-        messages=messages,
-        moved_nbytes=moved_nbytes,
-        is_exact=is_exact,
-        reader_nbytes=reader_nbytes,
-        peak_nbytes=piece_nbytes + staging_nbytes,
+        n_readers=reading.n_readers,
+        chunks_decoded=reading.chunks,
+        decoded_nbytes=reading.nbytes,
+        amplification=reading.nbytes / array_nbytes if array_nbytes else 1.0,
+        messages=traffic.handovers + traffic.parts,
+        moved_nbytes=traffic.moved_nbytes,
+        is_exact=traffic.is_exact,
+        reader_nbytes=reading.reader_nbytes,
+        peak_nbytes=piece_nbytes + is_staged * plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
         seconds=seconds,
+        same_node=traffic.same_node,
+        runs=reading.runs,
     )
 
 
-def choose_mode(costs: dict[str, Cost], n_ranks: int) -> tuple[str, str]:
+def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: int) -> _Reading:
+    """What a plan reads. `chunk_nbytes` is None where there are no chunks."""
+    n_holders, fullest = count_held(plan.shards)
+    if plan.is_direct:
+        decodes, busiest = count_direct(plan, chunks, has_chunks=chunk_nbytes is not None)
+        unit = itemsize if chunk_nbytes is None else chunk_nbytes
+        runs = _runs_per_piece(plan) * fullest if chunk_nbytes is None else 0
+        n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
+        stride = _run_stride(plan) * itemsize
+        span_nbytes = stride if runs > 1 and stride <= _NEAR_NBYTES else 0
+        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs, span_nbytes)
+    n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
+    most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
+    if chunk_nbytes is None:
+        nbytes = math.prod(plan.blocks.shape) * itemsize
+        return _Reading(n_readers, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
+    of_reader = min(chunks.n_cells, most // math.prod(chunks.cell))
+    return _Reading(n_readers, chunks.n_cells, chunks.n_cells * chunk_nbytes, of_reader, of_reader * chunk_nbytes, 0)
+
+
+def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
+    """How long the busiest reader takes, sharing the cores of its node with the readers there."""
+    busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
+    threads = max(1, cores // per_node)  # that one rank decodes with
+    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
+    nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
+    share = cores / max(1, busy)
+    # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
+    return nbytes / rate / min(threads, share) + calls / min(1, share)
+
+
+def _copy_seconds(reading: _Reading, piece_nbytes: int, per_node: int, cores: int) -> float:
+    """How long a rank takes to copy its pieces from decoded blocks; long runs are read to where they belong."""
+    return 0.0 if reading.runs and not reading.span_nbytes else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
+
+
+def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
+    """What sending and receiving take beyond the copy that every piece takes: the busier end, its share of all."""
+    end = max(1, min(n_readers, n_holders))
+    between = traffic.moved_nbytes * (1 - traffic.same_node)
+    if not traffic.is_exact:
+        between *= 1 - traffic.stays
+    return (between / _WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
+
+
+class Costs(Mapping[str, Cost]):
+    """The cost of each way, counted when it is first asked for: a small load takes little longer than the counting.
+
+    Parameters
+    ----------
+    count : mapping of str to callable
+        For each way, what counts its cost.
+    """
+
+    def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
+        self._count = dict(count)
+        self._known: dict[str, Cost] = {}
+
+    def __getitem__(self, mode: str) -> Cost:
+        if mode not in self._known:
+            self._known[mode] = self._count[mode]()
+        return self._known[mode]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._count)
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+
+def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
     """Which way to take, and why, in words for a person.
 
-    The simplest way wins unless another is clearly better: direct needs no messages, root needs one rank to see the file.
+    The simplest way wins unless another is clearly better: direct needs no messages, parallel none that all come from one
+    rank. From the first to the last, a way is taken if it is better by a margin than the best one before it.
     """
-    direct, parallel = costs[DIRECT], costs[PARALLEL]
+    direct = costs[DIRECT]
     if n_ranks == 1:
         return DIRECT, "one process: it reads what it holds"
     if direct.decoded_nbytes == 0:
         return DIRECT, "the array is empty"
-    ratio = direct.seconds / parallel.seconds
     verb = "decode" if direct.chunks_decoded else "read"
-    sent = format_nbytes(parallel.moved_nbytes)
-    if ratio * _MARGIN <= 1:
+    if direct.decoded_nbytes <= _SMALL_NBYTES:
+        return DIRECT, f"so little data that each rank best {verb}s what it holds"
+    best = direct
+    for mode in (PARALLEL, ROOT):
+        if costs[mode].seconds < _MARGIN * best.seconds:
+            best = costs[mode]
+    if best is direct:
         return DIRECT, (
             f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "
-            f"no dearer than sending {sent} between ranks"
+            f"no dearer than {_sent(costs[PARALLEL])}"
         )
-    return PARALLEL, (
-        f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all; "
-        f"once in the job, and {sent} sent between ranks, is about {ratio:.1f}x faster"
+    runs = f" in {direct.runs:,} runs of {format_nbytes(direct.reader_nbytes // direct.runs)}" if direct.runs else ""
+    who = "once in the job" if best.mode == PARALLEL else "once, by one rank for all"
+    return best.mode, (
+        f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all{runs}; "
+        f"{who}, and {_sent(best)}, is about {direct.seconds / best.seconds:.1f}x faster"
     )
+
+
+def _sent(cost: Cost) -> str:
+    near = "" if cost.same_node == 1 else f" ({cost.same_node:.0%} inside nodes)"
+    return f"{format_nbytes(cost.moved_nbytes)} sent between ranks{near}"
 
 
 def _decode_rate(codec: str, has_chunks: bool) -> float:
@@ -190,81 +283,6 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
         (next((r for known, r in _CODEC_RATES.items() if known in n), _OTHER_CODEC_RATE) for n in names if n != "shuffle"),
         default=_CODEC_RATES["none"],
     )
-
-
-def _unique_holders(shards: Shards) -> tuple[IntArray, IntArray]:
-    """Each (shard, rank) that holds it, once, however many devices of the rank do."""
-    n_ranks = int(shards.ranks.max()) + 1
-    key = np.arange(len(shards.ranks))[:, None] * n_ranks + shards.ranks
-    unique = np.unique(key) if key.shape[1] > 1 else key.ravel()
-    return unique // n_ranks, unique % n_ranks
-
-
-def _shards_per_rank(shards: Shards, n_ranks: int) -> IntArray:
-    _, ranks = _unique_holders(shards)
-    return np.bincount(ranks, minlength=n_ranks)
-
-
-def _direct_decodes(plan: ReadPlan, chunks: Grid, has_chunks: bool) -> tuple[int, int]:
-    """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves."""
-    counts: IntArray = np.ones((), dtype=np.int64)
-    shards = plan.shards
-    for size, n_cut, extent, cell, phase in zip(
-        plan.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True
-    ):
-        low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
-        high = np.minimum(low + extent, size)
-        n_chunks = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0)
-        counts = np.multiply.outer(counts, n_chunks if has_chunks else high - low)
-    shard, rank = _unique_holders(shards)
-    per_holder = counts.reshape(-1)[shard]
-    if per_holder.size == 0:
-        return 0, 0
-    per_rank = np.bincount(rank, weights=per_holder)
-    return int(per_holder.sum()), int(per_rank.max())
-
-
-def _axis_pairs(plan: ReadPlan) -> list[tuple[IntArray, IntArray, IntArray]]:
-    """Along each axis: the (block, shard) pairs that share elements, and how many they share."""
-    pairs = []
-    blocks = plan.blocks
-    for size, cell, phase, extent in zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True):
-        # Every boundary of either cut starts a new pair.
-        edges = {0, size, *range(cell - phase, size, cell), *range(extent or 1, size, extent or 1)}
-        bounds = np.array(sorted(e for e in edges if e <= size), dtype=np.int64)
-        low = bounds[:-1]
-        pairs.append(((low + phase) // cell, low // max(1, extent), np.diff(bounds)))
-    return pairs
-
-
-def _count_messages(plan: ReadPlan) -> tuple[int, int, bool]:
-    """Messages between different ranks, bytes in them, and whether both are exact (else upper bounds)."""
-    if plan.blocks.n_cells == 0:
-        return 0, 0, True
-    pairs = _axis_pairs(plan)
-    n_pairs = math.prod(len(p[0]) for p in pairs)
-    n_replicas = plan.shards.ranks.shape[1]
-    if n_pairs * n_replicas > _MAX_PAIRS:
-        total = math.prod(plan.blocks.shape) * plan.itemsize * n_replicas
-        return n_pairs * n_replicas, total, False
-    block: Any = np.zeros((), dtype=np.int64)
-    shard: Any = block
-    size: Any = np.ones((), dtype=np.int64)
-    strides = itertools.accumulate(reversed(plan.blocks.counts), lambda a, b: a * b, initial=1)
-    cut_strides = itertools.accumulate(reversed(plan.shards.cuts), lambda a, b: a * b, initial=1)
-    # The last axis first, so that strides build up; order does not matter for sums.
-    for (b, s, n), block_stride, shard_stride in zip(reversed(pairs), strides, cut_strides, strict=False):
-        block = np.add.outer(block, b * block_stride)
-        shard = np.add.outer(shard, s * shard_stride)
-        size = np.multiply.outer(size, n)
-    block, shard, size = block.reshape(-1), shard.reshape(-1), size.reshape(-1)
-    reader = ((block + 1) * plan.n_readers - 1) // plan.blocks.n_cells
-    owner = np.full_like(reader, plan.root) if plan.n_readers == 1 else reader * plan.n_ranks // plan.n_readers
-    holders = np.sort(plan.shards.ranks, axis=1)
-    repeated = np.zeros(holders.shape, dtype=bool)
-    repeated[:, 1:] = holders[:, 1:] == holders[:, :-1]
-    remote = ((holders[shard] != owner[:, None]) & ~repeated[shard]).sum(axis=1)
-    return int(remote.sum()), int((remote * size).sum()) * plan.itemsize, True
 
 
 def _is_staged(plan: ReadPlan) -> bool:
@@ -288,3 +306,10 @@ def _runs_per_piece(plan: ReadPlan) -> int:
             runs *= min(n, e)
         whole = whole and e >= n
     return runs
+
+
+def _run_stride(plan: ReadPlan) -> int:
+    """Elements from the start of one run of a piece to the next: the last axis that is cut, and all after it."""
+    shape = plan.blocks.shape
+    cut = [k for k, (n, e) in enumerate(zip(shape, plan.shards.shard_shape, strict=True)) if e < n]
+    return math.prod(shape[cut[-1] :]) if cut else 0

@@ -69,7 +69,8 @@ def _table(plan: Described) -> list[str]:
         "per reader",
         "messages",
         "between ranks",
-        "peak host/rank",
+        "in node",
+        "peak host",
         "est. s",
     ]
     rows = [head]
@@ -82,9 +83,10 @@ def _table(plan: Described) -> list[str]:
                 f"{cost.n_readers}",
                 f"{cost.chunks_decoded:,} chunks" if plan.info.chunks is not None else format_nbytes(cost.decoded_nbytes),
                 f"{cost.amplification:.2f}x",
-                format_nbytes(cost.reader_nbytes),
+                format_nbytes(cost.reader_nbytes) + (f" in {cost.runs:,} runs" if cost.runs > 1 else ""),
                 f"{bound}{cost.messages:,}",
                 f"{bound}{format_nbytes(cost.moved_nbytes)}",
+                f"{'' if cost.is_exact else '~'}{cost.same_node:.0%}" if cost.moved_nbytes else "-",
                 format_nbytes(cost.peak_nbytes),
                 f"{cost.seconds:.2g}",
             ]

@@ -18,7 +18,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +39,7 @@ __all__ = ["BlockReader", "Moved", "exchange"]
 _YIELDS = 50
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 5e-5, 1e-3, 100
 # Waiting for notes alone: nothing goes on by being looked at, and ranks that share cores want them for decoding.
-_LOOK_NAP_SECONDS, _LOOK_NAPS_BEFORE_DOUBLING = 2e-4, 5
+_LOOK_NAP_SECONDS, _LONGEST_LOOK_NAP_SECONDS, _LOOK_NAPS_BEFORE_DOUBLING = 3e-4, 2e-3, 4
 
 # What an interrupted exchange (Ctrl-C) left behind: MPI may still write into its buffers, so they are never freed.
 _abandoned: list[Any] = []
@@ -59,7 +58,11 @@ class BlockReader(Protocol):
         ...
 
     def start(self, read: Read) -> Any:
-        """Begin to read one block: `tasks` (futures), `done()`, `result()`. Not called again after one has failed."""
+        """Begin to read one block: `done()`, `result()`. Not called again after one has failed."""
+        ...
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until something that was started goes on, or for so long."""
         ...
 
 
@@ -86,6 +89,7 @@ def exchange(
     segments: Mapping[int, Segment],
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    on_piece: Callable[[Piece], None] | None = None,
 ) -> tuple[BaseException | None, Moved]:
     """Move every part of `plan` to where it belongs. Collective over `group`; returns, never raises, what went wrong.
 
@@ -109,6 +113,8 @@ def exchange(
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
         Called with the bytes of each part that has arrived in a piece.
+    on_piece : callable, optional
+        Called with each piece that is complete.
 
     Returns
     -------
@@ -119,7 +125,7 @@ def exchange(
     """
     traffic = Traffic(group)
     advance = _Advance(on_progress)
-    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance)
+    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
     packer, shared_packer = Packer(pack_slots), Packer(slots)
     outbox = Outbox(traffic, segments, packer, shared_packer, dtype, checksums)
     moving = _Exchange(traffic, plan, reader, inbox, outbox)
@@ -227,20 +233,19 @@ class _Exchange:
 
     def _nap(self, idle: int) -> None:
         """Wait a little, the longer the longer nothing has happened; the end of a read wakes at once."""
-        tasks = [task for task in self.under_way[0].tasks if not task.done()] if self.under_way else []
         if not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching():
-            if tasks:
-                wait(tasks, return_when=FIRST_COMPLETED)  # nothing else can happen
+            if self.under_way and not self.under_way[0].done():
+                self.reader.wait(None)  # nothing else can happen
             return
         if self.traffic.n_data and idle <= _YIELDS:
             os.sched_yield()
             return
         if self.traffic.n_data:
-            first, doublings = _NAP_SECONDS, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING
+            first, doublings, longest = _NAP_SECONDS, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING, _LONGEST_NAP_SECONDS
         else:
-            first, doublings = _LOOK_NAP_SECONDS, idle // _LOOK_NAPS_BEFORE_DOUBLING
-        seconds = min(_LONGEST_NAP_SECONDS, first * 2 ** min(doublings, 10))
-        if tasks:
-            wait(tasks, timeout=seconds, return_when=FIRST_COMPLETED)
+            first, doublings, longest = _LOOK_NAP_SECONDS, idle // _LOOK_NAPS_BEFORE_DOUBLING, _LONGEST_LOOK_NAP_SECONDS
+        seconds = min(longest, first * 2 ** min(doublings, 10))
+        if self.under_way:
+            self.reader.wait(seconds)
         else:
             time.sleep(seconds)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardload.assemble import assemble
+from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
@@ -272,6 +272,7 @@ class Job:
         segments = group.shared_memory(needed) if shares else {}
         own = segments.get(group.rank)
         slots = Slots(staging.n_slots, staging.slot_nbytes, None if own is None or not needed else own.data)
+        early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
         with (
             progress_of(self.options.progress, str(made.info), total, group.rank) as advance,
@@ -299,12 +300,13 @@ class Job:
                 segments=segments,
                 checksums=self.options.checksums,
                 on_progress=advance,
+                on_piece=lambda piece: early.start(piece.region, piece.data),
             )
         array, seconds = None, 0.0
         if failed is None:
             started = time.perf_counter()
             held = ((p.region, p.data) for p in pieces.values())
-            array = assemble(made.shape_global, made.sharding, self.dtype, held)
+            array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
             seconds = time.perf_counter() - started
         return array, _report(reader.tally, moved, Phase(seconds, total)), failed
 

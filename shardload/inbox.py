@@ -9,7 +9,7 @@ elements must agree.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class _Sender:
     """One rank that sends to this one: what comes from it, in order, and how much of it is posted or here."""
 
     rank: int
-    parts: list[Part]
+    parts: Sequence[Part]
     n_coming: int
     identity: int
     receipt: Array
@@ -69,6 +69,8 @@ class Inbox:
         Whether each part is compared by checksum too.
     advance : callable
         Called with the bytes of each part that has arrived.
+    on_piece : callable
+        Called with each piece that has all its elements.
     """
 
     def __init__(
@@ -79,11 +81,14 @@ class Inbox:
         pieces: Mapping[int, Piece],
         checksums: bool,
         advance: Callable[[int], None],
+        on_piece: Callable[[Piece], None],
     ) -> None:
         self._traffic, self._plan, self._segments, self._pieces = traffic, plan, segments, pieces
-        self._checksums, self._advance = checksums, advance
+        self._checksums, self._advance, self._on_piece = checksums, advance, on_piece
         self._senders: dict[int, _Sender] = {}
         self.n_arrived = dict.fromkeys(pieces, 0)
+        held = ((shard, plan.true_region(shard)) for shard in pieces)
+        self._n_wanted = {shard: region.size if region else 0 for shard, region in held}
         self.problem: Exception | None = None
         self.copy_seconds, self.nbytes = 0.0, 0
 
@@ -115,8 +120,7 @@ class Inbox:
 
     def delivered(self, part: Part) -> None:
         """A part of this rank's own blocks is in its piece."""
-        self.n_arrived[part.shard] += part.region.size
-        self._advance(part.region.size * self._plan.itemsize)
+        self._arrived(part.shard, part.region)
 
     # --- messages
 
@@ -145,10 +149,14 @@ class Inbox:
         self._traffic.add_data(request, arrived, view)
 
     def _count(self, part: Part, region: Region) -> None:
-        self.n_arrived[part.shard] += region.size
-        nbytes = region.size * self._plan.itemsize
-        self.nbytes += nbytes
-        self._advance(nbytes)
+        self.nbytes += region.size * self._plan.itemsize
+        self._arrived(part.shard, region)
+
+    def _arrived(self, shard: int, region: Region) -> None:
+        self.n_arrived[shard] += region.size
+        self._advance(region.size * self._plan.itemsize)
+        if self.n_arrived[shard] == self._n_wanted[shard]:
+            self._on_piece(self._pieces[shard])
 
     def _expect_no_more(self, sender: _Sender) -> None:
         """A receipt has come: what its sender did not send will never come."""
@@ -230,9 +238,9 @@ class Inbox:
     def _check_coverage(self) -> None:
         """Every element of every piece must have arrived: what nobody sent is whatever was in memory before."""
         for shard, found in self.n_arrived.items():
-            region = self._plan.true_region(shard)
-            wanted = region.size if region else 0
+            wanted = self._n_wanted[shard]
             if found != wanted and self.problem is None:
+                region = self._plan.true_region(shard)
                 self.problem = ShardloadError(
                     f"{found} elements arrived for the shard {region}, which has {wanted}: nothing was loaded. This is a "
                     "defect in shardload; please report it with the shape, the mesh and the spec"

@@ -4,13 +4,14 @@ The place where JAX's words turn into plain regions, and the only arithmetic on 
 
 1. Read the mesh axes that cut each array axis off the sharding's spec (`read_spec`).
 2. Check that every axis divides, or pad it until it does (`padded_shape`).
-3. Transpose the mesh of ranks by those axes: a table, shard -> ranks (`layout_shards`).
+3. Transpose the mesh of ranks by those axes: a table, shard -> ranks (`layout_shards`); for an abstract mesh a formula.
 4. Compare what the table says of this process with JAX's own index map (`verify_layout`). Each process checks itself, so all
    of the table is checked against JAX, and a change in JAX's rules is an error instead of a wrong array.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
-from shardload.plan import Shards, plan_shards
+from shardload.plan import RankBoxes, Shards, plan_shards
 from shardload.region import Region
 
 __all__ = [
@@ -172,20 +173,22 @@ def layout_shards(
         If a device of the mesh belongs to a process that takes no part in the call.
     """
     sizes = tuple(sharding.mesh.shape.values())
+    ranks: np.ndarray[Any, Any] | RankBoxes
     if rank_of_process is None:
-        ranks = np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
+        boxes = RankBoxes.in_order(sizes, devices_per_rank)
+        ranks = boxes or np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
     else:
         processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
-        absent = sorted(set(processes.tolist()) - set(rank_of_process))
-        if absent:
+        table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
+        table[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
+        found = table[processes]
+        if (found < 0).any():
             raise ConfigError(
-                f"the mesh has devices of JAX process {absent[0]}, which takes no part in this call: the communicator has "
-                f"the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a smaller mesh"
+                f"the mesh has devices of JAX process {processes[found < 0].min()}, which takes no part in this call: the "
+                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a "
+                "smaller mesh"
             )
-        table = np.full(max(rank_of_process) + 1, -1, dtype=np.int64)
-        for process, rank in rank_of_process.items():
-            table[process] = rank
-        ranks = table[processes].reshape(sizes)
+        ranks = found.reshape(sizes)
     return plan_shards(shape_global, axes, ranks)
 
 
@@ -225,7 +228,7 @@ def describe_decomposition(shards: Shards) -> str:
     """In the field's words: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
     n_cut = sum(c > 1 for c in shards.cuts)
     if n_cut == 0:
-        return "replicated" if shards.ranks.size > 1 else "whole"
+        return "replicated" if shards.n_replicas > 1 else "whole"
     if n_cut == 1:
         return "slab"
     return "pencil" if n_cut == 2 and len(shards.cuts) > 2 else "block"
@@ -235,5 +238,13 @@ def describe_sharding(sharding: NamedSharding) -> str:
     """The sharding as one line that is equal on two ranks exactly when the shardings are."""
     mesh = sharding.mesh
     devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
-    ids = "abstract" if devices is None else ",".join(str(d.id) for d in devices.flat)
+    ids = "abstract" if devices is None else _ids_text([d.id for d in devices.flat])
     return f"mesh {dict(mesh.shape)} of devices [{ids}], {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    if len(ids) <= 64:
+        return ",".join(map(str, ids))
+    # Compared by all ranks, and shown where they differ: long lists by their hash.
+    digest = hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+    return f"{ids[0]}, ... {ids[-1]}; {len(ids)} with hash {digest}"

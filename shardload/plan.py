@@ -7,26 +7,30 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that 
 2. `Shards` is the sharding's cut together with the ranks that hold each shard.
 3. `ReadPlan` says, for one rank at a time and at the cost of its own work alone, which blocks it reads and where each part
    goes (`reads`), and which parts it gets from whom, in the order in which they are sent (`incoming`). The owner of a block is
-   a formula, so no rank ever lists what the others do.
+   a formula, so no rank ever lists what the others do. Parts are made when they are looked at: a block that a million ranks
+   share is planned as fast as one that two share.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
+from shardload.grid import Grid
 from shardload.region import Region
+from shardload.shards import RankBoxes, Shards, plan_shards
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
     "Grid",
     "Part",
+    "Parts",
+    "RankBoxes",
     "Read",
     "ReadPlan",
     "Shards",
@@ -41,158 +45,10 @@ MAX_MESSAGE_NBYTES = 1 << 30
 # Enough blocks per reader that the uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_READER = 4
 
+# Lists of parts up to this length are kept once they were gone through: they are gone through several times.
+_MAX_KEPT = 4096
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """An array cut into equal cells along every axis; the first and the last cell of an axis may be cut short.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        The array, in elements.
-    cell : tuple of int
-        One cell, in elements, at least 1 along each axis.
-    phase : tuple of int
-        Elements of the first cell that lie before the array (a selection may begin inside a chunk); less than `cell`.
-
-    Examples
-    --------
-    >>> g = Grid(shape=(10, 6), cell=(4, 6), phase=(1, 0))
-    >>> g.counts
-    (3, 1)
-    >>> [str(g.region(i)) for i in range(g.n_cells)]
-    ['[0:3, 0:6]', '[3:7, 0:6]', '[7:10, 0:6]']
-    >>> list(g.meeting(Region((2, 0), (4, 6))))
-    [0, 1]
-    """
-
-    shape: tuple[int, ...]
-    cell: tuple[int, ...]
-    phase: tuple[int, ...]
-    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Cells along each axis; 0 along an empty axis."""
-
-    def __post_init__(self) -> None:
-        if not len(self.shape) == len(self.cell) == len(self.phase):
-            raise ValueError(f"grid of shape {self.shape} has cell {self.cell} and phase {self.phase}")
-        if any(c < 1 or not 0 <= p < c or n < 0 for n, c, p in zip(self.shape, self.cell, self.phase, strict=True)):
-            raise ValueError(f"grid of shape {self.shape} cannot have cell {self.cell} and phase {self.phase}")
-        axes = zip(self.shape, self.cell, self.phase, strict=True)
-        # Asked for once per part of a plan, so counted once.
-        object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
-
-    @property
-    def n_cells(self) -> int:
-        """Cells in all."""
-        return math.prod(self.counts)
-
-    def region(self, number: int) -> Region:
-        """The elements of a cell, by its number in C order."""
-        index = self.index(number)
-        axes = zip(index, self.shape, self.cell, self.phase, strict=True)
-        bounds = [(max(0, i * c - p), min(n, (i + 1) * c - p)) for i, n, c, p in axes]
-        return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
-
-    def index(self, number: int) -> tuple[int, ...]:
-        """A cell's position along each axis, by its number in C order."""
-        index = []
-        for count in reversed(self.counts):
-            number, i = divmod(number, count)
-            index.append(i)
-        return tuple(reversed(index))
-
-    def meeting_axes(self, region: Region) -> list[range]:
-        """The cells that share an element with a region, as a range along each axis."""
-        axes = zip(region.start, region.stop, self.cell, self.phase, strict=True)
-        return [range((a + p) // c, -(-(b + p) // c) if b > a else (a + p) // c) for a, b, c, p in axes]
-
-    def meeting(self, region: Region) -> Iterator[int]:
-        """Numbers of the cells that share an element with a region, ascending."""
-        counts = self.counts
-        strides = [math.prod(counts[k + 1 :]) for k in range(len(counts))]
-        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides, strict=True)]
-        return map(sum, itertools.product(*steps))
-
-    def n_meeting(self, region: Region) -> int:
-        """How many cells share an element with a region."""
-        return math.prod(len(axis) for axis in self.meeting_axes(region))
-
-
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """Which rank holds which shard: the sharding as plain integers.
-
-    Parameters
-    ----------
-    shape_global : tuple of int
-        The global array, padded where it was padded, so that every cut divides its axis.
-    cuts : tuple of int
-        Shards along each axis.
-    ranks : ndarray of int, shape (prod(cuts), n_replicas)
-        For each shard (C order over `cuts`) the ranks of the devices that hold it, a row entry per device.
-    """
-
-    shape_global: tuple[int, ...]
-    cuts: tuple[int, ...]
-    ranks: np.ndarray[Any, np.dtype[np.int64]]
-
-    def __post_init__(self) -> None:
-        if any(n % c for n, c in zip(self.shape_global, self.cuts, strict=True)):
-            raise ValueError(f"shape {self.shape_global} is not divided by cuts {self.cuts}")
-        if self.ranks.ndim != 2 or len(self.ranks) != math.prod(self.cuts):
-            raise ValueError(f"rank table of shape {self.ranks.shape} does not fit cuts {self.cuts}")
-
-    @cached_property
-    def shard_shape(self) -> tuple[int, ...]:
-        """Elements of one shard along each axis."""
-        return tuple(n // c for n, c in zip(self.shape_global, self.cuts, strict=True))
-
-    @cached_property
-    def grid(self) -> Grid:
-        """The cut as a grid (of an array that is not empty)."""
-        return Grid(self.shape_global, tuple(max(1, n) for n in self.shard_shape), (0,) * len(self.cuts))
-
-    def region(self, shard: int) -> Region:
-        """The elements of a shard, padding included."""
-        index = np.unravel_index(shard, self.cuts) if self.cuts else ()
-        start = tuple(int(i) * n for i, n in zip(index, self.shard_shape, strict=True))
-        return Region(start, tuple(a + n for a, n in zip(start, self.shard_shape, strict=True)))
-
-    def holders(self, shard: int) -> tuple[int, ...]:
-        """The ranks that hold a shard, ascending, each once."""
-        return tuple(sorted({int(r) for r in self.ranks[shard]}))
-
-    def shards_of(self, rank: int) -> tuple[int, ...]:
-        """The shards that a rank holds, ascending, each once."""
-        return tuple(int(s) for s in np.flatnonzero((self.ranks == rank).any(axis=1)))
-
-
-def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], ranks: np.ndarray[Any, Any]) -> Shards:
-    """Cut an array over a mesh.
-
-    Parameters
-    ----------
-    shape_global : sequence of int
-        The array, every axis a multiple of the product of its mesh axes.
-    axes : sequence of sequence of int
-        For each array axis the mesh axes that cut it, major first; empty for an axis that is not cut.
-    ranks : ndarray of int, shape of the mesh
-        The rank of the device at each place of the mesh.
-
-    Examples
-    --------
-    A mesh of 2 x 3 whose first axis cuts nothing: each shard is held by the two ranks of a mesh column.
-
-    >>> s = plan_shards((6,), [(1,)], np.arange(6).reshape(2, 3))
-    >>> s.cuts, s.holders(2), str(s.region(2))
-    ((3,), (2, 5), '[4:6]')
-    """
-    used = [m for cut in axes for m in cut]
-    unused = [m for m in range(ranks.ndim) if m not in used]
-    cuts = tuple(math.prod(ranks.shape[m] for m in cut) for cut in axes)
-    # Mesh axes in the order of the array axes they cut, the rest last: then a row is a shard and a column a replica.
-    table = np.transpose(ranks, (*used, *unused)).reshape(math.prod(cuts), -1)
-    return Shards(tuple(shape_global), cuts, np.ascontiguousarray(table, dtype=np.int64))
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +70,88 @@ class Part:
     rank: int
 
 
+class Parts(Sequence[Part]):
+    """Parts in order, made when they are looked at and, where they are many, not kept. Equal to any sequence of the same parts.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the part at a place.
+    places : range
+        The places.
+    """
+
+    __slots__ = ("_kept", "_make", "_places")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, make: Callable[[int], Part], places: range) -> None:
+        self._make, self._places = make, places
+        self._kept: tuple[Part, ...] | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        if len(self._places) > _MAX_KEPT:
+            return map(self._make, self._places)
+        if self._kept is None:
+            self._kept = tuple(map(self._make, self._places))
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, key: int) -> Part: ...
+    @overload
+    def __getitem__(self, key: slice) -> Parts: ...
+    def __getitem__(self, key: int | slice) -> Part | Parts:
+        if self._kept is not None and not isinstance(key, slice):
+            return self._kept[key]
+        found = self._places[key]
+        return Parts(self._make, found) if isinstance(found, range) else self._make(found)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __repr__(self) -> str:
+        return f"Parts({list(self)})"
+
+
+class Incoming(Mapping[int, Sequence[Part]]):
+    """The parts from each sender, ascending by sender; like `Parts`, made when they are looked at.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the part at a place.
+    runs : mapping of int to range
+        The places of each sender's parts.
+    """
+
+    __slots__ = ("_make", "_runs")
+
+    def __init__(self, make: Callable[[int], Part], runs: Mapping[int, range]) -> None:
+        self._make, self._runs = make, runs
+
+    def __getitem__(self, sender: int) -> Parts:
+        return Parts(self._make, self._runs[sender])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        return f"Incoming({dict(self)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """One block to be read, and where its parts go, in the order in which they are sent."""
 
     region: Region
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,16 +230,30 @@ class ReadPlan:
         if self.is_direct:
             yield from self._direct_reads(rank)
             return
-        grid = self.shards.grid
         for block in self.blocks_of(rank):
-            region = self.blocks.region(block)
-            parts = [
+            yield Read(self.blocks.region(block), self._outgoing(block))
+
+    def _outgoing(self, block: int) -> Sequence[Part]:
+        shards, region = self.shards, self.blocks.region(block)
+        n_holders = shards.n_holders
+        if n_holders is None or not self._is_never_split:
+            return tuple(
                 Part(piece, shard, holder)
-                for shard in grid.meeting(region)
-                for holder in self.shards.holders(shard)
+                for shard in shards.grid.meeting(region)
+                for holder in shards.holders(shard)
                 for piece in self._messages(region, shard)
-            ]
-            yield Read(region, tuple(parts))
+            )
+        met, counts, bounds = shards.grid.meeting_axes(region), shards.cuts, self.blocks.bounds(block)
+
+        def make(i: int) -> Part:
+            i, k = divmod(i, n_holders)
+            shard, stride = 0, 1
+            for axis, count in zip(reversed(met), reversed(counts), strict=True):
+                i, step = divmod(i, len(axis))
+                shard, stride = shard + axis[step] * stride, stride * count
+            return self._part(bounds, shard, shards.holder(shard, k))
+
+        return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
     def _direct_reads(self, rank: int) -> Iterator[Read]:
         for shard in self.shards.shards_of(rank):
@@ -317,22 +263,68 @@ class ReadPlan:
                 if region is not None:
                     yield Read(region, (Part(region, shard, rank),))
 
-    def incoming(self, rank: int) -> dict[int, list[Part]]:
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """What a rank gets from each other rank, in the order in which that rank sends it."""
         if self.is_direct:
             return {}
-        arriving: list[tuple[int, int, int]] = []
+        block, shard = self._arriving(rank)
+        owner = self.owners(block)
+        # Owners ascend with blocks, so what one sender sends is a run.
+        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
+        runs = {
+            sender: range(a, b) for sender, a, b in zip(owner[starts].tolist(), starts, [*starts, len(owner)][1:], strict=True)
+        }
+        runs.pop(rank, None)
+        if not self._is_never_split:
+            return {
+                sender: [
+                    Part(region, int(shard[k]), sender)
+                    for k in run
+                    for region in self._messages(self.blocks.region(int(block[k])), int(shard[k]))
+                ]
+                for sender, run in runs.items()
+            }
+
+        def make(k: int) -> Part:
+            return self._part(self.blocks.bounds(int(block[k])), int(shard[k]), int(owner[k]))
+
+        return Incoming(make, runs)
+
+    def _arriving(self, rank: int) -> tuple[IntArray, IntArray]:
+        """The (block, shard) pairs that meet, of the shards that a rank holds, in the order of blocks, then shards."""
+        blocks, shards = [], []
         for shard in self.shards.shards_of(rank):
             held = self.true_region(shard)
             if held is not None:
-                arriving += [(self.owner(block), block, shard) for block in self.blocks.meeting(held)]
-        # A sender goes through its blocks in order, and through the shards of each block in order.
-        parts: dict[int, list[Part]] = {}
-        for sender, block, shard in sorted(arriving):
-            if sender != rank:
-                messages = self._messages(self.blocks.region(block), shard)
-                parts.setdefault(sender, []).extend(Part(region, shard, sender) for region in messages)
-        return parts
+                met = self.blocks.meeting_array(held)
+                blocks.append(met)
+                shards.append(np.full(len(met), shard))
+        if not blocks:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        block, shard_ = np.concatenate(blocks), np.concatenate(shards)
+        if len(blocks) > 1:
+            order = np.lexsort((shard_, block))
+            block, shard_ = block[order], shard_[order]
+        return block, shard_
+
+    def owners(self, blocks: IntArray) -> IntArray:
+        """`owner` of many blocks."""
+        if self.n_readers == 1:
+            return np.full(blocks.shape, self.root)
+        readers = ((blocks + 1) * self.n_readers - 1) // self.blocks.n_cells
+        return readers * self.n_ranks // self.n_readers
+
+    def _part(self, block: list[tuple[int, int]], shard: int, rank: int) -> Part:
+        """What a block, by its bounds, and a shard that it meets have in common, where that is one message."""
+        met = list(zip(block, self.shards.grid.bounds(shard), strict=True))
+        start = tuple([max(a, c) for (a, _), (c, _) in met])
+        return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), shard, rank)
+
+    @cached_property
+    def _is_never_split(self) -> bool:
+        """Whether a part is one message, however large it is."""
+        part = map(min, self.blocks.cell, self.blocks.shape, self.shards.shard_shape)
+        return math.prod(part) * self.itemsize <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
 
     def _messages(self, block: Region, shard: int) -> Iterator[Region]:
         region = block.intersect(self.shards.region(shard))

@@ -7,16 +7,16 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
 from shardload.errors import ConfigError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
@@ -75,6 +75,8 @@ class Call:
             _ = group.machine  # collective, so asked for where no rank can be missing
         if call is None:
             raise error or ConfigError("the arguments could not be read")
+        if group is not None:
+            _ = group.machine  # collective the first time: here, where no rank has failed
         return call
 
     @property
@@ -102,7 +104,7 @@ def _describe_job(made: Plan) -> str:
     p = made.read_plan
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
-        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {zlib.crc32(p.shards.ranks.tobytes()):08x}"
+        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
     )
 
 
@@ -245,12 +247,14 @@ def _choose(
     options = call.options
     has_chunks = info.chunks is not None
     is_memory = ROOT in plans and len(plans) == 1
+    machine = None if call.group is None else call.group.machine
     stagings = {
         mode: _stage(call, plan, info, dtype, _chunks_per_block(plan, chunks) if has_chunks else 0)
         for mode, plan in plans.items()
     }
-    costs = {
-        mode: plan_cost(
+    count = {
+        mode: partial(
+            plan_cost,
             mode,
             plan,
             chunks,
@@ -260,9 +264,12 @@ def _choose(
             chunk_nbytes=math.prod(info.chunks) * np.dtype(info.dtype).itemsize if info.chunks else None,
             casts=dtype != np.dtype(info.dtype),
             staging_blocks=0 if is_memory else stagings[mode].n_slots + stagings[mode].n_pack,
+            ranks_per_node=None if machine is None else machine.ranks_per_node,
+            n_cores=None if machine is None else machine.n_cores,
         )
         for mode, plan in plans.items()
     }
+    costs = Costs(count)
     if options.readers == AUTO:
         mode, why = choose_mode(costs, plans[ROOT].n_ranks)
     elif isinstance(options.readers, int):
@@ -278,7 +285,7 @@ def _choose(
         sharding=call.sharding,
         decomposition=describe_decomposition(plan.shards),
         shard_shape=plan.shards.shard_shape,
-        n_replicas=plan.shards.ranks.shape[1],
+        n_replicas=plan.shards.n_replicas,
         n_ranks=plan.n_ranks,
         readers=mode,
         n_readers=costs[mode].n_readers,

@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from shardload.wire import checksum, sendable
 __all__ = ["Reading", "SourceReader", "Tally"]
 
 _CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+_INLINE_NBYTES = 1 << 14
 _MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
 Array = np.ndarray[Any, Any]
@@ -125,6 +128,7 @@ class SourceReader:
         self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="shardload-read")
         self._own = threading.local()
         self._lock = threading.Lock()
+        self._finished: SimpleQueue[None] = SimpleQueue()
         self.tally = Tally()
 
     def _find_chunk_reader(self) -> ChunkReader | None:
@@ -141,6 +145,11 @@ class SourceReader:
     def n_at_once(self) -> int:
         """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_threads + 1
+
+    def wait(self, seconds: float | None) -> None:
+        """Return when a task has finished since the last call, or after `seconds`."""
+        with suppress(Empty):
+            self._finished.get(timeout=seconds)
 
     def has_room(self, read: Read) -> bool:
         """Whether a slot is free for this read, or it needs none."""
@@ -164,7 +173,15 @@ class SourceReader:
             n = min(self._n_threads, len(numbers))
             places = list(enumerate(numbers))
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
-        return Reading(block, [self._pool.submit(self._run, task, read) for task in work])
+        if read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
+            return Reading(block, [_done_here(self._run, task, read) for task in work])
+        tasks = [self._pool.submit(self._run, task, read) for task in work]
+        for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once
+            task.add_done_callback(self._tell)
+        return Reading(block, tasks)
+
+    def _tell(self, _: Future[None]) -> None:
+        self._finished.put(None)
 
     def _needs_slot(self, read: Read) -> bool:
         if self._chunk_reader is not None:
@@ -202,7 +219,7 @@ class SourceReader:
         self, block: Block, reader: ChunkReader, place: int, region: Region, index: tuple[int, ...], tally: Tally
     ) -> None:
         started = time.perf_counter()
-        encoded = reader.fetch(index)
+        encoded = reader.fetch(index, self._stored)
         fetched = time.perf_counter()
         parts = [part for part in block.read.parts if part.region.intersect(region) is not None]
         box = self._selection.to_file(region)
@@ -266,6 +283,9 @@ class SourceReader:
             held = np.empty(nbytes, dtype=np.uint8)
             setattr(self._own, name, held)
         return held[:nbytes].view(dtype).reshape(shape)
+
+    def _stored(self, nbytes: int) -> Array:
+        return self._scratch("stored", (nbytes,), np.dtype(np.uint8))
 
     def _file_index(self, region: Region) -> tuple[int, ...]:
         box = self._selection.to_file(region)
@@ -380,6 +400,18 @@ class SourceReader:
             dataset=info.dataset,
             chunk=chunk,
         )
+
+
+def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
+    """The same as a thread would do, at once: starting one takes longer than a small read."""
+    future: Future[None] = Future()
+    try:
+        run(*arguments)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future
 
 
 def _cast(raw: Array, out: Array, name: str) -> None:

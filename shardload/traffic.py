@@ -33,6 +33,7 @@ class Traffic:
         self._requests: list[Any] = []
         self._on_done: list[Callable[[], None]] = []
         self._keep: list[Any] = []
+        self._status: Any = None if group.comm is None else group.mpi.Status()
         self.n_data = 0
 
     def __bool__(self) -> bool:
@@ -77,8 +78,7 @@ class Traffic:
 
     def told(self) -> Iterator[tuple[int, Integers]]:
         """The control messages that have come, and who sent each."""
-        mpi = self.group.mpi
-        status = mpi.Status()
+        mpi, status = self.group.mpi, self._status
         while (message := self.group.comm.Improbe(mpi.ANY_SOURCE, self.control_tag, status)) is not None:
             found = np.empty(status.Get_count(mpi.INT64_T), dtype=np.int64)
             message.Recv(found)

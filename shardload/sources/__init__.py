@@ -18,6 +18,7 @@ import math
 import os
 import pkgutil
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -178,15 +179,21 @@ def open_source(path_or_object: Any, dataset: str) -> Source:
 
 def _formats() -> Iterator[Format]:
     """The formats, imported one by one as they are asked for; one whose library is not installed is left out."""
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
+    for name in _module_names(tuple(__path__)):
         try:
-            found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMAT", None)
+            found = getattr(importlib.import_module(f"{__name__}.{name}"), "FORMAT", None)
         except ModuleNotFoundError as error:
             if (error.name or __name__).partition(".")[0] == __name__.partition(".")[0]:
                 raise
             continue
         if found is not None:
             yield found
+
+
+@cache
+def _module_names(folders: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules of this package; listed once, since a small load takes little longer than that."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(folders)))
 
 
 def _possible() -> str:

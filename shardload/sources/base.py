@@ -7,7 +7,7 @@ A `Source` is one open array of it. Sources know nothing of ranks, devices or pl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,19 @@ import numpy as np
 
 from shardload.region import Region
 
-__all__ = ["ArrayInfo", "ChunkReader", "Encoded", "Format", "Source", "check_request", "json_value", "native_dtype", "refusal"]
+__all__ = [
+    "ArrayInfo",
+    "ChunkReader",
+    "Encoded",
+    "Format",
+    "Room",
+    "Source",
+    "check_request",
+    "fresh",
+    "json_value",
+    "native_dtype",
+    "refusal",
+]
 
 
 @dataclass(frozen=True)
@@ -121,14 +133,22 @@ class Source(Protocol):
         ...
 
 
+def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """New memory."""
+    return np.empty(nbytes, dtype=np.uint8)
+
+
+Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
+
+
 class ChunkReader(Protocol):
     """The chunks of one open array, one by one. Both methods may be called from several threads at once."""
 
-    def fetch(self, index: tuple[int, ...]) -> Encoded | None:
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` (its position along each axis of the file's chunk grid) as it is stored.
 
-        None where it was never written: its values are the fill value. Errors of the file surface as OSError (a short
-        read too) or ValueError.
+        `room` gives the memory to read into: memory that was used before is much faster than new memory. None where it was
+        never written: its values are the fill value. Errors of the file surface as OSError (a short read too) or ValueError.
         """
         ...
 

@@ -5,12 +5,13 @@
    bytes cannot make it allocate more; the last stage writes straight into the caller's buffer.
 3. A stage that finds damage raises `ValueError` with what it found. The caller knows which chunk it was, and says so.
 
-All of it releases the GIL where the work is done, so several chunks can be decoded at once. Why these libraries:
-docs/design/decode.md.
+All of it but Fletcher-32 releases the GIL where the work is done, so several chunks can be decoded at once. Why these
+libraries: docs/design/decode.md.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,7 @@ class Chain:
         if len(open_ended) > 1:
             raise ValueError(f"{' and '.join(open_ended)}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
+        self._own = threading.local()
         self.nbytes = nbytes
 
     @property
@@ -106,7 +108,7 @@ class Chain:
             raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
         for k, stage in enumerate(stages):
             nbytes = self._nbytes_after(stages, k, data)
-            room = target if k == len(stages) - 1 else np.empty(nbytes, dtype=np.uint8)
+            room = target if k == len(stages) - 1 else self._room(k, nbytes)
             found = stage.undo(data, room)
             data = room if found is None else found
             if data.nbytes != nbytes:
@@ -115,6 +117,14 @@ class Chain:
             if data.nbytes != target.nbytes:
                 raise ValueError(f"{data.nbytes} bytes are stored for a chunk of {target.nbytes}")
             target[:] = data
+
+    def _room(self, k: int, nbytes: int) -> Bytes:
+        """Memory of this thread for the result of stage `k`, used again for its next chunk: new memory is slow."""
+        rooms: dict[str, Bytes] = self._own.__dict__
+        name = f"stage{k}"
+        if name not in rooms or rooms[name].nbytes < nbytes:
+            rooms[name] = np.empty(nbytes, dtype=np.uint8)
+        return rooms[name][:nbytes]
 
     def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int:
         """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`."""

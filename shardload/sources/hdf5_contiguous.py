@@ -72,11 +72,12 @@ class Hdf5Contiguous:
         axes = merged_axes((*self._shape, per_element), (*region.start, 0), (*region.stop, per_element))
         target = out.reshape(-1).view(kind).reshape([n for _, _, n in axes])
         strides = [math.prod(length for length, _, _ in axes[k + 1 :]) * size for k in range(len(axes))]
-        near = next((k for k, stride in enumerate(strides[:-1]) if stride <= _NEAR_NBYTES), len(axes) - 1)
+        last = len(axes) - 1
+        near = next((k for k in range(last) if strides[k] <= _NEAR_NBYTES and axes[k][2] > 1), last)
         for index in itertools.product(*(range(n) for _, _, n in axes[:near])):
             at = self._offset + sum((axes[k][1] + i) * strides[k] for k, i in enumerate(index))
             at += axes[near][1] * strides[near]
-            if near < len(axes) - 1 or self._swap:
+            if near < last or self._swap:
                 self._read_spans(axes[near + 1 :], at, strides[near], target[index])
             else:
                 self._raw.read_into(target[index].view(np.uint8), at)

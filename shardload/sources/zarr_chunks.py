@@ -23,7 +23,7 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.sources.base import ArrayInfo, Encoded
+from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
 from shardload.sources.codecs import Chain
 from shardload.sources.zarr_layout import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 
@@ -108,7 +108,7 @@ class ZarrChunks:
         """The codecs, in the order in which they are undone."""
         return self._chain.names
 
-    def fetch(self, index: tuple[int, ...]) -> Encoded | None:
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` as it is stored; None where it was never written.
 
         Raises
@@ -122,9 +122,9 @@ class ZarrChunks:
         if len(index) != len(self._n_chunks) or any(not 0 <= i < n for i, n in zip(index, self._n_chunks, strict=True)):
             raise ValueError(f"there is no chunk {index} in a grid of {self._n_chunks}")
         if self._shards is not None:
-            data = self._shards.read(index, self._most)
+            data = self._shards.read(index, self._most, room)
         else:
-            data = _read_file(os.path.join(self._folder, self._layout.key(index)), self._most)
+            data = _read_file(os.path.join(self._folder, self._layout.key(index)), self._most, room)
         return None if data is None else Encoded(data)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
@@ -152,11 +152,11 @@ class _Shard:
     def __init__(self, fd: int, path: str, layout: Layout, per_shard: tuple[int, ...]) -> None:
         self._fd, self._path = fd, path
         self._nbytes = os.fstat(fd).st_size
-        self._index = np.empty((*per_shard, 2), dtype="<u8")
-        chain = Chain(layout.index_stages, self._index.nbytes)
+        chain = Chain(layout.index_stages, 16 * math.prod(per_shard))
         nbytes = chain.nbytes + sum(stage.n_more or 0 for stage in layout.index_stages)
         if nbytes > self._nbytes:
             raise ValueError(f"'{path}' has {self._nbytes} bytes, its index alone would take {nbytes}")
+        self._index = np.empty((*per_shard, 2), dtype="<u8")
         stored = _read_at(fd, path, 0 if layout.is_index_first else self._nbytes - nbytes, nbytes)
         try:
             chain.decode(stored, self._index)
@@ -166,7 +166,7 @@ class _Shard:
     def __del__(self) -> None:
         os.close(self._fd)
 
-    def read(self, at: tuple[int, ...], most: int) -> Bytes | None:
+    def read(self, at: tuple[int, ...], most: int, room: Room) -> Bytes | None:
         """The stored bytes of the chunk at position `at` in this shard."""
         offset, nbytes = (int(n) for n in self._index[at])
         if offset == nbytes == _MISSING:
@@ -176,7 +176,7 @@ class _Shard:
                 f"the index of '{self._path}' has chunk {at} at byte {offset}, {nbytes} bytes long; "
                 f"the file has {self._nbytes} bytes, and a stored chunk {most} at most"
             )
-        return _read_at(self._fd, self._path, offset, nbytes)
+        return _read_at(self._fd, self._path, offset, nbytes, room)
 
 
 class _Slot:
@@ -198,10 +198,12 @@ class _Shards:
         self._lock = threading.Lock()  # of the table, never held while a file is read
         self._slots: OrderedDict[tuple[int, ...], _Slot] = OrderedDict()
 
-    def read(self, index: tuple[int, ...], most: int) -> Bytes | None:
+    def read(self, index: tuple[int, ...], most: int, room: Room) -> Bytes | None:
         """The stored bytes of the chunk at `index` of the array's grid of chunks."""
         shard = self._shard(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
-        return None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most)
+        return (
+            None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most, room)
+        )
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -241,7 +243,7 @@ def _open_file(path: str) -> int | None:
         raise
 
 
-def _read_file(path: str, most: int) -> Bytes | None:
+def _read_file(path: str, most: int, room: Room) -> Bytes | None:
     """All of a file of at most `most` bytes; None where there is none."""
     fd = _open_file(path)
     if fd is None:
@@ -250,17 +252,17 @@ def _read_file(path: str, most: int) -> Bytes | None:
         nbytes = os.fstat(fd).st_size
         if nbytes > most:
             raise ValueError(f"'{path}' has {nbytes} bytes, a stored chunk of this array {most} at most")
-        return _read_at(fd, path, 0, nbytes)
+        return _read_at(fd, path, 0, nbytes, room)
     finally:
         os.close(fd)
 
 
-def _read_at(fd: int, path: str, offset: int, nbytes: int) -> Bytes:
+def _read_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
     """Exactly `nbytes` bytes from `offset`; OSError where the file ends before."""
-    data = np.empty(nbytes, dtype=np.uint8)
-    room, done = data.data, 0
+    data = room(nbytes)
+    view, done = data.data, 0
     while done < nbytes:  # one call gives what it likes, and never more than 2 GiB
-        got = os.preadv(fd, [room[done:]], offset + done)
+        got = os.preadv(fd, [view[done:]], offset + done)
         if got == 0:
             raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {nbytes} from {offset} were expected", path)
         done += got

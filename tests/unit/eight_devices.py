@@ -26,7 +26,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardload.assemble import assemble
+from shardload.assemble import EarlyPieces, assemble
 from shardload.errors import ShardloadError
 from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.plan import Shards, plan_shards
@@ -121,7 +121,7 @@ def check_table(shards: Shards, sharding: NamedSharding, shape: tuple[int, ...],
         holders.setdefault(region, set()).add(rank_of(device.id))
     for rank in range(8):
         assert {shards.region(s) for s in shards.shards_of(rank)} == held.get(rank, set()), (rank, held)
-    assert {shards.region(s): set(shards.holders(s)) for s in range(len(shards.ranks))} == holders
+    assert {shards.region(s): set(shards.holders(s)) for s in range(shards.n_shards)} == holders
 
 
 def layout_of_a_process_per_device() -> None:
@@ -349,6 +349,25 @@ def assemble_outlives_its_pieces() -> None:
     junk = [np.full((1, 1 << 16), -1, "f4") for _ in range(16)]
     np.testing.assert_array_equal(np.asarray(array), table)
     assert len(junk) == 16
+
+
+def assemble_takes_pieces_that_left_early() -> None:
+    """Some pieces are on a device already, replicas elsewhere: each still ends on every device that asks for its region."""
+    mesh = Mesh(np.array(jax.devices())[[5, 2, 7, 0, 1, 6, 3, 4]].reshape(2, 4), ("a", "b"))
+    table = table_of((8, 12))
+    for spec in (P("a", "b"), P("b"), P(None, "a"), P()):
+        sharding = NamedSharding(mesh, spec)
+        pieces = pieces_of(sharding, table)
+        early = EarlyPieces(table.shape, sharding, also_on_cpu=True)
+        for region, data in list(pieces.items())[::2]:
+            early.start(region, data.copy())
+        assert len(early.arrays) == -(-len(pieces) // 2)
+        array = assemble(table.shape, sharding, table.dtype, pieces.items(), early)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), table[shard.index], err_msg=f"{spec} {shard.device}")
+        quiet = EarlyPieces(table.shape, sharding)
+        quiet.start(next(iter(pieces)), table)
+        assert not quiet.arrays, "on CPU JAX uses the piece itself"
 
 
 CHECKS = [n for n, f in globals().items() if n.startswith(("layout_", "assemble_")) and f.__module__ == __name__]

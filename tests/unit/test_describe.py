@@ -17,7 +17,7 @@ from shardload.sources.base import ArrayInfo
 
 INFO = ArrayInfo("run.h5", "/rho", "HDF5", (512, 512, 512), "float64", (1, 512, 512), "gzip+shuffle")
 ROOT = Cost("root", 1, 512, 1 << 30, 1.0, 1536, 3 << 28, True, 1 << 30, 300 << 20, 12.0)
-PARALLEL = Cost("parallel", 4, 512, 1 << 30, 1.0, 1234567, 3 << 28, False, 1 << 28, 300 << 20, 3.21)
+PARALLEL = Cost("parallel", 4, 512, 1 << 30, 1.0, 1234567, 3 << 28, False, 1 << 28, 300 << 20, 3.21, 0.333)
 DIRECT = Cost("direct", 4, 2048, 4 << 30, 4.0, 0, 0, True, 1 << 30, 256 << 20, 0.000123)
 
 
@@ -49,10 +49,10 @@ def test_the_whole_table() -> None:
         "  ranks     4, 4 of them read; staging cap 256.0 MiB per rank",
         "  taken     parallel: because",
         "",
-        "                readers       decoded  amplif.  per reader      messages  between ranks  peak host/rank   est. s",
-        "      root            1    512 chunks    1.00x     1.0 GiB         1,536      768.0 MiB       300.0 MiB       12",
-        "  ->  parallel        4    512 chunks    1.00x   256.0 MiB  <= 1,234,567   <= 768.0 MiB       300.0 MiB      3.2",
-        "      direct          4  2,048 chunks    4.00x     1.0 GiB             0            0 B       256.0 MiB  0.00012",
+        "                readers       decoded  amplif.  per reader      messages  between ranks  in node  peak host   est. s",
+        "      root            1    512 chunks    1.00x     1.0 GiB         1,536      768.0 MiB     100%  300.0 MiB       12",
+        "  ->  parallel        4    512 chunks    1.00x   256.0 MiB  <= 1,234,567   <= 768.0 MiB     ~33%  300.0 MiB      3.2",
+        "      direct          4  2,048 chunks    4.00x     1.0 GiB             0            0 B        -  256.0 MiB  0.00012",
     ]
 
 
@@ -71,7 +71,9 @@ def test_select_pad_cast_and_replicas_are_told() -> None:
 
 
 def test_without_chunks_bytes_are_counted() -> None:
-    text = describe_plan(Fake(info=replace(INFO, chunks=None, codec="none")))
+    costs = {"root": ROOT, "parallel": PARALLEL, "direct": replace(DIRECT, runs=4096)}
+    text = describe_plan(Fake(info=replace(INFO, chunks=None, codec="none"), costs=costs))
+    assert "1.0 GiB in 4,096 runs" in text.splitlines()[-1] and text.count("runs") == 1
     assert "; no chunks (any part can be read)" in text
     assert [line.split()[2:4] for line in text.splitlines()[-3:-2]] == [["1.0", "GiB"]]
     assert "4.0 GiB" in text.splitlines()[-1]

@@ -126,6 +126,19 @@ def test_every_filter_type_and_rank(tmp_path: Path, filters: str, either_way: st
         np.testing.assert_array_equal(check(path, f"{dtype} {len(shape)}"), native(flat(shape, dtype)))
 
 
+@pytest.mark.parametrize("filters", [f for f in PIPELINES if f])
+def test_chunks_that_every_filter_was_applied_to(tmp_path: Path, filters: str) -> None:
+    """Compressors leave out what they cannot shorten: here they can."""
+    path, data = tmp_path / "a.h5", flat((40, 30, 50), ">i4")
+    with h5py.File(path, "w") as file:
+        made = make(file, "a", data, (16, 16, 32), filters)
+        file.flush()
+        assert {made.id.get_chunk_info(k).filter_mask for k in range(made.id.get_num_chunks())} == {0}
+        if {"gzip", "zstd", "blosc"} & set(filters.split()):
+            assert made.id.get_storage_size() < data.nbytes
+    np.testing.assert_array_equal(check(path, "a"), native(data))
+
+
 @pytest.mark.parametrize("libver", LIBVERS)
 @pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14)])
 def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_way: str) -> None:
@@ -159,13 +172,15 @@ def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int16", ">f4", ">c16"])
-def test_chunks_never_written(tmp_path: Path, dtype: str, either_way: str) -> None:
+@pytest.mark.parametrize("libver", LIBVERS)
+@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4)])
+def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
     never = h5py.h5d.FILL_TIME_NEVER
-    with h5py.File(path, "w") as file:
+    with h5py.File(path, "w", libver=libver) as file:
         for name, more in {"zero": {}, "one": {"fill_value": 1}, "never": {"fill_value": 1, "fill_time": never}}.items():
-            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, **more)
-            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, **more)
+            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, maxshape=maxshape, **more)
+            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, maxshape=maxshape, **more)
             made[2:4, 3:6] = data[2:4, 3:6]
     for name, fill in {"zero": 0, "one": 1, "never": 0}.items():
         expected = np.full(data.shape, fill).astype(native(data).dtype)
@@ -182,7 +197,11 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
         undefined = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         undefined.set_chunk((2, 3))
         library().H5Pset_fill_value(undefined.id, h5py.h5t.STD_I16LE.id, None)
-        h5py.h5d.create(file.id, b"undefined", h5py.h5t.STD_I16LE, h5py.h5s.create_simple((4, 6)), undefined)
+        for name in ("undefined", "nothing at all"):
+            space = h5py.h5s.create_simple((4, 6))
+            made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_I16LE, space, undefined)
+            if name == "undefined":
+                h5py.Dataset(made)[:2, :3] = 0
     for name in ("chunked", "contiguous", "undefined"):
         source = open_source(str(tmp_path / "a.h5"), name)
         out = np.full((4, 6), 99, "int16")
@@ -190,6 +209,11 @@ def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
         np.testing.assert_array_equal(out, np.zeros((4, 6), "int16"), err_msg=name)
         source.close()
     check(tmp_path / "a.h5", "undefined")
+    source = open_source(str(tmp_path / "a.h5"), "nothing at all")
+    assert source.chunk_reader() is None  # HDF5 has something to say
+    with pytest.raises(OSError, match="no data can be read"):
+        source.read_into(Region.whole((4, 6)), np.empty((4, 6), "int16"))
+    source.close()
 
 
 def test_filter_masks_of_single_chunks(tmp_path: Path, either_way: str) -> None:
@@ -223,7 +247,7 @@ def library() -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64"])
-@pytest.mark.parametrize("filters", [f for f in PIPELINES if f])
+@pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
 def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), dtype)
     with h5py.File(path, "w", libver="latest") as file:
@@ -237,7 +261,7 @@ def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: 
             kind = h5py.h5t.py_create(data.dtype, logical=True)
             h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation))[...] = data
         file["grows"].resize((6, 7))
-        file["grows"][5] = np.arange(7)
+        file["grows"][5] = flat((7,), dtype, first=2)
     np.testing.assert_array_equal(check(path, "fixed"), native(data))
     check(path, "grows")
 
@@ -289,7 +313,7 @@ def flip(where: int) -> Any:
         ("fletcher32 gzip", flip(-2), "gzip"),  # its Adler-32
         ("shuffle gzip", flip(-1), "gzip"),
         ("gzip", flip(0), "gzip"),
-        ("gzip", lambda raw: zlib.compress(b"short").ljust(len(raw), b"\0"), "gzip gives 5 bytes where 48 were stored|gzip"),
+        ("gzip", lambda raw: zlib.compress(b"short").ljust(len(raw), b"\0"), "gzip gives 5 bytes where 480 were stored|gzip"),
         ("gzip", lambda raw: zlib.compress(bytes(5000)).ljust(len(raw), b"\0"), "gzip"),
         ("zstd", flip(0), "zstd"),
         ("zstd", flip(5), "zstd"),
@@ -299,11 +323,11 @@ def flip(where: int) -> Any:
 )
 def test_damage_is_a_value_error_that_says_what(tmp_path: Path, filters: str, change: Any, message: str) -> None:
     path = tmp_path / "a.h5"
-    data = np.random.default_rng(1).integers(0, 1000, (6, 3, 4)).astype("int32").reshape(6, 12)
+    data = np.random.default_rng(1).integers(0, 1000, (6, 120)).astype("int32")
     with h5py.File(path, "w") as file:
-        make(file, "a", data, (1, 12), filters)
+        make(file, "a", data, (1, 120), filters)
     source, reader = damaged(path, "a", 2, change)
-    out = np.empty((1, 12), "int32")
+    out = np.empty((1, 120), "int32")
     for row in (0, 1, 3):
         reader.decode(reader.fetch((row, 0)), out)
         np.testing.assert_array_equal(out, data[row : row + 1])
@@ -332,11 +356,10 @@ def test_a_file_that_lost_its_end(tmp_path: Path, filters: str, either_way: str)
     assert reader is not None
     assert isinstance(reader.fetch((0, 0)), Encoded)
     with h5py.File(path) as file:
-        stored = file["a"].id.get_chunk_info_by_coord((4, 0))
+        stored = file["a"].id.get_chunk_info_by_coord((2, 0))
     os.truncate(path, stored.byte_offset + stored.size - 7)
-    with pytest.raises(OSError, match=r"the file ends at byte \d+, but|file read failed|addr overflow|[Cc]an't read"):
-        reader.fetch((2, 0))
-        reader.fetch((4, 0))
+    with pytest.raises(OSError, match=r"the file ends at byte \d+, but|the file was cut to \d+ bytes"):
+        reader.fetch((1, 0))
     source.close()
 
 
@@ -361,7 +384,7 @@ def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
     source = open_source(str(path), "a")
     reader = source.chunk_reader()
     assert reader is not None
-    with pytest.raises(ValueError, match=r"bytes for a chunk of 400, more than the 66336 that its filters could make"):
+    with pytest.raises(ValueError, match=r"declares more than 66336 stored bytes for a chunk of 400"):
         reader.fetch((0, 0))
     source.close()
 

@@ -546,6 +546,10 @@ def test_only_the_last_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.
         reader.fetch((row, 1))
         names = sorted(file.parent.name for file in open_files() if path in str(file))
         assert names == [str(k) for k in range(max(0, row // 3 - 1), row // 3 + 1)]
+    reader.close()
+    for row in (0, 3, 0, 6):  # the one that was not used for longest has to go
+        reader.fetch((row, 1))
+    assert sorted(file.parent.name for file in open_files() if path in str(file)) == ["0", "2"]
     monkeypatch.setattr(zarr_chunks, "MOST_INDEX_NBYTES", 9 * 16)  # room for one index
     reader = reader_of(open_source(path, "a"))
     source.close()

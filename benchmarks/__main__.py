@@ -1,0 +1,166 @@
+"""``python -m benchmarks``: run, and turn what was measured into tables and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import cells as c
+from benchmarks.environments import make_heat
+from benchmarks.extras import measure_memory, measure_scatter, measure_small
+from benchmarks.layouts import default_folder, field, make
+from benchmarks.measure import default_ways, measure, write_record
+from benchmarks.plot import plot
+from benchmarks.report import read_records, write_report
+from shardload.units import parse_nbytes
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="How fast is shardload, beside what people use today and beside what the machine could do?",
+)
+ALL_LAYOUTS = ",".join(c.LAYOUTS)
+MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
+RESULTS = Path(__file__).parent / "results"
+FIELD_RANKS = 4
+DATA_FOLDER = default_folder()
+
+Data = Annotated[Path, typer.Option(help="Folder for the files that are read; they are written once, and kept.")]
+Results = Annotated[Path, typer.Option(help="Folder for what comes out.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed loads of each way.")]
+Size = Annotated[int, typer.Option(help="Elements along each of three axes (float32).")]
+Layouts = Annotated[str, typer.Option(help="Names, separated by commas.")]
+
+
+def say(text: str) -> None:
+    """Progress."""
+    typer.echo(text, err=True)
+
+
+@app.command()
+def run(
+    size: Size = 512,
+    layouts: Layouts = ALL_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';': 'a;-,a,b' is P('a') and P(None, 'a', 'b').")] = ";".join(
+        c.SPECS
+    ),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, c.RANKS)),
+    ways: Annotated[
+        str, typer.Option(help=f"Separated by commas, or all that are here: {', '.join((*c.WAYS, *c.MODES))}.")
+    ] = "all",
+    repeats: Repeats = 5,
+    cells: Annotated[str, typer.Option(help="all, or must: those of the table of promises.")] = "all",
+    cold: Annotated[bool, typer.Option(help="Drop the files from the page cache before each load.")] = False,
+    data: Data = DATA_FOLDER,
+    out: Annotated[
+        Path | None, typer.Option(help="The record of all samples.  [default: results/run.json or cold.json]")
+    ] = None,
+) -> None:
+    """Time every way in every cell, in turns, and write all samples as JSON."""
+    if cells not in ("all", "must"):
+        raise typer.BadParameter(f"{cells!r}: expected all or must", param_hint="--cells")
+    wanted = c.all_cells(
+        _known(layouts.split(","), c.LAYOUTS), _known(specs.split(";"), c.SPECS), [int(n) for n in ranks.split(",")],
+        only_must=cells == "must",
+    )  # fmt: skip
+    chosen = default_ways(say) if ways == "all" else _known(ways.split(","), (*c.WAYS, *c.MODES))
+    files = make(data, size, sorted({cell.layout for cell in wanted}), say)
+    target = out or RESULTS / ("cold.json" if cold else "run.json")
+    measure(wanted, files, chosen, repeats=repeats, cold=cold, out=target, say=say)
+    typer.echo(target)
+
+
+@app.command("field")
+def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
+    """A real field: 240 years of air temperature on a map, slabs over four ranks."""
+    file = field(data)
+    wanted = [c.Cell(file.layout, "a", FIELD_RANKS)]
+    measure(wanted, {file.layout: file}, default_ways(say), repeats=repeats, out=results / "field.json", say=say, kind="field")
+
+
+@app.command()
+def scatter(size: Size = 512, ranks: int = 4, repeats: Repeats = 5, results: Results = RESULTS) -> None:
+    """From rank 0's memory: shardload.scatter, comm.scatter, comm.Scatterv."""
+    write_record(results / "scatter.json", measure_scatter(size, ranks, repeats, say))
+
+
+@app.command()
+def small(ranks: int = 4, repeats: Repeats = 20, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
+    """1 KiB: the first call and those after it."""
+    write_record(results / "small.json", measure_small(data, ranks, repeats, say))
+
+
+@app.command()
+def memory(
+    size: Size = 512,
+    layouts: Layouts = ALL_LAYOUTS,
+    ranks: int = 4,
+    spec: str = "-,a,b",
+    staging: Annotated[
+        str, typer.Option(help="Cap that is asked for: small beside the array, so that breaking it shows.")
+    ] = "64MiB",
+    data: Data = DATA_FOLDER,
+    results: Results = RESULTS,
+) -> None:
+    """Peak host memory of every rank, in every way of reading, on every layout. Status 1 if one is over."""
+    record = measure_memory(data, size, _known(layouts.split(","), c.LAYOUTS), ranks, spec, parse_nbytes(staging), say)
+    write_record(results / "memory.json", record)
+    if not all(cell.get("ok") for cell in record["cells"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def heat() -> None:
+    """Make Heat's environment (PyTorch: a large download) in .venv-heat, once."""
+    make_heat()
+
+
+@app.command()
+def report(results: Results = RESULTS) -> None:
+    """Records to tables (table.md) and a plot (ratios.svg)."""
+    records = read_records(results)
+    for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
+        if kind in records and records[kind]["cells"]:
+            plot(records[kind], results / name)
+    typer.echo(write_report(results, records).read_text())
+
+
+@app.command("all")
+def everything(
+    size: Size = 256,
+    large: Annotated[int, typer.Option(help="The same, for scatter and memory, which are quick.")] = 512,
+    repeats: Repeats = 3,
+    data: Data = DATA_FOLDER,
+    results: Results = RESULTS,
+) -> None:
+    """All of the above: at these sizes about a quarter of an hour on 2 cores."""
+    steps: list[tuple[Any, dict[str, Any]]] = [
+        (heat, {}),
+        (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
+        (scatter, {"size": large, "repeats": repeats, "results": results}),
+        (small, {"data": data, "results": results}),
+        (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
+        (field_command, {"repeats": repeats, "data": data, "results": results}),
+        (report, {"results": results}),
+    ]
+    for step, options in steps:
+        say(f"--- {step.__name__}")
+        try:
+            step(**options)
+        except Exception as error:  # one part that cannot be had here must not cost the others
+            say(f"{step.__name__} failed: {error}")
+        except typer.Exit:
+            say(f"{step.__name__}: not all is as promised")
+
+
+def _known(names: list[str], known: tuple[str, ...]) -> list[str]:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r}: expected one of {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    app()

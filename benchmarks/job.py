@@ -1,0 +1,153 @@
+"""The ranks that load with JAX: answer the conductor's requests (`benchmarks.remote`), all of them collective.
+
+mpiexec -n 4 python -m benchmarks.job               # started by benchmarks.measure
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from benchmarks.cells import box, mesh_shape
+from benchmarks.remote import serve
+from benchmarks.ways import SCATTERS, WAYS, last_report
+
+PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate")
+comm = MPI.COMM_WORLD
+kept: dict[str, Any] = {}
+
+
+@cache
+def sharding_of(spec: str) -> NamedSharding:
+    """Device i of the mesh is process i: the order that every peer takes for granted."""
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    names = [None if name == "-" else name for name in spec.split(",")]
+    axes = ("a", "b")[: len(mesh_shape(spec, len(devices)))]
+    return NamedSharding(Mesh(np.array(devices).reshape(mesh_shape(spec, len(devices))), axes), P(*names))
+
+
+def timed(load: Any) -> tuple[jax.Array, dict[str, float]]:
+    """All ranks start together; the clock is the machine's, so that the conductor may compare ranks."""
+    gc.collect()
+    comm.Barrier()
+    start = time.perf_counter()
+    array = jax.block_until_ready(load())
+    return array, {"start": start, "end": time.perf_counter()}
+
+
+def verify(array: jax.Array, spec: str, values: np.ndarray[Any, Any]) -> None:
+    """Every shard against the plain values, and every place in the sharding taken."""
+    if array.shape != values.shape or array.dtype != values.dtype:
+        raise ValueError(f"loaded {array.shape} {array.dtype}; the file has {values.shape} {values.dtype}")
+    sharding = sharding_of(spec)
+    if not array.sharding.is_equivalent_to(sharding, array.ndim):
+        raise ValueError(f"the sharding is {array.sharding}; expected {sharding}")
+    for shard in array.addressable_shards:
+        if bounds(shard.index, values.shape) != bounds(box(values.shape, spec, comm.size, comm.rank), values.shape):
+            raise ValueError(f"JAX wants {shard.index} here; ways without JAX would read another piece")
+        found, expected = np.asarray(shard.data), values[shard.index]
+        if not np.array_equal(found, expected):
+            n = int((found != expected).sum()) if found.shape == expected.shape else found.size
+            raise ValueError(f"{n} of {found.size} values of shard {shard.index} are not those of the file")
+
+
+def bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Start and stop along each axis: JAX writes slice(None) for a whole one."""
+    return [s.indices(n) for s, n in zip(index, shape, strict=True)]
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Load once; return start and end, or compare with the plain values instead."""
+    sharding = sharding_of(request["spec"])
+    way = WAYS[request["way"]]
+    array, times = timed(lambda: way(request["file"], sharding, comm))
+    report = dict(last_report) if request["way"].startswith("shardload") else {}
+    if request.get("verify"):
+        verify(array, request["spec"], np.load(request["file"]["reference"], mmap_mode="r"))
+    del array  # before the next load, on every rank
+    comm.Barrier()
+    return {**times, "report": report}
+
+
+def scatter(request: dict[str, Any]) -> dict[str, Any]:
+    """From an array in rank 0's memory, kept from the first request on."""
+    shape = tuple(request["shape"])
+    if comm.rank == 0 and (kept.get("whole") is None or kept["whole"].shape != shape):
+        kept["whole"] = np.arange(int(np.prod(shape)), dtype=np.uint32).view(np.float32).reshape(shape)
+    sharding = sharding_of(request["spec"])
+    array, times = timed(lambda: SCATTERS[request["way"]](kept.get("whole"), sharding, comm, shape))
+    if request.get("verify"):
+        for shard in array.addressable_shards:
+            here = np.ravel_multi_index(
+                np.ix_(*(np.arange(*s.indices(n)) for s, n in zip(shard.index, shape, strict=True))), shape
+            )
+            if not np.array_equal(np.asarray(shard.data).view(np.uint32), here):
+                raise ValueError(f"{request['way']} put wrong values at {shard.index}")
+    return times
+
+
+def memory(request: dict[str, Any]) -> dict[str, Any]:
+    """Peak resident set of this rank, over what it was before, for one load."""
+    gc.collect()
+    before = _resident_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    sharding = sharding_of(request["spec"])
+    options = {"readers": request["readers"], "staging": request["staging"], "dataset": request["file"]["dataset"] or None}
+    comm.Barrier()
+    array = shardload.load(request["file"]["path"], sharding, **options).block_until_ready()
+    pieces = sum(shard.data.nbytes for shard in array.addressable_shards)
+    return {"peak_nbytes": _resident_nbytes("VmHWM") - before, "pieces_nbytes": pieces}
+
+
+def _resident_nbytes(which: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[which].split()[0]) << 10
+
+
+HANDLERS = {"run": run, "scatter": scatter, "memory": memory}
+
+
+def handle(request: dict[str, Any]) -> dict[str, Any]:
+    """One request."""
+    return HANDLERS[request["do"]](request)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries in this environment."""
+    found = {"shardload": importlib.metadata.version("shardload")} if _is_installed("shardload") else {}
+    found |= {name: importlib.metadata.version(name) for name in PACKAGES if _is_installed(name)}
+    return found | {"MPI": " ".join(MPI.Get_library_version().split("\n")[0].strip("\0").split())}
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Start JAX, then wait for requests."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    shardload.initialize()
+    jax.devices()
+    gc.collect()
+    gc.freeze()  # so that collecting before each load costs little
+    serve(handle, comm.rank, versions())
+
+
+if __name__ == "__main__":
+    main()

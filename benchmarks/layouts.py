@@ -1,0 +1,188 @@
+"""Which files are read? The same field in every layout, written once and kept.
+
+The field is a sum of waves with noise on top, rounded to steps of 2**-14: it compresses to about half with gzip and
+shuffle and to two thirds with zstd, as simulation output does. Every value is noisy, so a piece from a wrong place is
+found.
+
+`reference.npy` has the plain values: each layout is written from it, read back with its own library and compared with
+it, and what any way loads is compared with it too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import iris_sample_data
+import numpy as np
+import zarr
+
+from benchmarks.cells import LAYOUTS
+
+RECIPE = 1  # counted up when what is written changes
+NAME = "x"
+REFERENCE = "reference.npy"
+FIELD = ("E1_north_america.nc", "air_temperature")
+STEPS_PER_UNIT = 1 << 14
+NOISE = 1 << 10
+
+
+@dataclass(frozen=True)
+class File:
+    """One written layout."""
+
+    layout: str
+    path: Path
+    dataset: str
+    reference: Path
+
+    @property
+    def paths(self) -> list[Path]:
+        """Every file on disk that holds it."""
+        return [self.path] if self.path.is_file() else sorted(p for p in self.path.rglob("*") if p.is_file())
+
+    @property
+    def stored_nbytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(np.load(self.reference, mmap_mode="r").shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the array, decoded."""
+        return int(np.load(self.reference, mmap_mode="r").nbytes)
+
+    def request(self) -> dict[str, str]:
+        """For a job."""
+        return {"path": str(self.path), "dataset": self.dataset, "reference": str(self.reference)}
+
+
+def default_folder() -> Path:
+    return Path(tempfile.gettempdir()) / "shardload-benchmarks"
+
+
+def cube(size: int) -> int:
+    """Chunks of 64^3, smaller for small arrays."""
+    return min(64, max(4, size // 4))
+
+
+def shard(size: int) -> int:
+    """Zarr shards of 256^3, smaller for small arrays; whole chunks."""
+    return cube(size) * max(1, min(256, size // 2) // cube(size))
+
+
+def plane(size: int, i: int) -> np.ndarray[Any, Any]:
+    """Plane `i` of the field, shape (size, size), float32."""
+    wave = np.sin(np.linspace(0, 8 * np.pi, size))
+    noise = np.random.default_rng([RECIPE, i]).integers(0, NOISE, (size, size)) / (4 * NOISE)
+    field = wave[i] + wave[:, None] * wave[None, :] + noise
+    return (np.round(field * STEPS_PER_UNIT) / STEPS_PER_UNIT).astype(np.float32)
+
+
+def make(
+    folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
+) -> dict[str, File]:
+    """Write what is missing under `folder`; return all by name."""
+    if size % (2 * cube(size)):
+        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+    folder = folder / f"{size}-recipe-{RECIPE}"
+    folder.mkdir(parents=True, exist_ok=True)
+    reference = folder / REFERENCE
+    if not reference.exists():
+        say(f"writing {reference.name}, {size}^3")
+        _write_reference(reference, size)
+    files = {}
+    for layout in layouts:
+        suffix = ".zarr" if layout.startswith("zarr") else ".h5"
+        file = File(layout, folder / f"{layout}{suffix}", NAME if suffix == ".h5" else "", reference)
+        done = folder / f"{layout}.json"  # written last: a layout without it is not whole
+        if not done.exists():
+            say(f"writing {file.path.name}")
+            _write(file, size)
+            _check(file)
+            done.write_text(json.dumps({"stored_nbytes": file.stored_nbytes}))
+        files[layout] = file
+    return files
+
+
+def field(folder: Path) -> File:
+    """A real field: 240 years of air temperature, from the package iris-sample-data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = Path(iris_sample_data.path) / FIELD[0]
+    reference = folder / "field.npy"
+    if not reference.exists():
+        with h5py.File(path) as opened:
+            np.save(reference, opened[FIELD[1]][()])
+    return File("hdf5-field", path, FIELD[1], reference)
+
+
+def _write_reference(path: Path, size: int) -> None:
+    part = path.with_suffix(".part")
+    out = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(size, size, size))
+    for i in range(size):
+        out[i] = plane(size, i)
+    out.flush()
+    part.rename(path)
+
+
+def _write(file: File, size: int) -> None:
+    values = np.load(file.reference, mmap_mode="r")
+    _, kind, *_ = file.layout.split("-")
+    if file.layout.startswith("zarr"):
+        cubes = (cube(size),) * 3
+        chunks = (1, size, size) if file.layout.endswith("planes") else cubes
+        shards = (shard(size),) * 3 if kind == "sharded" else None
+        compressor = zarr.codecs.ZstdCodec()
+        array = zarr.create_array(
+            file.path,
+            shape=values.shape,
+            dtype=values.dtype,
+            chunks=chunks,
+            shards=shards,
+            compressors=compressor,
+            overwrite=True,
+        )
+        for box in boxes(values.shape, shards or chunks):
+            array[box] = values[box]
+        return
+    filters: dict[str, Any] = {}
+    if kind == "gzip":
+        filters = {"compression": "gzip", "shuffle": True}
+    elif kind == "blosc":
+        filters = dict(hdf5plugin.Blosc(cname="lz4", clevel=5, shuffle=hdf5plugin.Blosc.SHUFFLE))
+    if kind != "contiguous":
+        filters["chunks"] = (1, size, size) if file.layout.endswith("planes") else (cube(size),) * 3
+    with h5py.File(file.path, "w") as opened:
+        data = opened.create_dataset(file.dataset, values.shape, values.dtype, **filters)
+        for box in boxes(values.shape, filters.get("chunks", (1, size, size))):
+            data[box] = values[box]
+
+
+def _check(file: File) -> None:
+    """Read it back with its own library."""
+    values = np.load(file.reference, mmap_mode="r")
+    slabs = boxes(values.shape, (min(64, len(values)), *values.shape[1:]))
+    if file.layout.startswith("zarr"):
+        array = zarr.open_array(file.path, mode="r")
+        same = all(np.array_equal(array[box], values[box]) for box in slabs)
+    else:
+        with h5py.File(file.path) as opened:
+            same = all(np.array_equal(opened[file.dataset][box], values[box]) for box in slabs)
+    if not same:
+        raise ValueError(f"{file.path} does not hold what was written to it")
+
+
+def boxes(shape: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+    """Each chunk's place in the array, in C order."""
+    for place in product(*(range(math.ceil(n / c)) for n, c in zip(shape, chunks, strict=True))):
+        yield tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(place, chunks, shape, strict=True))

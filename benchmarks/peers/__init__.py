@@ -1,0 +1,1 @@
+"""Ways of loading that need an environment of their own, each a small job that serves `benchmarks.remote`."""

@@ -1,0 +1,322 @@
+"""What does planning cost one rank, and what do plans make the ranks do? No file, no MPI, no devices: meshes are abstract.
+
+    python -m benchmarks.planning                     # seconds and memory of planning, meshes of 64 to a million devices
+    python -m benchmarks.planning simulate            # from the plans alone: what each rank sends and receives
+    python -m benchmarks.planning simulate --mesh 32 --size 4096
+
+Both for float32 arrays of 16384^3 elements in chunks of 256^3 and of one plane, cut by P("a", "b") and P(None, "a", "b"), with
+a rank per device. Times are medians of one process, memory is the peak that tracemalloc sees; neither counts imports.
+
+Columns of the first table: `plan` is everything up to a finished plan (all ways of reading counted, one taken); `ready` is what
+a rank still does before the first byte moves (what comes from whom, and its first block; the largest of a few ranks); `part` is
+the making of one part, when its turn comes. `permuted` is a mesh of devices in random order, whose table is as long as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from shardload.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.plan import Grid, ReadPlan, plan_blocks, plan_shards
+from shardload.prepare import Call, plan_file
+from shardload.region import Region
+from shardload.sources.base import ArrayInfo
+from shardload.units import format_nbytes
+
+MESHES = (8, 32, 128, 256, 512, 1024)
+SIMULATED = (8, 128, 1024)
+SPECS = {"P(a,b)": P("a", "b"), "P(-,a,b)": P(None, "a", "b")}
+AXES = {"P(a,b)": ((0,), (1,), ()), "P(-,a,b)": ((), (0,), (1,))}
+STAGING = "16GiB"  # a plane of 16384^2 float32 is a chunk of 1 GiB, of which a reader holds several
+REPEATS = 15
+MAX_WALK = 20_000
+MAX_PARTS = 4_000_000  # and so many blocks or shards: then all ranks are simulated
+MAX_CELLS = 40_000
+N_SAMPLED = 48
+
+Ints = np.ndarray[Any, Any]
+Triples = tuple[Ints, Ints, Ints]
+
+
+def chunk_shapes(size: int) -> dict[str, tuple[int, int, int]]:
+    side = min(256, size)
+    return {f"{side}^3": (side, side, side), "plane": (1, size, size)}
+
+
+def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, tuple[int, int, int], str]]:
+    """Each mesh, kind of chunks and spec."""
+    chunks = chunk_shapes(options.size)
+    for n, kind, spec in itertools.product(options.mesh, chunks, SPECS):
+        yield n, kind, chunks[kind], spec
+
+
+# --- what planning costs
+
+
+def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> ReadPlan:
+    """As `shardload.plan` makes it, once the metadata are known."""
+    info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
+    call = Call.begin(AbstractMesh((n, n), ("a", "b")), SPECS[spec], None, {}, {"readers": readers, "staging": STAGING})
+    return plan_file(call, info, info.path).read_plan
+
+
+def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> ReadPlan:
+    """The same for devices in another order: JAX cannot make so many, so the table that they would give is given."""
+    shards = plan_shards((size,) * 3, AXES[spec], ranks)
+    grid = Grid((size,) * 3, chunks, (0, 0, 0))
+    plans, costs = {}, {}
+    for mode, n_readers in {ROOT: 1, PARALLEL: ranks.size, DIRECT: 0}.items():
+        within = shards.shard_shape if mode == DIRECT else None
+        blocks = plan_blocks(grid, 4, max_nbytes=16 << 20, n_readers=n_readers, within=within)
+        plans[mode] = ReadPlan(blocks, shards, 4, ranks.size, n_readers)
+        costs[mode] = plan_cost(mode, plans[mode], grid, has_chunks=True, file_itemsize=4, codec="gzip+shuffle")
+    shards.describe_ranks()  # by which ranks agree that they planned the same
+    return plans[choose_mode(costs, ranks.size)[0] if readers == "auto" else readers]
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    work()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def get_ready(plan: ReadPlan, rank: int) -> None:
+    plan.incoming(rank)
+    for read in plan.reads(rank):
+        len(read.parts)
+        break
+
+
+def walk(plan: ReadPlan, rank: int) -> float:
+    """Microseconds for each part that a rank sends or gets (of the first so many)."""
+    start = time.perf_counter()
+    sent = (part for read in plan.reads(rank) for part in read.parts)
+    n = sum(1 for _ in itertools.islice(sent, MAX_WALK))
+    n += sum(1 for _ in itertools.islice(itertools.chain.from_iterable(plan.incoming(rank).values()), MAX_WALK))
+    return 1e6 * (time.perf_counter() - start) / n if n else 0.0
+
+
+def peak_nbytes(work: Callable[[], Any]) -> int:
+    tracemalloc.start()
+    kept = work()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del kept
+    return peak
+
+
+def some_ranks(plan: ReadPlan) -> list[int]:
+    """The first, the last, one in the middle, and readers (of few large blocks not every rank reads)."""
+    n = plan.n_ranks
+    readers = [] if plan.is_direct else [plan.owner(plan.blocks.n_cells // 2), plan.owner(plan.blocks.n_cells - 1)]
+    return sorted({0, n // 2 + 1, n - 1, *readers})
+
+
+def measure(make: Callable[[str], ReadPlan]) -> dict[str, Any]:
+    row: dict[str, Any] = {"plan_ms": milliseconds(lambda: make("auto"))}
+    peaks = []
+    for mode in (PARALLEL, DIRECT):
+        plan = make(mode)
+        ranks = some_ranks(plan)
+        row[f"{mode}_ready_ms"] = max(milliseconds(lambda p=plan, r=rank: get_ready(p, r)) for rank in ranks)
+        row[f"{mode}_walk_us"] = max(walk(plan, rank) for rank in ranks)
+        peaks += [peak_nbytes(lambda m=mode, r=rank: get_ready(make(m), r)) for rank in ranks]
+    row["peak_nbytes"] = max(peaks)
+    row["most_ms"] = row["plan_ms"] + max(row[f"{mode}_ready_ms"] for mode in (PARALLEL, DIRECT))
+    return row
+
+
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    print(
+        f"{'mesh':>20} {'chunks':>6} {'spec':>9} {'plan':>9} {'ready: parallel':>15} {'direct':>8} {'in all':>8} {'peak':>9}"
+        "  part",
+        flush=True,
+    )
+    for n, kind, chunks, spec in cells(options):
+        ways: dict[str, Callable[[str], ReadPlan]] = {
+            "": lambda r, n=n, c=chunks, s=spec: make_plan(n, options.size, c, s, r)  # type: ignore[misc]
+        }
+        if n == max(options.mesh):
+            ranks = np.random.default_rng(0).permutation(n * n).reshape(n, n)
+            ways[" permuted"] = lambda r, t=ranks, c=chunks, s=spec: make_permuted_plan(t, options.size, c, s, r)  # type: ignore[misc]
+        for name, make in ways.items():
+            row = {"mesh": f"{n}x{n}{name}", "chunks": kind, "spec": spec} | measure(make)
+            rows.append(row)
+            print(
+                f"{row['mesh']:>20} {kind:>6} {spec:>9} {row['plan_ms']:6.2f} ms {row['parallel_ready_ms']:12.2f} ms "
+                f"{row['direct_ready_ms']:5.2f} ms {row['most_ms']:5.2f} ms {format_nbytes(row['peak_nbytes']):>9}  "
+                f"{row['parallel_walk_us']:.1f} us",
+                flush=True,
+            )
+    return rows
+
+
+# --- what plans make the ranks do
+
+
+@dataclass
+class Spread:
+    """The least, the median and the most over the ranks that were looked at."""
+
+    least: float
+    median: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Any) -> Spread:
+        values = np.asarray(values)
+        return cls(float(values.min()), float(np.median(values)), float(values.max()))
+
+
+def meeting(grid: Grid, region: Region, itemsize: int) -> tuple[Ints, Ints]:
+    """The cells that share elements with a region, and how many bytes."""
+    numbers, sizes = np.zeros((), np.int64), np.ones((), np.int64)
+    for axis, a, b, count, cell in zip(
+        grid.meeting_axes(region), region.start, region.stop, grid.counts, grid.cell, strict=True
+    ):
+        index = np.arange(axis.start, axis.stop)
+        numbers = np.add.outer(numbers * count, index)
+        sizes = np.multiply.outer(sizes, np.minimum(b, (index + 1) * cell) - np.maximum(a, index * cell))
+    return numbers.ravel(), sizes.ravel() * itemsize
+
+
+def parts_of_blocks(plan: ReadPlan, blocks: Iterable[int]) -> Triples:
+    """Reader, holder and bytes of each part of some blocks. (A rank per device, no replicas.)"""
+    found = []
+    for block in blocks:
+        shards, nbytes = meeting(plan.shards.grid, plan.blocks.region(block), plan.itemsize)
+        found.append((np.full(shards.size, plan.owner(block)), plan.shards.ranks_at(shards, 0), nbytes))
+    return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
+
+
+def parts_of_shards(plan: ReadPlan, shards: Iterable[int]) -> Triples:
+    """The same of some shards."""
+    found = []
+    for shard in shards:
+        blocks, nbytes = meeting(plan.blocks, plan.shards.region(shard), plan.itemsize)
+        found.append((plan.owners(blocks), np.full(blocks.size, plan.shards.holders(shard)[0]), nbytes))
+    return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
+
+
+def spread(triples: Triples, end: int, ranks: Ints) -> dict[str, Spread]:
+    """Bytes, messages and other ranks, of the ranks at one end (0: they send, 1: they receive)."""
+    here, there, nbytes = triples[end], triples[1 - end], triples[2]
+    moves = here != there
+    here, there, nbytes = here[moves], there[moves], nbytes[moves]
+    n = int(max(ranks.max(), here.max(initial=0), there.max(initial=0))) + 1
+    others = np.unique(here * n + there) // n
+    counted = (
+        np.bincount(here, weights=nbytes, minlength=n),
+        np.bincount(here, minlength=n),
+        np.bincount(others, minlength=n),
+    )
+    return {name: Spread.of(c[ranks]) for name, c in zip(("nbytes", "messages", "ranks"), counted, strict=True)}
+
+
+def across_nodes(triples: Triples, per_node: int) -> float:
+    """Of all bytes, those that end on another node than that of their reader."""
+    owner, holder, nbytes = triples
+    return float(nbytes[owner // per_node != holder // per_node].sum() / nbytes.sum())
+
+
+def simulate(plan: ReadPlan) -> dict[str, Any]:
+    """What ranks send and get: all ranks where that is quick, else an even sample of the readers and one of all ranks."""
+    blocks, shards = plan.blocks.n_cells, plan.shards.n_shards
+    readers = np.unique(plan.owners(np.linspace(0, blocks - 1, min(blocks, plan.n_ranks)).astype(np.int64)))
+    n_parts = meeting(plan.blocks, plan.shards.region(0), 1)[0].size * shards
+    ranks = np.arange(plan.n_ranks)
+    if n_parts <= MAX_PARTS and min(blocks, shards) <= MAX_CELLS:
+        found = parts_of_blocks(plan, range(blocks)) if blocks < shards else parts_of_shards(plan, range(shards))
+        sent = got = found
+        looked_at = "all"
+    else:
+        n_sampled = min(N_SAMPLED, max(4, MAX_PARTS * len(readers) // n_parts))
+        readers = np.unique(readers[np.linspace(0, len(readers) - 1, n_sampled).astype(int)])
+        ranks = np.unique(ranks[np.linspace(0, len(ranks) - 1, N_SAMPLED).astype(int)])
+        sent = parts_of_blocks(plan, (b for r in readers for b in plan.blocks_of(int(r))))
+        got = parts_of_shards(plan, (s for r in ranks for s in plan.shards.shards_of(int(r))))
+        looked_at = f"{len(readers)} readers, {len(ranks)} ranks"
+    return {
+        "sent": {k: asdict(v) for k, v in spread(sent, 0, readers).items()},
+        "got": {k: asdict(v) for k, v in spread(got, 1, ranks).items()},
+        "across_nodes_of_4": across_nodes(got, 4),
+        "across_nodes_of_8": across_nodes(got, 8),
+        "looked_at": looked_at,
+    }
+
+
+def simulate_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    print(
+        "| mesh | chunks | spec | readers | decoded by the busiest | sent by a reader | messages | to ranks | got by a rank | "
+        "messages | from ranks | other node (4 / 8 ranks) | looked at |\n|" + "---|" * 13,
+        flush=True,
+    )
+    for n, kind, chunks, spec in cells(options):
+        grid = Grid((options.size,) * 3, chunks, (0, 0, 0))
+        for readers in (PARALLEL, max(1, n * n // 8), DIRECT):
+            plan = make_plan(n, options.size, chunks, spec, readers)
+            cost = plan_cost(str(readers), plan, grid, has_chunks=True, file_itemsize=4, codec="gzip+shuffle")
+            row: dict[str, Any] = {"mesh": f"{n}x{n}", "chunks": kind, "spec": spec, "readers": readers}
+            row |= {"decoded_nbytes": cost.reader_nbytes, "amplification": cost.amplification, "n_readers": cost.n_readers}
+            row |= {} if plan.is_direct else simulate(plan)
+            rows.append(row)
+            print(simulated_line(row), flush=True)
+    return rows
+
+
+def simulated_line(row: dict[str, Any]) -> str:
+    """A row as Markdown."""
+
+    def shown(values: dict[str, float], text: Callable[[float], str] = lambda v: f"{v:,.0f}") -> str:
+        least, median, most = (text(values[k]) for k in ("least", "median", "most"))
+        return most if least == most else f"{least} / {median} / {most}"
+
+    decoded = f"{format_nbytes(row['decoded_nbytes'])} ({row['amplification']:,.0f}x in all)"
+    cells = [row["mesh"], row["chunks"], row["spec"], f"{row['readers']}: {row['n_readers']:,}", decoded]
+    if "sent" not in row:
+        return "| " + " | ".join([*cells, *["-"] * 8]) + " |"
+    for end in ("sent", "got"):
+        nbytes, messages, ranks = (row[end][k] for k in ("nbytes", "messages", "ranks"))
+        cells += [shown(nbytes, lambda v: format_nbytes(int(v))), shown(messages), shown(ranks)]
+    cells += [f"{row['across_nodes_of_4']:.0%} / {row['across_nodes_of_8']:.0%}", row["looked_at"]]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("measure", "simulate"), default="measure")
+    parser.add_argument("--mesh", type=int, nargs="+", help="devices along each of the two mesh axes")
+    parser.add_argument("--size", type=int, default=16384, help="elements along each axis (default 16384)")
+    parser.add_argument("--out", type=Path, help="also write JSON")
+    options = parser.parse_args()
+    options.mesh = options.mesh or (MESHES if options.what == "measure" else SIMULATED)
+    rows = measure_all(options) if options.what == "measure" else simulate_all(options)
+    if options.what == "measure":
+        print(f"most: {max(row['most_ms'] for row in rows if 'permuted' not in row['mesh']):.1f} ms without permuted meshes")
+    if options.out:
+        result = {"what": options.what, "size": options.size, "python": platform.python_version(), "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

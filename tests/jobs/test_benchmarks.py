@@ -1,0 +1,78 @@
+"""The benchmarks run, compare what every way loads with the file, and write records, tables and a plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.cells import FLOOR, LAYOUTS, OURS, Cell
+from benchmarks.layouts import make
+from benchmarks.measure import measure
+from benchmarks.report import read_records, write_report
+
+HERE = Path(__file__).parent
+WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment
+
+
+def command(*arguments: str) -> str:
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_every_layout_and_way_is_verified_and_reported(tmp_path: Path) -> None:
+    data, out = tmp_path / "data", tmp_path / "results"
+    command(
+        "run", "--size", "16", "--ranks", "2", "--specs", "-,a,b", "--ways", ",".join(WAYS), "--repeats", "2",
+        "--data", str(data), "--out", str(out / "run.json"), "--cold",
+    )  # fmt: skip
+    record = json.loads((out / "run.json").read_text())
+    assert [cell["layout"] for cell in record["cells"]] == list(LAYOUTS)
+    for cell in record["cells"]:
+        expected = [way for way in WAYS if way != "tensorstore" or cell["layout"].startswith("zarr")]
+        assert sorted(cell["ways"]) == sorted(expected)
+        for way, took in cell["ways"].items():
+            assert "error" not in took, (cell["layout"], way, took)
+            assert took["verified"] == (way != FLOOR)
+            assert len(took["seconds"]) == 2
+            assert all(seconds > 0 for seconds in took["seconds"])
+    assert {"jax", "floor"} <= set(record["versions"])
+    assert str(tmp_path) not in (out / "run.json").read_text()
+
+    table = command("report", "--results", str(out))
+    for layout in LAYOUTS:
+        assert f'| {layout} | `P(None, "a", "b")` | 2 |' in table
+    assert (out / "table.md").read_text() in table
+    assert (out / "ratios.svg").stat().st_size > 10_000
+
+
+def test_the_other_commands(tmp_path: Path) -> None:
+    places = ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
+    command("scatter", "--size", "16", "--ranks", "2", "--repeats", "1", "--results", str(tmp_path))
+    command("small", "--ranks", "2", "--repeats", "2", *places)
+    command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
+    table = command("report", "--results", str(tmp_path))
+    assert "| scatter of 0 MiB, 2 ranks" in table
+    memory = json.loads((tmp_path / "memory.json").read_text())
+    assert [cell["readers"] for cell in memory["cells"]] == ["auto", "root", "parallel", "direct"]
+    for cell in memory["cells"]:
+        assert [rank["pieces_nbytes"] for rank in cell["ranks"]] == [64**3 * 4 // 2] * 2
+        assert all(rank["peak_nbytes"] > 0 for rank in cell["ranks"])
+    assert len(json.loads((tmp_path / "small.json").read_text())["cells"]) == 2
+
+
+def test_a_way_that_loads_wrong_values_is_found_and_left_out(tmp_path: Path) -> None:
+    files = make(tmp_path, 16, ["hdf5-gzip-cubes"])
+    cells = [Cell("hdf5-gzip-cubes", "a,b", 2)]
+    program = [str(HERE / "scripts" / "wrong_way.py")]
+    record = measure(cells, files, [OURS, "slice"], repeats=1, out=tmp_path / "run.json", program=program)
+    took = record["cells"][0]["ways"]
+    assert "values of shard" in took["slice"]["error"]
+    assert not took["slice"]["seconds"]
+    assert len(took[OURS]["seconds"]) == 1
+    table = write_report(tmp_path, read_records(tmp_path)).read_text()
+    assert "## Failed" in table
+    assert "values of shard" in table.partition("## Failed")[2]

@@ -1,0 +1,100 @@
+"""The parts of the benchmarks that need no MPI: files, cells, the floor's decoders, the table of promises."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+from benchmarks import floor
+from benchmarks.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
+from benchmarks.layouts import boxes, cube, make, plane
+from benchmarks.report import must_table
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make(tmp_path_factory.mktemp("data"), SIZE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_holds_the_same_field(files: dict[str, Any], layout: str) -> None:
+    file = files[layout]
+    if layout.startswith("zarr"):
+        found = zarr.open_array(file.path, mode="r")[...]
+    else:
+        with h5py.File(file.path) as opened:
+            found = opened[file.dataset][...]
+    expected = np.stack([plane(SIZE, i) for i in range(SIZE)])
+    np.testing.assert_array_equal(found, expected)
+    assert file.nbytes == expected.nbytes
+    assert len(np.unique(expected)) > SIZE**3 // 2  # so that a misplaced piece differs
+
+
+def test_a_field_of_some_size_compresses_neither_to_nothing_nor_not_at_all(tmp_path: Path) -> None:
+    for layout, file in make(tmp_path, 128, [name for name in LAYOUTS if name != "hdf5-contiguous"]).items():
+        assert 0.4 < file.stored_nbytes / file.nbytes < 0.8, layout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_floor_decodes_every_chunk(files: dict[str, Any], layout: str) -> None:
+    file = files[layout]
+    values = np.load(file.reference)
+    job = floor.job_of(str(file.path), file.dataset)
+    machine = floor.Floor()
+    assert job.nbytes == values.nbytes
+    decode, copy = machine.run(job)
+    if job.decode is None:
+        assert machine.target.tobytes() == values.tobytes()
+        return
+    assert decode > 0
+    assert copy > 0
+    chunks = (1, SIZE, SIZE) if layout.endswith("planes") else (cube(SIZE),) * 3
+    expected = {values[place].tobytes() for place in boxes(values.shape, chunks)}
+    scratch = floor.Scratch()
+    scratch.fit(1, job.chunk_nbytes)
+    found = set()
+    for name, offset, nbytes in job.places:
+        job.decode(Path(name).read_bytes()[offset : offset + nbytes], scratch)
+        found.add(scratch.out.tobytes())
+    assert found == expected
+    assert len(job.places) == len(expected) == math.prod(SIZE // c for c in chunks)
+
+
+def test_the_boxes_of_all_ranks_are_the_array() -> None:
+    for spec in ("a", "a,b", "-,a,b", "-,-,a"):
+        for n in (2, 4, 8):
+            count = np.zeros((8, 16, 24), int)
+            for rank in range(n):
+                count[box(count.shape, spec, n, rank)] += 1
+            assert (count == 1).all(), (spec, n)
+
+
+def test_the_cells_of_the_promises() -> None:
+    assert len(all_cells()) == 84
+    assert {cell.label for cell in all_cells(only_must=True)} == {must.cell.label for must in MUSTS}
+    assert not Cell("hdf5-contiguous", "a", 2).has_way("tensorstore")
+    assert not Cell("zarr-sharded", "a,b", 2).has_way("heat")
+
+
+def test_promises_are_met_missed_or_not_measured() -> None:
+    def row(must_cell: Cell, others: float) -> dict[str, Any]:
+        ways = {way: {"seconds": [others, others * 9, others / 9]} for way in PEERS} | {OURS: {"seconds": [1.0]}}
+        return {**vars(must_cell), "ways": ways | {"floor": {"seconds": [0.5]}}}
+
+    fast, slow = MUSTS[0].cell, MUSTS[1].cell
+    lines = must_table({"run": {"cells": [row(fast, 20.0), row(slow, 1.5)]}})
+    said = {line.split("|")[1].strip() + "|" + line.split("|")[2].strip(): line for line in lines if line.startswith("|")}
+    assert "| 20x | met |" in said[f"{fast.label}|8x slice"]
+    assert "| 1.50x | met |" in said[f"{slow.label}|1.4x slice"]
+    assert "| 1.50x | **not met** |" in said[f"{slow.label}|8x scatter"]
+    assert "| 0 of 2; worst 2.00x: " in said["any chunked cell|at most 1.3x the floor"]
+    assert "not measured" in said[f"{MUSTS[2].cell.label}|1x slice"]
+    assert "not measured" in said["1 KiB, 4 ranks, second call|under 10 ms"]
