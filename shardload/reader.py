@@ -235,7 +235,7 @@ class SourceReader:
             in_slot = block.slot is not None and travels and not self._casts
             target = self._slot_part(block, place) if in_slot else self._scratch("chunk", self._chunk_shape, self._source.dtype)
             reader.decode(encoded, target)
-            values = self._drop_axes(target[inside])
+            values = self._drop_axes(target[(*inside, ...)])  # an array, also when 0-d
             if self._casts:
                 cast = self._cast_buffer(block, place, region) if travels else self._scratch("cast", region.shape, self._dtype)
                 _cast(values, cast, self._name(box))

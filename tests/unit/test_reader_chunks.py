@@ -210,6 +210,13 @@ def test_selections_that_drop_axes_or_begin_inside_a_chunk(
     assert sorted(chunks_of(source).fetched) == sorted(touched), "each chunk once, and no other"
 
 
+def test_an_array_of_no_axes_lies_in_the_slot_too() -> None:
+    """Wrong if its tile were a copy somewhere else: a note where to look would name what nobody else can see."""
+    block = fetch(reader_of(chunked(np.array(7, "f4"), ())), whole(Region((), ()), rank=1))
+    assert block.slot is not None and np.shares_memory(block.tiles[0].data, block.slot.data)
+    assert values_of(block, Region((), ()), "f4") == 7
+
+
 # --- threads
 
 
