@@ -67,8 +67,9 @@ class Ranks:
         self.outbox = Outbox(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
+        self.complete: list[Piece] = []
         self.inbox = Inbox(  # type: ignore[arg-type]
-            self.here, self.plan, {0: self.segments[1]}, {1: self.piece}, checksums, self.advanced.append
+            self.here, self.plan, {0: self.segments[1]}, {1: self.piece}, checksums, self.advanced.append, self.complete.append
         )
         self.inbox.expect()
 
@@ -122,7 +123,7 @@ def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bo
         ranks.inbox.look(0, note)
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
     assert ranks.answer() == [1, 2] and ranks.outbox.n_looking == 0 and ranks.slots.has_room()
-    assert sum(ranks.advanced) == ranks.inbox.nbytes == 64
+    assert sum(ranks.advanced) == ranks.inbox.nbytes == 64 and ranks.complete == [ranks.piece]
     assert ranks.inbox.is_watching() and not ranks.inbox.is_done(), "the receipt is still to come"
     ranks.receipt()
     assert ranks.inbox.is_done() and not ranks.inbox.is_watching()

@@ -36,9 +36,10 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_chunks_too() -> Any:
+def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 1)
+        patch.setattr(reader_module, "_INLINE_NBYTES", -1)
         yield
 
 
@@ -318,9 +319,12 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
 
 
 @settings(max_examples=120)
-@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.data())
-def test_all_ranks_readers_together_read_a_selection(case: Case, casts: bool, n_threads: int, data: st.DataObject) -> None:
+@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.data())
+def test_all_ranks_readers_together_read_a_selection(
+    case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
+) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
+    reader_module._INLINE_NBYTES = inline_nbytes
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
     shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]

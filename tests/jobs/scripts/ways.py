@@ -18,6 +18,7 @@ from shardload.node import Segment
 
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1
+reader._INLINE_NBYTES = -1
 counts: Counter[str] = Counter()
 
 

@@ -39,6 +39,7 @@ layout, plan, execute, prepare, reader, group, staging, inbox = (
 )
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1
+reader._INLINE_NBYTES = -1
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any]]] = {}
