@@ -72,5 +72,5 @@ def test_many_threads(tmp_path: Path, env: dict[str, str]) -> None:
 
 def test_several_devices_in_each_process(tmp_path: Path) -> None:
     """Wrong if a rank with several pieces put what a note names into one of the others."""
-    for found in run_suite(tmp_path, FEW, 4, {"SHARDLOAD_RANKS_PER_NODE": "3"}, devices=2):
+    for found in run_suite(tmp_path, "test_open_array or test_decomposition", 4, {"SHARDLOAD_RANKS_PER_NODE": "3"}, devices=2):
         assert found["messages sent"] > 0 and found["chunks decoded"] > 0, found
