@@ -192,7 +192,7 @@ class Inbox:
         if sender is not None:
             sender.n_seen += int(note[2])
         self.copy_seconds += time.perf_counter() - started
-        self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64))
+        self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64), self._segments[rank].bell)
 
     # --- is it all there?
 

@@ -149,7 +149,7 @@ class Outbox:
         self._n_notes += 1
         self._looking[self._n_notes] = done
         message: Integers = np.array([LOOK, self._n_notes, len(parts), *rows], dtype=np.int64)
-        self._traffic.tell(rank, message)
+        self._traffic.tell(rank, message, self._segments[rank].bell)
 
     def _post_note(self, block: Block, part: Part) -> bool:
         """Bring a part into shared memory first: its block is somewhere else."""

@@ -17,15 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import ChunkReader, Source
@@ -98,6 +97,8 @@ class SourceReader:
         This rank's pieces, by shard.
     rank : int
         This rank.
+    bell : Bell, optional
+        Rung when something that was started is done.
     n_threads : int
         How many chunks are decoded at once. (The library reads in one thread, beside the one that calls MPI.)
     checksums : bool
@@ -115,12 +116,13 @@ class SourceReader:
         dtype: np.dtype[Any],
         pieces: Mapping[int, Piece],
         rank: int,
+        bell: Bell | None = None,
         n_threads: int = 1,
         checksums: bool = False,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
-        self._checksums = checksums
+        self._bell, self._checksums = bell, checksums
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
         self._chunk_reader = self._find_chunk_reader()
@@ -128,7 +130,6 @@ class SourceReader:
         self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="shardload-read")
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._finished: SimpleQueue[None] = SimpleQueue()
         self.tally = Tally()
 
     def _find_chunk_reader(self) -> ChunkReader | None:
@@ -145,11 +146,6 @@ class SourceReader:
     def n_at_once(self) -> int:
         """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_threads + 1
-
-    def wait(self, seconds: float | None) -> None:
-        """Return when a task has finished since the last call, or after `seconds`."""
-        with suppress(Empty):
-            self._finished.get(timeout=seconds)
 
     def has_room(self, read: Read) -> bool:
         """Whether a slot is free for this read, or it needs none."""
@@ -179,7 +175,8 @@ class SourceReader:
         return Reading(block, tasks)
 
     def _tell(self, _: Future[None]) -> None:
-        self._finished.put(None)
+        if self._bell is not None:
+            self._bell.ring()
 
     def _needs_slot(self, read: Read) -> bool:
         if self._chunk_reader is not None:
