@@ -172,27 +172,49 @@ class Inbox:
         """Copy what a note names out of the sender's memory, and say so."""
         started = time.perf_counter()
         sender = self._senders.get(rank)
-        n = len(self._plan.blocks.shape)
-        for row in note[3:].reshape(-1, 3 + 3 * n).tolist():
-            region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))
-            part = sender.parts[row[0]] if sender is not None and 0 <= row[0] < len(sender.parts) else None
-            if sender is None or sender.shares is None or part is None or not part.region.contains(region):
-                self._report_list(region, rank)
-                continue
-            piece = self._pieces[part.shard].view(region)
-            try:
-                values: Array = np.ndarray(region.shape, piece.dtype, sender.shares.data, row[1 + 2 * n], row[2 + 2 * n : -1])
-            except (TypeError, ValueError):  # outside the sender's memory
-                self._report_list(region, rank)
-                continue
-            np.copyto(piece, values, casting="no")
-            if self._checksums and checksum(piece) != row[-1]:
-                self._report_sum(part, rank, checksum(piece), row[-1])
-            self._count(part, region)
+        width = 3 + 3 * len(self._plan.blocks.shape)
+        n_rows, n_more = divmod(len(note) - 3, width)
+        if n_more:
+            self._report_list(None, rank)
+        tiles: dict[int, list[Region]] = {}
+        for row in note[3 : 3 + n_rows * width].reshape(n_rows, width).tolist():
+            region = self._take(sender, rank, row)
+            if region is not None:
+                tiles.setdefault(row[0], []).append(region)
         if sender is not None:
-            sender.n_seen += int(note[2])
+            numbers = range(sender.n_seen, sender.n_seen + int(note[2]))
+            for number, part in enumerate(sender.parts[numbers.start : numbers.stop], numbers.start):
+                if not _are_all_of(part.region, tiles.pop(number, [])):
+                    self._report_list(part.region, rank)
+            for number in tiles:  # notes come in order
+                self._report_list(sender.parts[number].region, rank)
+            sender.n_seen = numbers.stop
         self.copy_seconds += time.perf_counter() - started
         self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64), self._segments[rank].bell)
+
+    def _take(self, sender: _Sender | None, rank: int, row: list[int]) -> Region | None:
+        """Copy what one row of a note names. What cannot be is reported, never raised: the sender waits for the answer."""
+        n = len(self._plan.blocks.shape)
+        try:
+            region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))
+        except ValueError:
+            self._report_list(None, rank)
+            return None
+        part = sender.parts[row[0]] if sender is not None and 0 <= row[0] < len(sender.parts) else None
+        if sender is None or sender.shares is None or part is None or not part.region.contains(region):
+            self._report_list(region, rank)
+            return None
+        piece = self._pieces[part.shard].view(region)
+        try:
+            values: Array = np.ndarray(region.shape, piece.dtype, sender.shares.data, row[1 + 2 * n], row[2 + 2 * n : -1])
+        except (TypeError, ValueError):  # outside the sender's memory
+            self._report_list(region, rank)
+            return None
+        np.copyto(piece, values, casting="no")
+        if self._checksums and checksum(piece) != row[-1]:
+            self._report_sum(part, rank, checksum(piece), row[-1])
+        self._count(part, region)
+        return region
 
     # --- is it all there?
 
@@ -224,10 +246,11 @@ class Inbox:
                     "defect in shardload; please report it with the shape, the mesh and the spec"
                 )
 
-    def _report_list(self, region: Region, rank: int) -> None:
+    def _report_list(self, region: Region | None, rank: int) -> None:
         if self.problem is None:
+            which = "without a region" if region is None else str(region)
             self.problem = PeerError(
-                f"the part {region} that came from rank {rank} is not what this rank expects: the sender's list of regions "
+                f"the part {which} that came from rank {rank} is not what this rank expects: the sender's list of regions "
                 "is not "
                 "the one that was expected. Nothing was loaded. This is a defect in shardload; please report it with the "
                 "shape, "
@@ -243,3 +266,20 @@ class Inbox:
                 f"is {theirs:08x}. The load is void; if it happens again, suspect the network or memory of these two nodes",
                 rank=rank,
             )
+
+
+def _are_all_of(region: Region, tiles: list[Region]) -> bool:
+    """Whether these, as cells of a grid, are all of a region, each element once.
+
+    >>> half = Region((0,), (2,))
+    >>> _are_all_of(Region((0,), (4,)), [half, Region((2,), (4,))]), _are_all_of(Region((0,), (4,)), [half, half])
+    (True, False)
+    """
+    n_cells = 1
+    for axis in range(region.ndim):
+        cuts = sorted({(tile.start[axis], tile.stop[axis]) for tile in tiles})
+        ends = [region.start[axis], *(stop for _, stop in cuts)]
+        if [start for start, _ in cuts] != ends[:-1] or ends[-1] != region.stop[axis]:
+            return False
+        n_cells *= len(cuts)
+    return len(tiles) == len(set(tiles)) == n_cells

@@ -140,16 +140,19 @@ class Outbox:
         self, rank: int, parts: list[Part], views: Iterable[Iterable[tuple[Region, Array]]], done: Callable[[], None]
     ) -> None:
         rows: list[int] = []
-        for part, places in zip(parts, views, strict=True):
-            number = self._count(part).n_parts - 1
+        first = self.sent[rank].n_parts if rank in self.sent else 0
+        for number, places in enumerate(views, first):
             for region, view in places:
                 proof = checksum(view) if self._checksums else 0
                 at = view.ctypes.data - self._base
                 rows += [number, *region.start, *region.stop, at, *view.strides, proof]
+        message: Integers = np.array([LOOK, self._n_notes + 1, len(parts), *rows], dtype=np.int64)
+        self._traffic.tell(rank, message, self._segments[rank].bell)
+        # Only now: a receipt must not promise what could not be sent.
         self._n_notes += 1
         self._looking[self._n_notes] = done
-        message: Integers = np.array([LOOK, self._n_notes, len(parts), *rows], dtype=np.int64)
-        self._traffic.tell(rank, message, self._segments[rank].bell)
+        for part in parts:
+            self._count(part)
 
     def _post_note(self, block: Block, part: Part) -> bool:
         """Bring a part into shared memory first: its block is somewhere else."""
@@ -172,12 +175,11 @@ class Outbox:
             data, done = packed
         else:
             data = view
-        sent = self._count(part)
-        if self._checksums:
-            sent.sums.append(checksum(data if view is None else view))
+        sums = [checksum(data if view is None else view)] if self._checksums else []
         message, _ = message_of(self._traffic.group.mpi, data)
         request = self._traffic.group.comm.Isend(message, dest=part.rank, tag=self._traffic.data_tag)
         self._traffic.add_data(request, done, data)
+        self._count(part).sums += sums  # only now: a receipt must not promise what could not be sent
         if data is not view:
             one_less(block)  # the block itself is no longer needed for this part
         return True

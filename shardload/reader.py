@@ -128,6 +128,7 @@ class SourceReader:
         self._chunk_reader = self._find_chunk_reader()
         self._n_threads = n_threads if self._chunk_reader is not None else 1  # `read_into` is promised one at a time
         self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="shardload-read")
+        self._latest: list[Future[None]] = []
         self._own = threading.local()
         self._lock = threading.Lock()
         self.tally = Tally()
@@ -153,6 +154,8 @@ class SourceReader:
 
     def start(self, read: Read) -> Reading:
         """Begin to read one block. Its own parts are in their pieces when it is done."""
+        if not all(read.region.contains(part.region) for part in read.parts):
+            raise ValueError(f"a part reaches outside its block {read.region}: the plan is wrong")
         block = Block(read)
         if self._needs_slot(read):
             slot = self._slots.take()
@@ -167,11 +170,13 @@ class SourceReader:
             n = min(self._n_threads, len(numbers))
             places = list(enumerate(numbers))
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
-        if read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
+        is_free = self._chunk_reader is not None or all(task.done() for task in self._latest)  # one at a time in the library
+        if is_free and read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
             return Reading(block, [_done_here(self._run, task, read) for task in work])
         tasks = [self._pool.submit(self._run, task, read) for task in work]
         for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once
             task.add_done_callback(self._tell)
+        self._latest = tasks
         return Reading(block, tasks)
 
     def _tell(self, _: Future[None]) -> None:
@@ -230,7 +235,8 @@ class SourceReader:
             in_slot = block.slot is not None and travels and not self._casts
             target = self._slot_part(block, place) if in_slot else self._scratch("chunk", self._chunk_shape, self._source.dtype)
             reader.decode(encoded, target)
-            values = self._drop_axes(target[inside])
+            index_in: Any = (*inside, ...)  # an array, also when 0-d
+            values = self._drop_axes(target[index_in])
             if self._casts:
                 cast = self._cast_buffer(block, place, region) if travels else self._scratch("cast", region.shape, self._dtype)
                 _cast(values, cast, self._name(box))

@@ -115,8 +115,12 @@ class Packer:
                 return None
             buffer = found
             data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
+            missing = region.size
             for part, view in block.views(region):
                 np.copyto(box(data, part, region), view, casting="no")
+                missing -= part.size
+            if missing:
+                raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
             buffer.n_used += aligned(nbytes)
             self._last = (region, data, buffer)
         buffer.n_sending += 1

@@ -6,6 +6,7 @@ One job of 4 ranks makes all mistakes one after the other (`scripts/errors.py`) 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,25 @@ ALONE: dict[str, tuple[str, int, tuple[str, ...]]] = {
     for name, rank in (
         ("no memory for a block on rank 2", 2),
         ("no memory to pack on rank 0", 0),
+        ("no memory for a checksum on rank 0", 0),
+        ("no memory for a note or message on rank 0", 0),
+        ("no memory to decode a chunk on rank 1", 1),
         ("assembly fails on rank 3", 3),
     )
 }
 
 
-def make_mistakes(folder: Path, *names: str, mpi: str = "mpich", timeout: float = 120) -> dict[str, list[Said]]:
+# Memory for these is taken only where parts travel as messages; what else fails is tried in each way.
+MESSAGES, BOTH = {"SHARDLOAD_SHARED_MEMORY": "0"}, {"SHARDLOAD_RANKS_PER_NODE": "2"}
+ONLY_MESSAGES = ("no memory for a block on rank 2", "no memory to pack on rank 0")
+
+
+def make_mistakes(
+    folder: Path, *names: str, mpi: str = "mpich", timeout: float = 120, env: Mapping[str, str] | None = None
+) -> dict[str, list[Said]]:
     """What each rank raised in each case."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     return {said[0]["case"]: list(said) for said in zip(*ranks, strict=True)}
 
@@ -171,5 +182,13 @@ def test_the_damaged_chunk_is_named(mistakes: dict[str, list[Said]], what: str) 
 @pytest.mark.parametrize("case", ALONE)
 def test_rank_that_fails_in_the_middle(tmp_path: Path, case: str, mpi: str) -> None:
     """Wrong if the others wait for the messages that it owes them: they would wait for ever."""
-    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40)
+    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40, env=MESSAGES)
+    check(found[case], *ALONE[case])
+
+
+@pytest.mark.parametrize(("mpi", "env"), [("mpich", {}), ("openmpi", BOTH)], ids=["notes", "both"])
+@pytest.mark.parametrize("case", [case for case in ALONE if case not in ONLY_MESSAGES])
+def test_rank_that_fails_in_the_middle_of_notes(tmp_path: Path, case: str, mpi: str, env: dict[str, str]) -> None:
+    """Wrong if the others wait for a note that never comes, or it for their answers."""
+    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40, env=env)
     check(found[case], *ALONE[case])

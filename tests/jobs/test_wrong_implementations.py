@@ -1,13 +1,16 @@
 """A defect of our own is an error, not a wrong array: shardload is broken on purpose and must notice by itself.
 
-One job of 4 ranks meets all defects one after the other (`scripts/wrong.py`) and loads well after each. What
-``verify="index"`` cannot find, and what nothing can, is said by the tests' names: then the array that comes back is wrong,
-and that is asserted too, so that nobody believes in more than there is.
+One job of 4 ranks meets all defects one after the other (`scripts/wrong.py`) and loads well after each: with each MPI, and in
+each way that parts can travel, because each has checks of its own. What ``verify="index"`` cannot find, and what nothing can,
+is said by the tests' names: then the array that comes back is wrong, and that is asserted too, so that nobody believes in more
+than there is.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +40,80 @@ BY_INDEX = {
     "blocks sent in another order": LISTS,
     "the last block dropped by all": ("ShardloadError", "32 elements arrived for the shard [6:12, 6:12], which has 36"),
 }
+# The same where ranks share memory: a note of what is not expected there is refused.
+BY_NOTE = {
+    "a note names what is outside the memory": LISTS,
+    "a note names what is before the memory": LISTS,
+    "a note names another region": LISTS,
+    "a note names no region at all": ("PeerError", "the part without a region that came from rank 0"),
+    "a note names a part that there is not": LISTS,
+    "a note names one part for another": LISTS,
+    "a part is named twice, and another not": LISTS,
+    "a note names a tile twice": LISTS,
+}
 # Found by verify="checksum" alone: the coordinates are all right, the values are not.
 BY_CHECKSUM = {
-    "two messages take each other's way": SUMS,
     "one bit changes on the way": SUMS,
     "one replica of four differs": SUMS,
     "one bit changes in a copy that stays": ("PeerError", "a checksum after the copy differs"),
     "staging buffer used again too early": SUMS,
 }
+BY_CHECKSUM_OF_NOTE = {
+    "one bit changes in shared memory": SUMS,
+    "a note names the element beside": SUMS,
+}
+# Two messages of the same size look alike; two notes do not.
+SWAPPED = "two parts take each other's way"
 # Found by no check of a load: the reader itself is wrong. That is what tests/mpi/test_sources.py is for.
 BY_NONE = ("a read in the wrong place",)
 # A rank waits for what nobody sends, or fails in the middle of an exchange. Each in a job of its own.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
 
-def meet_defects(folder: Path, *names: str, mpi: str = "mpich", timeout: float = 120) -> Found:
+# How parts travel between the 4 ranks.
+WAYS: dict[str, dict[str, str]] = {
+    "shared memory": {},
+    "messages": {"SHARDLOAD_SHARED_MEMORY": "0"},
+    "both": {"SHARDLOAD_RANKS_PER_NODE": "2"},
+}
+
+
+def meet_defects(folder: Path, *names: str, mpi: str, way: str, timeout: float = 120) -> Found:
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **WAYS[way]}).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*ranks, strict=True)}
 
 
-@pytest.fixture(scope="module", params=["mpich", "openmpi"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return meet_defects(tmp_path_factory.mktemp("wrong"), mpi=request.param)
+@dataclass
+class Travelled:
+    """What was said where parts travelled in this way, and which tables are true there."""
+
+    way: str
+    said: Found
+
+    @property
+    def by_index(self) -> dict[str, tuple[str, str]]:
+        return {
+            "shared memory": {**BY_INDEX, **BY_NOTE, SWAPPED: LISTS},
+            "messages": BY_INDEX,
+            "both": {**BY_INDEX, **BY_NOTE},
+        }[self.way]
+
+    @property
+    def by_checksum(self) -> dict[str, tuple[str, str]]:
+        return {
+            "shared memory": {**BY_CHECKSUM, **BY_CHECKSUM_OF_NOTE},
+            "messages": {**BY_CHECKSUM, SWAPPED: SUMS},
+            "both": {**BY_CHECKSUM, **BY_CHECKSUM_OF_NOTE, SWAPPED: SUMS},
+        }[self.way]
+
+
+@pytest.fixture(scope="module", params=[(mpi, way) for mpi in ("mpich", "openmpi") for way in WAYS], ids=" ".join)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Travelled:
+    mpi, way = request.param
+    return Travelled(way, meet_defects(tmp_path_factory.mktemp("wrong"), mpi=mpi, way=way))
 
 
 def is_error(said: list[Said], kind: str, text: str) -> None:
@@ -75,41 +127,50 @@ def is_wrong_and_unnoticed(said: list[Said]) -> None:
     assert not all(one["right"] for one in said), "the defect did nothing, so it shows nothing"
 
 
+def for_each(table: dict[str, tuple[str, str]], check: Callable[[str, tuple[str, str]], None]) -> None:
+    """Check every defect of a table, and say which of them failed."""
+    failed = []
+    for case, error in table.items():
+        try:
+            check(case, error)
+        except AssertionError as why:
+            failed.append(f"{case}: {why}")
+    assert not failed, "\n".join(failed)
+
+
 @pytest.mark.parametrize("verify", ["index", "checksum"])
-@pytest.mark.parametrize("case", BY_INDEX)
-def test_found_always(found: Found, case: str, verify: str) -> None:
+def test_found_always(found: Travelled, verify: str) -> None:
     """Wrong if an array came back."""
-    is_error(found[case, verify], *BY_INDEX[case])
+    for_each(found.by_index, lambda case, error: is_error(found.said[case, verify], *error))
 
 
-@pytest.mark.parametrize("case", BY_CHECKSUM)
-def test_found_by_checksum(found: Found, case: str) -> None:
+def test_found_by_checksum(found: Travelled) -> None:
     """Wrong if an array came back although checksums were asked for."""
-    is_error(found[case, "checksum"], *BY_CHECKSUM[case])
+    for_each(found.by_checksum, lambda case, error: is_error(found.said[case, "checksum"], *error))
 
 
-@pytest.mark.parametrize("case", BY_CHECKSUM)
-def test_not_found_by_index(found: Found, case: str) -> None:
+def test_not_found_by_index(found: Travelled) -> None:
     """The limit of ``verify="index"``: places are checked, values are not."""
-    is_wrong_and_unnoticed(found[case, "index"])
+    for_each(found.by_checksum, lambda case, _: is_wrong_and_unnoticed(found.said[case, "index"]))
 
 
 @pytest.mark.parametrize("verify", ["index", "checksum"])
 @pytest.mark.parametrize("case", BY_NONE)
-def test_not_found_at_all(found: Found, case: str, verify: str) -> None:
+def test_not_found_at_all(found: Travelled, case: str, verify: str) -> None:
     """The limit of all checks of a load: they begin with what the reader delivers."""
-    is_wrong_and_unnoticed(found[case, verify])
+    is_wrong_and_unnoticed(found.said[case, verify])
 
 
-def test_every_defect_is_looked_at(found: Found) -> None:
+def test_every_defect_is_looked_at(found: Travelled) -> None:
     """Wrong if a defect of the script were asserted by nobody."""
-    assert {case for case, _ in found} == {*BY_INDEX, *BY_CHECKSUM, *BY_NONE}
+    assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_NONE}
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("where", [("mpich", "shared memory"), ("mpich", "messages"), ("openmpi", "both")], ids=" ".join)
 @pytest.mark.parametrize("case", ALONE)
-def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, mpi: str) -> None:
+def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, where: tuple[str, str]) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""
-    for said in meet_defects(tmp_path, case, mpi=mpi, timeout=40).values():
+    mpi, way = where
+    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=40).values():
         assert len({(one["type"], one["text"]) for one in said}) == 1
         assert said[0]["type"] in ("PeerError", "ShardloadError")

@@ -312,7 +312,7 @@ def test_selection_that_cannot_be(comm: Any, shared_tmp_path: Path, select: Any,
 
 def tiny_staging(chunks: tuple[int, ...] | None) -> int:
     """The least staging that the library takes for these chunks of 4-byte values."""
-    return 16 * math.prod(chunks) if chunks else 1 << 10
+    return 20 * math.prod(chunks) if chunks else 1 << 10
 
 
 @pytest.mark.parametrize("readers", READERS)

@@ -14,7 +14,7 @@ import pytest
 from shardload.plan import Grid, Part, Read
 from shardload.reader import SourceReader
 from shardload.region import Region, select_axes
-from shardload.sources.base import ArrayInfo, Encoded
+from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
 from shardload.staging import Block, Piece, Slots
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ class FakeChunks:
         start = tuple(i * c for i, c in zip(index, self.chunks, strict=True))
         return Region(start, tuple(min(a + c, n) for a, c, n in zip(start, self.chunks, self.data.shape, strict=True)))
 
-    def fetch(self, index: tuple[int, ...]) -> Encoded | None:
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         assert len(index) == len(self.chunks) and all(type(i) is int for i in index)
         self.fetched.append(index)
         self.threads.add(threading.current_thread().name)
@@ -55,7 +55,10 @@ class FakeChunks:
         region = self.region(index)
         whole = np.full(self.chunks, 77, self.data.dtype)
         whole[tuple(slice(0, n) for n in region.shape)] = self.data[region.slices()]
-        return Encoded(b"at:" + repr(index).encode() + b"|" + whole.tobytes())
+        stored = np.frombuffer(b"at:" + repr(index).encode() + b"|" + whole.tobytes(), np.uint8)
+        memory = room(stored.size)
+        memory[...] = stored
+        return Encoded(memory)
 
     def decode(self, encoded: Encoded | None, out: Array) -> None:
         assert out.shape == self.chunks and out.dtype == self.data.dtype

@@ -21,6 +21,13 @@ from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piec
 Array = np.ndarray[Any, Any]
 
 
+@pytest.fixture(autouse=True, params=[-1, 1 << 14], ids=["in threads", "at once"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small reads are done at once; all that is true of reads in threads must be true of them."""
+    monkeypatch.setattr("shardload.reader._INLINE_NBYTES", request.param)
+    return "in threads" if request.param < 0 else "at once"
+
+
 def staged(reader: SourceReader, region: Region, dtype: Any = "f4") -> Array:
     """The values of a block that another rank needs."""
     block = fetch(reader, whole(region, rank=1))
@@ -232,6 +239,15 @@ def test_a_read_without_a_slot_is_refused() -> None:
     assert source.reads == [rows(0, 1)]
 
 
+def test_a_part_outside_its_block_is_refused() -> None:
+    """Wrong if what the block does not hold of a part were left as it was, and counted as delivered."""
+    source = FakeSource(TABLE, (1, 4))
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="reaches outside its block"):
+            reader_of(source, {0: piece_of(rows(0, 8))}).start(Read(rows(0, 2), (Part(rows(1, 3), 0, rank),)))
+    assert source.reads == []
+
+
 def test_a_short_block_uses_the_front_of_a_slot() -> None:
     slots = Slots(1, 48)
     reader = reader_of(FakeSource(TABLE, (1, 4)), slots=slots)
@@ -247,17 +263,18 @@ def test_a_short_block_uses_the_front_of_a_slot() -> None:
 # --- threads
 
 
-def test_leaving_the_reader_ends_its_threads() -> None:
+def test_leaving_the_reader_ends_its_threads(how: str) -> None:
     before = set(threading.enumerate())
     with reader_of(FakeSource(TABLE, (1, 4)), n_threads=3, slots=Slots(8, 16)) as reader:
         for k in range(8):
             fetch(reader, whole(rows(k, k + 1), rank=1))
-        assert set(threading.enumerate()) > before
+        assert (set(threading.enumerate()) > before) == (how == "in threads")
     assert set(threading.enumerate()) == before
 
 
-def test_the_library_is_called_from_one_thread_at_a_time() -> None:
+def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
+    monkeypatch.setattr("shardload.reader._INLINE_NBYTES", -1)
     source = FakeSource(TABLE, (1, 4))
     inside, go_on = threading.Event(), threading.Event()
 
@@ -274,6 +291,27 @@ def test_the_library_is_called_from_one_thread_at_a_time() -> None:
         for k, reading in enumerate(readings):
             np.testing.assert_array_equal(values_of(reading.result(), rows(k, k + 1), "f4"), TABLE[k : k + 1])
     assert reader.tally.chunks_decoded == 8 and reader.tally.nbytes_read == TABLE.nbytes
+
+
+def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what is read at once, because it is small, met a read in a thread: `FakeSource` refuses the second."""
+    monkeypatch.setattr("shardload.reader._INLINE_NBYTES", 16)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(region: Region) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    source = FakeSource(TABLE, (1, 4), hold)  # type: ignore[arg-type]
+    with reader_of(source, slots=Slots(3, 128)) as reader:
+        large = reader.start(whole(rows(0, 7), rank=1))
+        assert inside.wait(20)
+        small = reader.start(whole(rows(7, 8), rank=1))
+        assert not small.done() and source.reads == [rows(0, 7)]
+        go_on.set()
+        np.testing.assert_array_equal(values_of(large.result(), rows(0, 7), "f4"), TABLE[:7])
+        np.testing.assert_array_equal(values_of(small.result(), rows(7, 8), "f4"), TABLE[7:])
+        assert reader.start(whole(rows(2, 3), rank=1)).done(), "nothing is under way: at once"
 
 
 # --- failures

@@ -36,9 +36,10 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_chunks_too() -> Any:
+def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 1)
+        patch.setattr(reader_module, "_INLINE_NBYTES", -1)
         yield
 
 
@@ -210,6 +211,13 @@ def test_selections_that_drop_axes_or_begin_inside_a_chunk(
     assert sorted(chunks_of(source).fetched) == sorted(touched), "each chunk once, and no other"
 
 
+def test_an_array_of_no_axes_lies_in_the_slot_too() -> None:
+    """Wrong if its tile were a copy somewhere else: a note where to look would name what nobody else can see."""
+    block = fetch(reader_of(chunked(np.array(7, "f4"), ())), whole(Region((), ()), rank=1))
+    assert block.slot is not None and np.shares_memory(block.tiles[0].data, block.slot.data)
+    assert values_of(block, Region((), ()), "f4") == 7
+
+
 # --- threads
 
 
@@ -311,9 +319,12 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
 
 
 @settings(max_examples=120)
-@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.data())
-def test_all_ranks_readers_together_read_a_selection(case: Case, casts: bool, n_threads: int, data: st.DataObject) -> None:
+@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.data())
+def test_all_ranks_readers_together_read_a_selection(
+    case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
+) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
+    reader_module._INLINE_NBYTES = inline_nbytes
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
     shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]

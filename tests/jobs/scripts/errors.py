@@ -30,9 +30,17 @@ SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
 DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
 
 # Cases in which a rank fails in the middle of an exchange: should one hang, it takes none of the others with it.
-ALONE = ("no memory for a block on rank 2", "no memory to pack on rank 0", "assembly fails on rank 3")
+ALONE = (
+    "no memory for a block on rank 2",
+    "no memory to pack on rank 0",
+    "no memory for a checksum on rank 0",
+    "no memory for a note or message on rank 0",
+    "no memory to decode a chunk on rank 1",
+    "assembly fails on rank 3",
+)
 
 comm = MPI.COMM_WORLD
+importlib.import_module("shardload.execute")._WORTH_SHARING_NBYTES = 0  # blocks are small here
 cases: dict[str, Callable[[], object]] = {}
 
 
@@ -195,13 +203,44 @@ def _() -> None:
 
 @case("no memory for a block on rank 2")
 def _() -> None:
-    patched("shardload.reader", "aligned_empty", full, lambda: load(readers="parallel"), (2,))
+    patched("shardload.staging", "aligned_empty", full, lambda: load(readers="parallel"), (2,))
 
 
 @case("no memory to pack on rank 0")
 def _() -> None:
     packs = lambda *_: (_ for _ in ()).throw(MemoryError("cannot allocate 512 GiB"))  # noqa: E731
     patched("shardload.wire", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
+
+
+@case("no memory for a checksum on rank 0")
+def _() -> None:
+    patched("shardload.outbox", "checksum", full, lambda: load(readers="root", verify="checksum"), (0,))
+
+
+@case("no memory for a note or message on rank 0")
+def _() -> None:
+    """Of the first of three parts only: the others have left, and must be counted in the receipts."""
+    traffic = importlib.import_module("shardload.traffic").Traffic
+    call = lambda: patched("shardload.outbox", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
+    before = traffic.tell
+    if comm.rank == 0:
+        traffic.tell = full
+    try:
+        call()
+    finally:
+        traffic.tell = before
+
+
+@case("no memory to decode a chunk on rank 1")
+def _() -> None:
+    reader = importlib.import_module("shardload.reader")
+    call = lambda: load(readers="parallel", staging="8KiB")  # noqa: E731
+    before = reader._MIN_CHUNK_NBYTES
+    reader._MIN_CHUNK_NBYTES = 1
+    try:
+        patched("shardload.reader", "Tile", full, call, (1,))
+    finally:
+        reader._MIN_CHUNK_NBYTES = before
 
 
 @case("metadata cannot be read on rank 0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
 # Defects that leave a rank waiting for what nobody sends: should one hang, it takes none of the others with it.
@@ -32,18 +34,23 @@ comm = MPI.COMM_WORLD
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, exchange, execute, prepare, reader, group = (
-    module(f"shardload.{name}") for name in ("layout", "plan", "exchange", "execute", "prepare", "reader", "group")
+layout, plan, execute, prepare, reader, group, staging, inbox = (
+    module(f"shardload.{name}") for name in ("layout", "plan", "execute", "prepare", "reader", "group", "staging", "inbox")
 )
+execute._WORTH_SHARING_NBYTES = 0
+reader._MIN_CHUNK_NBYTES = 1
+reader._INLINE_NBYTES = -1
+SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any]]] = {}
 
 
-def case(name: str, **call: Any) -> Callable[[Defect], Defect]:
-    """Register a defect and the load that meets it."""
+def case(name: str, *, shared_memory: bool = False, **call: Any) -> Callable[[Defect], Defect]:
+    """Register a defect and the load that meets it; `shared_memory`: where there is any."""
 
     def register(defect: Defect) -> Defect:
-        cases[name] = (defect, call)
+        if SHARES or not shared_memory:
+            cases[name] = (defect, call)
         return defect
 
     return register
@@ -183,85 +190,121 @@ def _(stack: ExitStack) -> None:
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
 
 
-class Wire:
-    """A communicator that is the right one, except for what it does to the messages that it sends."""
-
-    def __init__(self, real: Any, change: Callable[[bytes, int], tuple[bytes, int]]) -> None:
-        self._real, self._change, self._keep = real, change, []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def Isend(self, message: Any, dest: int, tag: int) -> Any:
-        if tag % 2:  # a receipt
-            return self._real.Isend(message, dest=dest, tag=tag)
-        data, *how = message
-        changed, dest = self._change(bytes(data), dest)
-        self._keep.append(changed)
-        return self._real.Isend([changed, *how], dest=dest, tag=tag)
-
-
-def wire(stack: ExitStack, change: Callable[[bytes, int], tuple[bytes, int]]) -> None:
+def wire(stack: ExitStack, change_data: Any = None, change_note: Any = None) -> None:
     """Let what rank 0 sends arrive otherwise."""
     here = group.group_of()
     if comm.rank == 0:
-        stack.enter_context(patched(here, "comm", Wire(here.comm, change)))
+        stack.enter_context(patched(here, "comm", Wire(here.comm, change_data, change_note)))
 
 
-def flipped(data: bytes) -> bytes:
-    """One bit of the middle changed: the last of a mantissa, so that no look at the values would find it."""
-    k = len(data) // 2 // 4 * 4
-    return data[:k] + bytes([data[k] ^ 1]) + data[k + 1 :]
-
-
-@case("two messages take each other's way", spec=P("a", "b"), readers="root")
+@case("two parts take each other's way", spec=P("a", "b"), readers="root")
 def _(stack: ExitStack) -> None:
-    wire(stack, lambda data, dest: (data, {1: 2, 2: 1}.get(dest, dest)))
+    other = {2: 3, 3: 2}
+    wire(stack, *[lambda what, dest: (what, other.get(dest, dest))] * 2)
 
 
 @case("one bit changes on the way", spec=P("a", "b"), readers="root")
 def _(stack: ExitStack) -> None:
-    wire(stack, lambda data, dest: (flipped(data) if dest == 2 else data, dest))
+    def note(rows: Any, dest: int) -> Any:
+        if dest == 2:
+            flip_shared(rows[0])
+        return rows, dest
+
+    wire(stack, lambda data, dest: (flipped(data) if dest == 2 else data, dest), note)
 
 
 @case("one replica of four differs", spec=P(), readers="root")
 def _(stack: ExitStack) -> None:
     wire(stack, lambda data, dest: (flipped(data) if dest == 3 else data, dest))
+    if comm.rank == 3:
+        stack.enter_context(patched(inbox, "np", Numpy()))  # copies out of shared memory
 
 
 @case("one bit changes in a copy that stays", spec=P(), readers="root")
 def _(stack: ExitStack) -> None:
-    class Numpy:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(np, name)
-
-        def copyto(self, to: Any, what: Any, **options: Any) -> None:
-            np.copyto(to, what, **options)
-            to[(0,) * to.ndim] += 1
-
     if comm.rank == 0:
-        stack.enter_context(patched(exchange, "np", Numpy()))
+        stack.enter_context(patched(reader, "np", Numpy()))
 
 
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")
 def _(stack: ExitStack) -> None:
-    """Rank 0 has one buffer and reads the next block into it while MPI still sends the last; the others are late."""
-    expect = exchange._Exchange._expect
-    buffers: list[Any] = []
+    """Rank 0 has one slot and reads the next block into it while the last one is still being sent; the others are late."""
+    expect, take = inbox.Inbox.expect, staging.Slots.take
+    slots: dict[int, Any] = {}
 
-    def early(self: Any, read: Any) -> Any:
-        buffers[:] = buffers or [np.empty(self._block_size, self._dtype)]
-        data = buffers[0][: read.region.size].reshape(read.region.shape)
-        return exchange.Block(read, data, lambda: None)
+    def early(self: Any) -> Any:
+        return slots.setdefault(id(self), take(self) if id(self) not in slots else None)
 
-    def late(self: Any, incoming: Any) -> None:
-        if comm.rank:
-            time.sleep(1)
-        expect(self, incoming)
+    def late(self: Any) -> None:
+        time.sleep(1)
+        expect(self)
 
-    stack.enter_context(patched(reader.SourceReader, "_stage", early))
-    stack.enter_context(patched(reader.SourceReader, "has_room", lambda self: True))
-    stack.enter_context(patched(exchange._Exchange, "_expect", late))
+    if comm.rank == 0:
+        stack.enter_context(patched(staging.Slots, "take", early))
+        stack.enter_context(patched(staging.Slots, "give", lambda self, slot: None))
+        stack.enter_context(patched(staging.Slots, "has_room", lambda self: True))
+    else:
+        stack.enter_context(patched(inbox.Inbox, "expect", late))
+
+
+# --- notes: where to look in shared memory ----------------------------------------------------------------------------
+
+
+def notes_to_1(stack: ExitStack, change: Callable[[Any], None]) -> None:
+    """Let rank 0 send other notes to rank 1, with which it shares memory."""
+
+    def change_note(rows: Any, dest: int) -> Any:
+        if dest == 1:
+            change(rows)
+        return rows, dest
+
+    wire(stack, None, change_note)
+
+
+def place(where: Any, value: Any, add: bool = True) -> Callable[[Any], None]:
+    """Change numbers in all rows of a note."""
+
+    def change(rows: Any) -> None:
+        rows[:, where] = value + (rows[:, where] if add else 0)
+
+    return change
+
+
+NOTES: dict[str, Callable[[Any], None]] = {
+    "one bit changes in shared memory": lambda rows: flip_shared(rows[0]),
+    "a note names the element beside": place(AT, -4),
+    "a note names what is outside the memory": place(AT, 1 << 30),
+    "a note names what is before the memory": place(AT, -(1 << 30)),
+    "a note names another region": place([1, 3], 1),
+    "a note names no region at all": place(START, -1, add=False),
+    "a note names a part that there is not": place(NUMBER, 7, add=False),
+    "a note names one part for another": place(NUMBER, 0, add=False),
+}
+for name, change in NOTES.items():
+    register = case(name, spec=P("a", "b"), readers="root", shared_memory=True)
+    register(lambda stack, change=change: notes_to_1(stack, change))  # type: ignore[misc]
+
+
+@case("a part is named twice, and another not", spec=P("a", "b"), readers="root", shared_memory=True)
+def _(stack: ExitStack) -> None:
+    first: list[Any] = []
+
+    def change(rows: Any) -> None:
+        first[:] = first or [rows.copy()]
+        rows[...] = first[0]
+
+    notes_to_1(stack, change)
+
+
+@case("a note names a tile twice", spec=P("a", "b"), readers="root", dataset="fine", shared_memory=True)
+def _(stack: ExitStack) -> None:
+    """Each note names several chunks, all of the same size: the number of elements stays right."""
+
+    def change(rows: Any) -> None:
+        assert len(rows) > 1
+        rows[1:] = rows[0]
+
+    notes_to_1(stack, change)
 
 
 @case("a read in the wrong place", spec=P("a", "b"), readers="root")
@@ -284,12 +327,13 @@ def prepare_files(folder: str) -> None:
     with h5py.File(Path(folder, "x.h5"), "w") as file:
         file["x"] = ramp(SQUARE)
         file.create_dataset("chunked", data=ramp(SQUARE), chunks=(5, 5))
+        file.create_dataset("fine", data=ramp(SQUARE), chunks=(1, 1))
         file["large"] = ramp((16, 256, 512))
 
 
 def dirty(shape: tuple[int, ...], dtype: Any) -> Any:
     """Memory for a piece as it may well be: not what the load before left there, which was right."""
-    made = reader.aligned_empty(shape, dtype)
+    made = staging.aligned_empty(shape, dtype)
     made[...] = -1
     return made
 

@@ -1,0 +1,64 @@
+"""A pytest plugin: let the small arrays of `tests/mpi` travel as large ones do, and count how they travelled.
+
+Variables of the environment (beside shardload's own): ``WAYS_COUNTS``, a folder for each rank's counts; ``WAYS_THREADS``, how
+many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardload import execute, group, inbox, outbox, reader
+from shardload.node import Segment
+
+execute._WORTH_SHARING_NBYTES = 0
+reader._MIN_CHUNK_NBYTES = 1
+reader._INLINE_NBYTES = -1
+counts: Counter[str] = Counter()
+
+
+def counted(kind: type, method: str, name: str) -> None:
+    """Count the calls of a method."""
+    right = getattr(kind, method)
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return right(self, *args, **options)
+
+    setattr(kind, method, call)
+
+
+counted(inbox._Sender, "__init__", "senders")
+counted(outbox.Outbox, "_note", "notes sent")
+counted(outbox.Outbox, "_post_message", "messages sent")
+counted(inbox.Inbox, "_take", "tiles taken")
+counted(reader.SourceReader, "_read_chunk", "chunks decoded")
+
+machine_of = group.Group.machine.fget
+create = Segment.create
+
+
+def many_threads(self: group.Group) -> group.Machine:
+    return replace(machine_of(self), n_threads=int(os.environ["WAYS_THREADS"]))  # type: ignore[misc]
+
+
+def create_unless(nbytes: int) -> Segment:
+    if group.world().rank == int(os.environ["WAYS_WITHOUT"]):
+        counts["segments refused"] += 1
+        raise OSError(1, "Operation not permitted")
+    return create(nbytes)
+
+
+if "WAYS_THREADS" in os.environ:
+    group.Group.machine = property(many_threads)  # type: ignore[assignment,method-assign]
+if "WAYS_WITHOUT" in os.environ:
+    Segment.create = create_unless  # type: ignore[method-assign,assignment]
+
+
+def pytest_sessionfinish() -> None:
+    Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
