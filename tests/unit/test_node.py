@@ -162,7 +162,7 @@ def test_a_process_that_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     with pytest.raises(OSError):
-        Segment.attach(np.array([ended.pid, 3, 100, 1], dtype=np.int64))
+        Segment.attach(np.array([ended.pid, 3, 100, 1, 4], dtype=np.int64))
 
 
 @pytest.mark.usefixtures("counted")
