@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.cast import cast_into
+from shardload.errors import PeerError, ShardloadError, SourceError
 from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
@@ -33,7 +34,6 @@ from shardload.wire import checksum, sendable
 
 __all__ = ["Reading", "SourceReader", "Tally"]
 
-_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
 _INLINE_NBYTES = 1 << 14
 _MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
@@ -233,13 +233,21 @@ class SourceReader:
         else:
             travels = any(part.rank != self._rank for part in parts)
             in_slot = block.slot is not None and travels and not self._casts
-            target = self._slot_part(block, place) if in_slot else self._scratch("chunk", self._chunk_shape, self._source.dtype)
+            target = (
+                self._cut(block, place, self._chunk_shape, self._source.dtype)
+                if in_slot
+                else self._scratch("chunk", self._chunk_shape, self._source.dtype)
+            )
             reader.decode(encoded, target)
             index_in: Any = (*inside, ...)  # an array, also when 0-d
             values = self._drop_axes(target[index_in])
             if self._casts:
-                cast = self._cast_buffer(block, place, region) if travels else self._scratch("cast", region.shape, self._dtype)
-                _cast(values, cast, self._name(box))
+                cast = (
+                    self._cut(block, place, region.shape, self._dtype)
+                    if travels
+                    else self._scratch("cast", region.shape, self._dtype)
+                )
+                cast_into(values, cast, self._name(box))
                 values = cast
             if travels:
                 with self._lock:
@@ -260,12 +268,6 @@ class SourceReader:
         view = self._pieces[parts[0].shard].view(region)
         whole = math.prod(self._chunk_shape) == region.size
         return view if whole and view.flags.c_contiguous else None
-
-    def _slot_part(self, block: Block, place: int) -> Array:
-        return self._cut(block, place, self._chunk_shape, self._source.dtype)
-
-    def _cast_buffer(self, block: Block, place: int, region: Region) -> Array:
-        return self._cut(block, place, region.shape, self._dtype)
 
     def _cut(self, block: Block, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Room in the block's slot for its chunk number `place`."""
@@ -331,7 +333,7 @@ class SourceReader:
             return data
         raw = self._scratch("block", region.shape, self._source.dtype)
         self._read(region, raw, tally)
-        _cast(raw, data, self._name(self._selection.to_file(region)))
+        cast_into(raw, data, self._name(self._selection.to_file(region)))
         return data
 
     def _read(self, region: Region, out: Array, tally: Tally) -> None:
@@ -413,26 +415,3 @@ def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
     else:
         future.set_result(None)
     return future
-
-
-def _cast(raw: Array, out: Array, name: str) -> None:
-    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error."""
-    for region in Region.whole(raw.shape).split(_CAST_SIZE):
-        index: Any = (*region.slices(), ...)
-        if not _cast_fits(raw[index], out[index]):
-            raise ConfigError(
-                f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
-                f"keep {raw.dtype}"
-            )
-
-
-def _cast_fits(raw: Array, out: Array) -> bool:
-    try:
-        with np.errstate(over="raise", invalid="raise"):
-            np.copyto(out, raw, casting="unsafe")
-    except FloatingPointError:
-        return False
-    if out.dtype.kind not in "iu":
-        return True
-    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
-    return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
