@@ -15,7 +15,6 @@ A sender that fails stops, and says so in its receipts: the receivers cancel wha
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import numpy as np
 
 from shardload.group import Group
 from shardload.inbox import Inbox
-from shardload.node import Segment
+from shardload.node import Bell, Segment
 from shardload.outbox import Outbox
 from shardload.plan import Read, ReadPlan
 from shardload.staging import Block, Piece, Slots
@@ -38,8 +37,8 @@ __all__ = ["BlockReader", "Moved", "exchange"]
 # longer.
 _YIELDS = 50
 _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 5e-5, 1e-3, 100
-# Waiting for notes alone: nothing goes on by being looked at, and ranks that share cores want them for decoding.
-_LOOK_NAP_SECONDS, _LONGEST_LOOK_NAP_SECONDS, _LOOK_NAPS_BEFORE_DOUBLING = 3e-4, 2e-3, 4
+# Waiting for rings.
+_LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 
 # What an interrupted exchange (Ctrl-C) left behind: MPI may still write into its buffers, so they are never freed.
 _abandoned: list[Any] = []
@@ -59,10 +58,6 @@ class BlockReader(Protocol):
 
     def start(self, read: Read) -> Any:
         """Begin to read one block: `done()`, `result()`. Not called again after one has failed."""
-        ...
-
-    def wait(self, seconds: float | None) -> None:
-        """Sleep until something that was started goes on, or for so long."""
         ...
 
 
@@ -87,6 +82,7 @@ def exchange(
     slots: Slots,
     pack_slots: Slots,
     segments: Mapping[int, Segment],
+    bell: Bell,
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
     on_piece: Callable[[Piece], None] | None = None,
@@ -109,6 +105,8 @@ def exchange(
         Where blocks wait (in shared memory where there is some), and where messages are packed.
     segments : mapping of int to Segment
         The memory of each rank of this machine; empty where none is shared.
+    bell : Bell
+        Where this rank waits: rung by the reader's threads and, with shared memory, by the ranks of this machine.
     checksums : bool
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
@@ -128,7 +126,7 @@ def exchange(
     inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
     packer, shared_packer = Packer(pack_slots), Packer(slots)
     outbox = Outbox(traffic, segments, packer, shared_packer, dtype, checksums)
-    moving = _Exchange(traffic, plan, reader, inbox, outbox)
+    moving = _Exchange(traffic, plan, reader, inbox, outbox, bell)
     try:
         moving.run()
     except BaseException:
@@ -156,8 +154,9 @@ class _Advance:
 
 
 class _Exchange:
-    def __init__(self, traffic: Traffic, plan: ReadPlan, reader: BlockReader, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(self, traffic: Traffic, plan: ReadPlan, reader: BlockReader, inbox: Inbox, outbox: Outbox, bell: Bell) -> None:
         self.traffic, self.plan, self.reader, self.inbox, self.outbox = traffic, plan, reader, inbox, outbox
+        self.bell = bell
         self.rank = traffic.group.rank
         self.failure: Exception | None = None  # of this rank's own reading or sending
         self.reads = plan.reads(self.rank)
@@ -232,20 +231,14 @@ class _Exchange:
             self.outbox.clear(read.parts)
 
     def _nap(self, idle: int) -> None:
-        """Wait a little, the longer the longer nothing has happened; the end of a read wakes at once."""
-        if not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching():
-            if self.under_way and not self.under_way[0].done():
-                self.reader.wait(None)  # nothing else can happen
+        """Wait: for a ring, where that is all that can come; else a little, the longer the longer nothing has happened."""
+        if not self.traffic.n_data:
+            # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
+            alone = not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching()
+            self.bell.wait(_ALONE_SECONDS if alone else _LISTEN_SECONDS)
             return
-        if self.traffic.n_data and idle <= _YIELDS:
+        if idle <= _YIELDS:
             os.sched_yield()
             return
-        if self.traffic.n_data:
-            first, doublings, longest = _NAP_SECONDS, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING, _LONGEST_NAP_SECONDS
-        else:
-            first, doublings, longest = _LOOK_NAP_SECONDS, idle // _LOOK_NAPS_BEFORE_DOUBLING, _LONGEST_LOOK_NAP_SECONDS
-        seconds = min(longest, first * 2 ** min(doublings, 10))
-        if self.under_way:
-            self.reader.wait(seconds)
-        else:
-            time.sleep(seconds)
+        doublings = min(10, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING)
+        self.bell.wait(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))

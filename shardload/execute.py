@@ -22,6 +22,7 @@ from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
 from shardload.exchange import Moved, exchange
 from shardload.group import Group
+from shardload.node import Bell
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
@@ -271,6 +272,7 @@ class Job:
         needed = staging.n_slots * aligned(staging.slot_nbytes) if plan.is_reader(group.rank) else 0
         segments = group.shared_memory(needed) if shares else {}
         own = segments.get(group.rank)
+        bell = Bell() if own is None else own.bell
         slots = Slots(staging.n_slots, staging.slot_nbytes, None if own is None or not needed else own.data)
         early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
@@ -285,6 +287,7 @@ class Job:
                 dtype=self.dtype,
                 pieces=pieces,
                 rank=group.rank,
+                bell=bell,
                 n_threads=staging.n_threads,
                 checksums=self.options.checksums,
             ) as reader,
@@ -298,6 +301,7 @@ class Job:
                 slots=slots,
                 pack_slots=Slots(staging.n_pack, staging.pack_nbytes),
                 segments=segments,
+                bell=bell,
                 checksums=self.options.checksums,
                 on_progress=advance,
                 on_piece=lambda piece: early.start(piece.region, piece.data),

@@ -190,7 +190,8 @@ class Inbox:
                 self._report_list(sender.parts[number].region, rank)
             sender.n_seen = numbers.stop
         self.copy_seconds += time.perf_counter() - started
-        self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64))
+        shares = self._segments.get(rank)
+        self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64), None if shares is None else shares.bell)
 
     def _take(self, sender: _Sender | None, rank: int, row: list[int]) -> Region | None:
         """Copy what one row of a note names. What cannot be is reported, never raised: the sender waits for the answer."""

@@ -4,6 +4,9 @@ A `Segment` is anonymous memory behind a file descriptor (memfd): it has no name
 nothing is left behind however a job ends, and it is gone when the last process that mapped it is. The others open it through
 /proc by the maker's process and descriptor, and believe it only when they find the maker's random token in it. Where any of
 this is not possible (another system, containers with process tables of their own) the ranks send messages instead.
+
+A `Bell` wakes a process that has nothing to do: its own threads ring it, and the processes that attached to its segment. So
+nobody has to look again and again whether something has come.
 """
 
 from __future__ import annotations
@@ -11,16 +14,54 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import select
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-__all__ = ["HANDLE_SIZE", "Segment"]
+__all__ = ["HANDLE_SIZE", "Bell", "Segment"]
 
-HANDLE_SIZE = 4
+HANDLE_SIZE = 5
 _TOKEN_NBYTES = 4096  # a page of its own, so that the data begins on one
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Bell:
+    """A pipe whose bytes mean nothing but "look": one end to ring, and in the process that made it one to wait at.
+
+    Rung before anybody waits, it is still heard. Rung often, it is heard once.
+    """
+
+    def __init__(self, ringing: int | None = None) -> None:
+        self._waiting: int | None = None
+        if ringing is None:
+            self._waiting, ringing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._poll = select.poll()
+            self._poll.register(self._waiting, select.POLLIN)
+        self.descriptor = ringing
+        self.close = weakref.finalize(self, _close, ringing, self._waiting)
+
+    def ring(self) -> None:
+        """Wake whoever waits, from any thread or process."""
+        with suppress(BlockingIOError, BrokenPipeError):  # full: it is ringing; broken: the other is gone, and MPI will say so
+            os.write(self.descriptor, b"!")
+
+    def wait(self, seconds: float | None) -> None:
+        """Return when it has been rung since the last call, or after `seconds`."""
+        if self._waiting is None:
+            raise ValueError("another process waits at this bell")
+        if self._poll.poll(None if seconds is None else max(1, round(seconds * 1000))):
+            with suppress(BlockingIOError):
+                os.read(self._waiting, 1 << 16)
+
+
+def _close(*descriptors: int | None) -> None:
+    for descriptor in descriptors:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class Segment:
@@ -31,15 +72,20 @@ class Segment:
     data : ndarray of uint8
         The memory, the same in all of them (at different addresses).
     handle : ndarray of int64, shape (HANDLE_SIZE,)
-        What another process needs to `attach`: process, descriptor, bytes, token.
+        What another process needs to `attach`: process, descriptor, bytes, token, descriptor of the bell.
+    bell : Bell
+        Wakes the process that made it.
     """
 
-    def __init__(self, memory: mmap.mmap, handle: np.ndarray[Any, np.dtype[np.int64]], descriptor: int | None) -> None:
+    def __init__(
+        self, memory: mmap.mmap, handle: np.ndarray[Any, np.dtype[np.int64]], descriptor: int | None, bell: Bell
+    ) -> None:
         whole: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.data = whole[_TOKEN_NBYTES:]
         self.handle = handle
         self._token = whole[:8].view(np.int64)
         self._descriptor = descriptor
+        self.bell = bell
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -50,18 +96,19 @@ class Segment:
             os.ftruncate(descriptor, size)
             os.posix_fallocate(descriptor, 0, size)  # an error now, not a dead process when the memory is first touched
             memory = mmap.mmap(descriptor, size)
+            bell = Bell()
         except BaseException:
             os.close(descriptor)
             raise
-        handle = np.array([os.getpid(), descriptor, nbytes, secrets.randbits(62)], dtype=np.int64)
-        made = cls(memory, handle, descriptor)
+        handle = np.array([os.getpid(), descriptor, nbytes, secrets.randbits(62), bell.descriptor], dtype=np.int64)
+        made = cls(memory, handle, descriptor, bell)
         made._token[0] = handle[3]
         return made
 
     @classmethod
     def attach(cls, handle: np.ndarray[Any, np.dtype[np.int64]]) -> Segment:
         """Look into one that another process made. OSError if that is not possible, or if it is not that one."""
-        process, number, nbytes, token = (int(v) for v in handle)
+        process, number, nbytes, token, ringing = (int(v) for v in handle)
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
             size = _TOKEN_NBYTES + nbytes
@@ -70,10 +117,10 @@ class Segment:
             memory = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        found = cls(memory, handle, None)
-        if found._token[0] != token:
+        if np.frombuffer(memory, dtype=np.int64, count=1)[0] != token:
             raise OSError(f"descriptor {number} of process {process} is another memory here")
-        return found
+        bell = Bell(os.open(f"/proc/{process}/fd/{ringing}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        return cls(memory, handle, None, bell)
 
     def seal(self) -> None:
         """Close the descriptor: nobody else can attach from now on."""

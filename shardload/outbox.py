@@ -147,7 +147,7 @@ class Outbox:
                 at = view.ctypes.data - self._base
                 rows += [number, *region.start, *region.stop, at, *view.strides, proof]
         message: Integers = np.array([LOOK, self._n_notes + 1, len(parts), *rows], dtype=np.int64)
-        self._traffic.tell(rank, message)
+        self._traffic.tell(rank, message, self._segments[rank].bell)
         # Only now: a receipt must not promise what could not be sent.
         self._n_notes += 1
         self._looking[self._n_notes] = done

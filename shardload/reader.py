@@ -17,15 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.cast import cast_into
+from shardload.errors import PeerError, ShardloadError, SourceError
+from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import ChunkReader, Source
@@ -34,7 +34,6 @@ from shardload.wire import checksum, sendable
 
 __all__ = ["Reading", "SourceReader", "Tally"]
 
-_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
 _INLINE_NBYTES = 1 << 14
 _MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
@@ -98,6 +97,8 @@ class SourceReader:
         This rank's pieces, by shard.
     rank : int
         This rank.
+    bell : Bell, optional
+        Rung when something that was started is done.
     n_threads : int
         How many chunks are decoded at once. (The library reads in one thread, beside the one that calls MPI.)
     checksums : bool
@@ -115,12 +116,13 @@ class SourceReader:
         dtype: np.dtype[Any],
         pieces: Mapping[int, Piece],
         rank: int,
+        bell: Bell | None = None,
         n_threads: int = 1,
         checksums: bool = False,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
-        self._checksums = checksums
+        self._bell, self._checksums = bell, checksums
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
         self._chunk_reader = self._find_chunk_reader()
@@ -129,7 +131,6 @@ class SourceReader:
         self._latest: list[Future[None]] = []
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._finished: SimpleQueue[None] = SimpleQueue()
         self.tally = Tally()
 
     def _find_chunk_reader(self) -> ChunkReader | None:
@@ -146,11 +147,6 @@ class SourceReader:
     def n_at_once(self) -> int:
         """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_threads + 1
-
-    def wait(self, seconds: float | None) -> None:
-        """Return when a task has finished since the last call, or after `seconds`."""
-        with suppress(Empty):
-            self._finished.get(timeout=seconds)
 
     def has_room(self, read: Read) -> bool:
         """Whether a slot is free for this read, or it needs none."""
@@ -184,7 +180,8 @@ class SourceReader:
         return Reading(block, tasks)
 
     def _tell(self, _: Future[None]) -> None:
-        self._finished.put(None)
+        if self._bell is not None:
+            self._bell.ring()
 
     def _needs_slot(self, read: Read) -> bool:
         if self._chunk_reader is not None:
@@ -236,13 +233,21 @@ class SourceReader:
         else:
             travels = any(part.rank != self._rank for part in parts)
             in_slot = block.slot is not None and travels and not self._casts
-            target = self._slot_part(block, place) if in_slot else self._scratch("chunk", self._chunk_shape, self._source.dtype)
+            target = (
+                self._cut(block, place, self._chunk_shape, self._source.dtype)
+                if in_slot
+                else self._scratch("chunk", self._chunk_shape, self._source.dtype)
+            )
             reader.decode(encoded, target)
             index_in: Any = (*inside, ...)  # an array, also when 0-d
             values = self._drop_axes(target[index_in])
             if self._casts:
-                cast = self._cast_buffer(block, place, region) if travels else self._scratch("cast", region.shape, self._dtype)
-                _cast(values, cast, self._name(box))
+                cast = (
+                    self._cut(block, place, region.shape, self._dtype)
+                    if travels
+                    else self._scratch("cast", region.shape, self._dtype)
+                )
+                cast_into(values, cast, self._name(box))
                 values = cast
             if travels:
                 with self._lock:
@@ -263,12 +268,6 @@ class SourceReader:
         view = self._pieces[parts[0].shard].view(region)
         whole = math.prod(self._chunk_shape) == region.size
         return view if whole and view.flags.c_contiguous else None
-
-    def _slot_part(self, block: Block, place: int) -> Array:
-        return self._cut(block, place, self._chunk_shape, self._source.dtype)
-
-    def _cast_buffer(self, block: Block, place: int, region: Region) -> Array:
-        return self._cut(block, place, region.shape, self._dtype)
 
     def _cut(self, block: Block, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Room in the block's slot for its chunk number `place`."""
@@ -334,7 +333,7 @@ class SourceReader:
             return data
         raw = self._scratch("block", region.shape, self._source.dtype)
         self._read(region, raw, tally)
-        _cast(raw, data, self._name(self._selection.to_file(region)))
+        cast_into(raw, data, self._name(self._selection.to_file(region)))
         return data
 
     def _read(self, region: Region, out: Array, tally: Tally) -> None:
@@ -416,26 +415,3 @@ def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
     else:
         future.set_result(None)
     return future
-
-
-def _cast(raw: Array, out: Array, name: str) -> None:
-    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error."""
-    for region in Region.whole(raw.shape).split(_CAST_SIZE):
-        index: Any = (*region.slices(), ...)
-        if not _cast_fits(raw[index], out[index]):
-            raise ConfigError(
-                f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
-                f"keep {raw.dtype}"
-            )
-
-
-def _cast_fits(raw: Array, out: Array) -> bool:
-    try:
-        with np.errstate(over="raise", invalid="raise"):
-            np.copyto(out, raw, casting="unsafe")
-    except FloatingPointError:
-        return False
-    if out.dtype.kind not in "iu":
-        return True
-    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
-    return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)

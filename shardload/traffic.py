@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardload.group import Group
+from shardload.node import Bell
 
 __all__ = ["ACK", "LOOK", "Traffic"]
 
@@ -71,10 +72,12 @@ class Traffic:
             callback()
         return True
 
-    def tell(self, rank: int, message: Integers) -> None:
-        """Send a control message."""
+    def tell(self, rank: int, message: Integers, bell: Bell | None) -> None:
+        """Send a control message, and ring."""
         request = self.group.comm.Isend(message, dest=rank, tag=self.control_tag)
         self.add(request, _nothing, message)
+        if bell is not None:
+            bell.ring()
 
     def told(self) -> Iterator[tuple[int, Integers]]:
         """The control messages that have come, and who sent each."""

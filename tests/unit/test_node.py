@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shardload.node import HANDLE_SIZE, Segment
+from shardload.node import HANDLE_SIZE, Bell, Segment
 
 ROOT = Path(__file__).parents[2]
 
 # Attaches to the segment whose handle it is given, and answers each line of its input.
 CHILD = """
 import sys
+import threading
 import numpy as np
 from shardload.node import Segment
 
@@ -162,7 +164,7 @@ def test_a_process_that_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     with pytest.raises(OSError):
-        Segment.attach(np.array([ended.pid, 3, 100, 1], dtype=np.int64))
+        Segment.attach(np.array([ended.pid, 3, 100, 1, 4], dtype=np.int64))
 
 
 @pytest.mark.usefixtures("counted")
@@ -221,3 +223,31 @@ def test_a_view_keeps_the_memory() -> None:
     assert mapped_nbytes() > before and (view == 2).all()
     del view
     assert mapped_nbytes() == before
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_bell_rung_before_anybody_waits_is_heard_once() -> None:
+    """Wrong if a rank slept although a note came just before it lay down."""
+    bell = Bell()
+    for _ in range(100_000):  # more than a pipe holds
+        bell.ring()
+    bell.wait(60)  # rung already: a hang here is a failure by the test's timeout
+    began = threading.Thread(target=bell.ring)
+    began.start()
+    bell.wait(60)
+    began.join()
+    bell.wait(0.001)
+    bell.close()
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_segment_rings_its_maker() -> None:
+    """Wrong if it rang anybody else: then the maker's wait here does not end."""
+    made, other = Segment.create(100), Segment.create(100)
+    found = Segment.attach(made.handle)
+    found.bell.ring()
+    made.bell.wait(60)
+    with pytest.raises(ValueError, match="another process"):
+        found.bell.wait(0.001)
+    made.seal(), other.seal()
+    del made, found, other

@@ -13,7 +13,7 @@ import pytest
 
 from shardload.errors import PeerError
 from shardload.inbox import Inbox
-from shardload.node import Segment
+from shardload.node import Bell, Segment
 from shardload.outbox import Outbox
 from shardload.plan import Grid, ReadPlan, plan_shards
 from shardload.region import Region
@@ -44,8 +44,10 @@ class FakeTraffic:
         assert tag == self.receipt_tag, "a message with values"
         self.receipts.append(message)
 
-    def tell(self, rank: int, message: Any) -> None:
+    def tell(self, rank: int, message: Any, bell: Bell | None) -> None:
         self.messages.append((rank, message))
+        if bell is not None:
+            bell.ring()
 
     def add(self, request: Any, on_done: Any, buffer: Any) -> None:
         self.callbacks.append((on_done, buffer))

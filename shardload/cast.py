@@ -1,0 +1,52 @@
+"""Do these values fit into the dtype that was asked for? A cast that changes no value beyond recognition in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.region import Region
+
+__all__ = ["cast_into"]
+
+_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+
+Array = np.ndarray[Any, Any]
+
+
+def cast_into(raw: Array, out: Array, name: str) -> None:
+    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error.
+
+    Parameters
+    ----------
+    raw, out : ndarray of the same shape
+        Values, and where they go.
+    name : str
+        Of the values, for the message.
+
+    Raises
+    ------
+    ConfigError
+        If a value does not fit into `out`'s dtype.
+    """
+    for region in Region.whole(raw.shape).split(_CAST_SIZE):
+        index: Any = (*region.slices(), ...)
+        if not _fits(raw[index], out[index]):
+            raise ConfigError(
+                f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
+                f"keep {raw.dtype}"
+            )
+
+
+def _fits(raw: Array, out: Array) -> bool:
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            np.copyto(out, raw, casting="unsafe")
+    except FloatingPointError:
+        return False
+    if out.dtype.kind not in "iu":
+        return True
+    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
+    return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
