@@ -270,7 +270,7 @@ class Slow:
 @case("a slow reader meets the damaged chunk last")
 def _() -> None:
     sources = importlib.import_module("shardload.sources")
-    call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="2KiB")  # noqa: E731
+    call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
     patched("shardload.execute", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
 
 

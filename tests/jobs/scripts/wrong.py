@@ -106,9 +106,9 @@ def _(stack: ExitStack) -> None:
 
 @case("pieces under another region", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
-    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any) -> Any:
+    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
         moved = [(module("shardload.region").Region(r.start[::-1], r.stop[::-1]), data) for r, data in pieces]
-        return right(shape, sharding, dtype, moved)
+        return right(shape, sharding, dtype, moved, *more)
 
     right = execute.assemble
     stack.enter_context(patched(execute, "assemble", wrong))
@@ -117,7 +117,10 @@ def _(stack: ExitStack) -> None:
 @case("pieces of another type", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
     right = execute.assemble
-    wrong = lambda s, h, d, pieces: right(s, h, d, [(r, data.astype("int32")) for r, data in pieces])  # noqa: E731
+
+    def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
+        return right(shape, sharding, dtype, [(r, data.astype("int32")) for r, data in pieces], *more)
+
     stack.enter_context(patched(execute, "assemble", wrong))
 
 
