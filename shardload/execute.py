@@ -232,11 +232,13 @@ class Job:
                 pieces = self._make_pieces(group.rank)
             except Exception as found:
                 error = found
-            group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
-            try:
-                array, report, error = self._fill(made, source, pieces, group)
-            except Exception as found:
-                error = found
+            if not self.read_plan.is_direct:
+                group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
+            if error is None:
+                try:
+                    array, report, error = self._fill(made, source, pieces, group)
+                except Exception as found:
+                    error = found
         finally:
             if source is not None and source is not self.handle:
                 source.close()

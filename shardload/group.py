@@ -27,6 +27,7 @@ from shardload.node import HANDLE_SIZE, Segment
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
+_HEAD_NBYTES = 4096
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
 
 
@@ -274,15 +275,20 @@ class Group:
         """A text of `root`, on every rank. Collective."""
         if self.size == 1:
             return text or ""
-        data = np.frombuffer((text or "").encode(), dtype=np.uint8) if self.rank == root else np.empty(0, dtype=np.uint8)
-        length = np.array([len(data)], dtype=np.int64)
-        self.comm.Bcast(length, root)
-        if self.rank != root:
-            data = np.empty(int(length[0]), dtype=np.uint8)
-        elif not data.flags.writeable:
-            data = data.copy()
-        self.comm.Bcast(data, root)
-        return data.tobytes().decode()
+        # The first message has the length and, where it fits, all of the text: one broadcast for nearly every text.
+        data = np.frombuffer((text or "").encode() if self.rank == root else b"", dtype=np.uint8)
+        head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
+        room = _HEAD_NBYTES - 8
+        if self.rank == root:
+            head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
+            head[8 : 8 + min(room, len(data))] = data[:room]
+        self.comm.Bcast(head, root)
+        length = int(head[:8].view("<i8")[0])
+        if length <= room:
+            return head[8 : 8 + length].tobytes().decode()
+        whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
+        self.comm.Bcast(whole, root)
+        return whole.tobytes().decode()
 
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
