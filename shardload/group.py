@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
 _HEAD_NBYTES = 4096
+_TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
 
 
@@ -255,20 +257,29 @@ class Group:
             self._processes = tuple(int(p) for p in self.gather_int(process))
         return self._processes
 
+    def _finish(self, request: Any) -> None:
+        """Wait without spinning: a rank that is late may need this very core."""
+        idle = 0
+        while not request.Test():
+            idle += 1
+            if idle > _TESTS:
+                doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
+                time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+
     def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """One integer of every rank, on every rank. Collective."""
         mine = np.array([value], dtype=np.int64)
         if self.size == 1:
             return mine
         everyone = np.empty(self.size, dtype=np.int64)
-        self.comm.Allgather(mine, everyone)
+        self._finish(self.comm.Iallgather(mine, everyone))
         return everyone
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sums over the ranks, on every rank. Collective."""
         total = np.array(values, dtype=np.int64)
         if self.size > 1:
-            self.comm.Allreduce(self.mpi.IN_PLACE, total)
+            self._finish(self.comm.Iallreduce(self.mpi.IN_PLACE, total))
         return [int(v) for v in total]
 
     def send_text(self, text: str | None, root: int) -> str:
@@ -282,12 +293,12 @@ class Group:
         if self.rank == root:
             head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
             head[8 : 8 + min(room, len(data))] = data[:room]
-        self.comm.Bcast(head, root)
+        self._finish(self.comm.Ibcast(head, root))
         length = int(head[:8].view("<i8")[0])
         if length <= room:
             return head[8 : 8 + length].tobytes().decode()
         whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
-        self.comm.Bcast(whole, root)
+        self._finish(self.comm.Ibcast(whole, root))
         return whole.tobytes().decode()
 
     def tell(self, make: Callable[[], str], root: int) -> str:
@@ -346,7 +357,7 @@ class Group:
         # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
         sent = np.concatenate([[np.uint64(error is None)], digest, ~digest])
         least = np.empty_like(sent)
-        self.comm.Allreduce(sent, least, self.mpi.MIN)
+        self._finish(self.comm.Iallreduce(sent, least, self.mpi.MIN))
         if not least[0]:
             self.agree(error)
         n = len(digest)

@@ -120,6 +120,16 @@ def test_whatever_is_in_an_error_it_can_be_sent() -> None:
 # --- several ranks, as threads
 
 
+class Done:
+    """A request of what has been done at once; not seen to be when it is first tested."""
+
+    def __init__(self, _: None) -> None:
+        self._tests = iter([False, False])
+
+    def Test(self) -> bool:
+        return next(self._tests, True)
+
+
 class ThreadComm:
     """The collectives that a group uses, between threads."""
 
@@ -151,6 +161,15 @@ class ThreadComm:
 
     def Free(self) -> None:
         self._barrier, self._slots = threading.Barrier(1), []
+
+    def Iallgather(self, *arguments: Any) -> Done:
+        return Done(self.Allgather(*arguments))
+
+    def Iallreduce(self, *arguments: Any) -> Done:
+        return Done(self.Allreduce(*arguments))
+
+    def Ibcast(self, *arguments: Any) -> Done:
+        return Done(self.Bcast(*arguments))
 
     def Bcast(self, data: Any, root: int) -> None:
         assert data.flags.writeable
