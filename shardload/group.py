@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError
+from shardload.letter import as_shardload, from_json, to_json
 from shardload.node import HANDLE_SIZE, Segment
 
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
-_ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
 _HEAD_NBYTES = 4096
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
@@ -309,19 +309,19 @@ class Group:
             except ShardloadError:
                 raise
             except Exception as found:  # the same type as with more ranks
-                raise _as_shardload(found, None) from found
+                raise as_shardload(found, None) from found
         text, error = None, None
         if self.rank == root:
             try:
                 text = "+" + make()
             except Exception as found:
                 error = found
-                text = "-" + _to_json(_as_shardload(found, root))
+                text = "-" + to_json(as_shardload(found, root))
         text = self.send_text(text, root)
         if text[0] == "-":
             # What is wrong with the arguments is wrong on every rank; only `root` has looked.
             n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
-            raise _from_json(text[1:], root, n_failed, self.size) from error
+            raise from_json(text[1:], root, n_failed, self.size) from error
         return text[1:]
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
@@ -335,10 +335,10 @@ class Group:
         if self.size == 1:
             if isinstance(error, ShardloadError):
                 raise error
-            raise _as_shardload(error, None) from error
+            raise as_shardload(error, None) from error
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
-        text = _to_json(_as_shardload(error, first)) if self.rank == first else None
-        shared = _from_json(self.send_text(text, first), first, failed, self.size)
+        text = to_json(as_shardload(error, first)) if self.rank == first else None
+        shared = from_json(self.send_text(text, first), first, failed, self.size)
         raise shared from error
 
     def agree_same(self, what: Mapping[str, str], error: BaseException | None = None) -> None:
@@ -379,35 +379,3 @@ class Group:
 
 def _digest(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
-    if isinstance(error, ShardloadError):
-        if error.rank is None:
-            error.rank = rank
-        return error
-    return PeerError(f"{type(error).__name__}: {error}", rank=rank)
-
-
-def _to_json(error: ShardloadError) -> str:
-    kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
-    more = {k: getattr(error, k) for k in ("path", "dataset", "chunk") if isinstance(error, SourceError)}
-    # Whatever a source put into its error, this may not fail: the other ranks are waiting.
-    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
-
-
-def _plain(value: object) -> object:
-    return value.item() if isinstance(value, np.generic) else str(value)
-
-
-def _from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
-    found = json.loads(text)
-    kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
-    if n_failed == size:
-        rank = None  # everybody found it: it is no rank's in particular
-    else:
-        more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
-        message = f"on rank {first} of {size}{more}: {message}"
-    if found.get("chunk") is not None:
-        found["chunk"] = tuple(found["chunk"])
-    return _ERRORS[kind](message, rank=rank, **found)

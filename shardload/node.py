@@ -94,7 +94,7 @@ class Segment:
         try:
             size = _TOKEN_NBYTES + nbytes
             os.ftruncate(descriptor, size)
-            os.posix_fallocate(descriptor, 0, size)  # an error now, not a dead process when the memory is first touched
+            os.posix_fallocate(descriptor, 0, size)  # all pages now, in one call, instead of one by one under the first load
             memory = mmap.mmap(descriptor, size)
             bell = Bell()
         except BaseException:

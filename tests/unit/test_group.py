@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
-from shardload.group import Group, _from_json, _to_json, group_of, mpi_problem, world
+from shardload.group import Group, group_of, mpi_problem, world
+from shardload.letter import from_json, to_json
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
 
@@ -88,7 +89,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_an_error_survives_the_way(error: ShardloadError) -> None:
-    found = _from_json(_to_json(error), first=error.rank or 0, n_failed=1, size=4)
+    found = from_json(to_json(error), first=error.rank or 0, n_failed=1, size=4)
     assert type(found) is type(error)
     assert str(found) == f"on rank {error.rank or 0} of 4: {error}"
     assert found.rank == error.rank
@@ -97,9 +98,9 @@ def test_an_error_survives_the_way(error: ShardloadError) -> None:
 
 
 def test_how_many_failed_is_told() -> None:
-    text = _to_json(ConfigError("no", rank=1))
-    assert str(_from_json(text, 1, 3, 4)) == "on rank 1 of 4 (and on 2 more): no"
-    everybody = _from_json(text, 0, 4, 4)
+    text = to_json(ConfigError("no", rank=1))
+    assert str(from_json(text, 1, 3, 4)) == "on rank 1 of 4 (and on 2 more): no"
+    everybody = from_json(text, 0, 4, 4)
     assert str(everybody) == "no" and everybody.rank is None
 
 
@@ -107,13 +108,13 @@ def test_an_error_of_a_subclass_goes_as_its_kind() -> None:
     class Special(SourceError):
         pass
 
-    assert type(_from_json(_to_json(Special("x", path="p")), 0, 1, 2)) is SourceError
+    assert type(from_json(to_json(Special("x", path="p")), 0, 1, 2)) is SourceError
 
 
 def test_whatever_is_in_an_error_it_can_be_sent() -> None:
     """A rank that cannot say what is wrong would leave the others waiting."""
     error = SourceError("x", path=Path("/a"), chunk=(np.int64(3), np.int32(4)), rank=np.int64(1))  # type: ignore[arg-type]
-    found = _from_json(_to_json(error), 1, 1, 2)
+    found = from_json(to_json(error), 1, 1, 2)
     assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
 
 

@@ -1,0 +1,47 @@
+"""How does one rank's error come to the others? As text, and back: the same type and the same words on every rank."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+
+__all__ = ["as_shardload", "from_json", "to_json"]
+
+_ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
+
+
+def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
+    """The error itself, or a PeerError of `rank` in the place of one that is not ours."""
+    if isinstance(error, ShardloadError):
+        if error.rank is None:
+            error.rank = rank
+        return error
+    return PeerError(f"{type(error).__name__}: {error}", rank=rank)
+
+
+def to_json(error: ShardloadError) -> str:
+    """An error as text. Never fails, whatever a source put into it: the other ranks are waiting."""
+    kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
+    more = {k: getattr(error, k) for k in ("path", "dataset", "chunk") if isinstance(error, SourceError)}
+    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
+    """The error again; its text says which rank failed, unless all `size` of them did."""
+    found = json.loads(text)
+    kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
+    if n_failed == size:
+        rank = None  # everybody found it: it is no rank's in particular
+    else:
+        more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
+        message = f"on rank {first} of {size}{more}: {message}"
+    if found.get("chunk") is not None:
+        found["chunk"] = tuple(found["chunk"])
+    return _ERRORS[kind](message, rank=rank, **found)
