@@ -78,6 +78,7 @@ def exchange(
     reader: BlockReader,
     pieces: Mapping[int, Piece],
     *,
+    tags: tuple[int, int, int],
     dtype: np.dtype[Any],
     slots: Slots,
     pack_slots: Slots,
@@ -99,6 +100,8 @@ def exchange(
         Gives this rank's blocks.
     pieces : mapping of int to Piece
         This rank's pieces, by shard number. Filled in place.
+    tags : tuple of int
+        `Group.next_tags`, which every rank has called, whether it comes this far or not.
     dtype : dtype
         Of the values.
     slots, pack_slots : Slots
@@ -121,7 +124,7 @@ def exchange(
     Moved
         What it cost.
     """
-    traffic = Traffic(group)
+    traffic = Traffic(group, tags)
     advance = _Advance(on_progress)
     inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
     packer, shared_packer = Packer(pack_slots), Packer(slots)

@@ -222,6 +222,7 @@ class Job:
             raise ConfigError(
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
+        tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         source: Source | None = None
         array, report = None, None
         pieces: dict[int, Piece] = {}
@@ -236,7 +237,7 @@ class Job:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
             if error is None:
                 try:
-                    array, report, error = self._fill(made, source, pieces, group)
+                    array, report, error = self._fill(made, source, pieces, group, tags)
                 except Exception as found:
                     error = found
         finally:
@@ -266,7 +267,7 @@ class Job:
         return source
 
     def _fill(
-        self, made: Plan, source: Source | None, pieces: dict[int, Piece], group: Group
+        self, made: Plan, source: Source | None, pieces: dict[int, Piece], group: Group, tags: tuple[int, int, int]
     ) -> tuple[jax.Array | None, LoadReport | None, BaseException | None]:
         """Read, exchange, assemble. What goes wrong is returned: the ranks still have to agree on it."""
         staging, plan = self.staging, self.read_plan
@@ -299,6 +300,7 @@ class Job:
                 plan,
                 reader,
                 pieces,
+                tags=tags,
                 dtype=self.dtype,
                 slots=slots,
                 pack_slots=Slots(staging.n_pack, staging.pack_nbytes),

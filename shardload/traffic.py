@@ -28,9 +28,9 @@ class Traffic:
         Messages with values that are under way.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, tags: tuple[int, int, int]) -> None:
         self.group = group
-        self.data_tag, self.receipt_tag, self.control_tag = group.next_tags()
+        self.data_tag, self.receipt_tag, self.control_tag = tags
         self._requests: list[Any] = []
         self._on_done: list[Callable[[], None]] = []
         self._keep: list[Any] = []
