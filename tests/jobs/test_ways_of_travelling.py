@@ -16,7 +16,7 @@ from tests.jobs.launch import ROOT, run_job
 
 # What covers the exchange: every layout and reader, padding, selections, casts, checksums, failures, scatter.
 KEY = "test_meshes or test_values or test_calls or test_scatter or test_sources"
-FEW = "test_meshes or test_tiny_staging or test_open_array or test_selection or test_decomposition"
+FEW = "test_tiny_staging or test_open_array or test_selection or test_decomposition"
 
 
 def run_suite(
@@ -39,18 +39,16 @@ def test_both_ways_in_one_load(tmp_path: Path, mpi: str) -> None:
         assert found["tiles taken"] > 100 and found["chunks decoded"] > 100, found
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_messages_alone(tmp_path: Path, mpi: str) -> None:
+def test_messages_alone(tmp_path: Path) -> None:
     """Wrong if the way between machines were right on one machine only because nobody takes it there."""
-    for found in run_suite(tmp_path, FEW, 4, {"SHARDLOAD_SHARED_MEMORY": "0"}, mpi=mpi):
+    for found in run_suite(tmp_path, FEW, 4, {"SHARDLOAD_SHARED_MEMORY": "0"}):
         assert found["messages sent"] > 100 and found["chunks decoded"] > 100, found
         assert "notes sent" not in found and "tiles taken" not in found, found
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_notes_alone(tmp_path: Path, mpi: str) -> None:
+def test_notes_alone(tmp_path: Path) -> None:
     """Wrong if small arrays alone, which go as messages, were tested inside a machine."""
-    for found in run_suite(tmp_path, FEW, 4, {}, mpi=mpi):
+    for found in run_suite(tmp_path, FEW, 4, {}):
         assert found["notes sent"] > 100 and found["tiles taken"] > 100, found
         assert "messages sent" not in found, found
 
