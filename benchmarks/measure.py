@@ -5,7 +5,9 @@
 2. For each cell, each way loads once untimed: that warms the page cache, and every shard is compared with the plain
    values.
 3. Then, `repeats` times: each way once, in another order each time. A time is from the first rank's
-   start to the last rank's end. With `cold` the file's pages are dropped from the page cache before each load.
+   start to the last rank's end. Before each, as much memory as the largest way needs is touched and given back: on a virtual
+   machine whose host has taken free pages away, whoever touches them next waits up to a second for them, by chance.
+   With `cold` the file's pages are dropped from the page cache before each load.
 4. Results are written after every cell. A way that fails is noted with its error and left out of the cell.
 """
 
@@ -16,6 +18,8 @@ import json
 import os
 import platform
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -109,6 +113,8 @@ def measure_cell(
     def attempt(way: str, **more: Any) -> None:
         if "error" in took[way]:
             return
+        if not more:
+            warm_free_memory(file.nbytes)
         if cold and not more:
             drop_from_page_cache(file)
         try:
@@ -166,6 +172,12 @@ def median(samples: Sequence[float]) -> float:
     ordered = sorted(samples)
     n = len(ordered)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def warm_free_memory(nbytes: int) -> None:
+    """Touch and give back three times `nbytes`, in a child, so that the memory is free again for anybody."""
+    touch = f"import numpy; numpy.ones({3 * nbytes}, 'u1')"
+    subprocess.run([sys.executable, "-c", touch], check=True)
 
 
 def drop_from_page_cache(file: File) -> None:
