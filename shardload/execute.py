@@ -230,6 +230,8 @@ class Job:
         try:
             try:
                 source = self._open(made.info, group.rank)
+                if source is not None and self.has_chunks and not self.read_plan.is_direct:
+                    source.chunk_reader()  # opens its descriptors: if that fails, then before others wait for parts
                 pieces = self._make_pieces(group.rank)
             except Exception as found:
                 error = found
