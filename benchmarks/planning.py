@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardload.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
 from shardload.plan import Grid, ReadPlan, plan_blocks, plan_shards
-from shardload.prepare import Call, plan_file
+from shardload.prepare import Request, plan_file
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo
 from shardload.units import format_nbytes
@@ -70,7 +70,9 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, tuple[int, in
 def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> ReadPlan:
     """As `shardload.plan` makes it, once the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
-    call = Call.begin(AbstractMesh((n, n), ("a", "b")), SPECS[spec], None, {}, {"readers": readers, "staging": STAGING})
+    call = Request.check(
+        AbstractMesh((n, n), ("a", "b")), SPECS[spec], None, {}, {"readers": readers, "staging": STAGING}
+    ).agree()
     return plan_file(call, info, info.path).read_plan
 
 

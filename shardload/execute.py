@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
 from shardload.exchange import Moved, exchange
 from shardload.group import Group
-from shardload.node import Bell
+from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
@@ -191,6 +192,18 @@ class Plan:
         return array
 
 
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """What one rank has opened and made for one load."""
+
+    pieces: dict[int, Piece]
+    reader: SourceReader
+    slots: Slots
+    bell: Bell
+    early: EarlyPieces
+    advance: Callable[[int], None] | None
+
+
 @dataclass(eq=False)
 class Job:
     """What `Plan.execute` needs and nobody looks at.
@@ -223,32 +236,63 @@ class Job:
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        source: Source | None = None
+        is_direct = self.read_plan.is_direct
+        segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
         array, report = None, None
-        pieces: dict[int, Piece] = {}
         error: BaseException | None = None
-        try:
+        with ExitStack() as opened:
+            ready: _Ready | None = None
             try:
-                source = self._open(made.info, group.rank)
-                if source is not None and self.has_chunks and not self.read_plan.is_direct:
-                    source.chunk_reader()  # opens its descriptors: if that fails, then before others wait for parts
-                pieces = self._make_pieces(group.rank)
+                ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
             except Exception as found:
                 error = found
-            if not self.read_plan.is_direct:
+            if not is_direct:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
-            if error is None:
+            if ready is not None:
                 try:
-                    array, report, error = self._fill(made, source, pieces, group, tags)
+                    array, report, error = self._fill(made, ready, group, tags, segments)
                 except Exception as found:
                     error = found
-        finally:
-            if source is not None and source is not self.handle:
-                source.close()
         sums = group.agree(error, [0, 0] if report is None else [report.chunks_decoded, report.nbytes_read])
         if array is None or report is None:
             raise ConfigError("nothing was loaded")
         return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1])
+
+    def _shares(self) -> bool:
+        """Whether the ranks of a machine hand blocks over in shared memory."""
+        plan = self.read_plan
+        return not plan.is_direct and plan.max_read_size * plan.itemsize >= _WORTH_SHARING_NBYTES
+
+    def _shared_nbytes(self, rank: int) -> int:
+        return self.staging.n_slots * aligned(self.staging.slot_nbytes) if self.read_plan.is_reader(rank) else 0
+
+    def _get_ready(self, made: Plan, rank: int, own: Segment | None, opened: ExitStack) -> _Ready:
+        """Open and make all that the exchange needs, so that what cannot be had is known before others wait for it."""
+        staging = self.staging
+        bell = Bell() if own is None else own.bell
+        source = self._open(made.info, rank)
+        if source is not None and source is not self.handle:
+            opened.callback(source.close)
+        pieces = self._make_pieces(rank)
+        slots = Slots(staging.n_slots, staging.slot_nbytes, own.data if own is not None and self._shared_nbytes(rank) else None)
+        reader = SourceReader(
+            source or _nothing_to_read(made.info),
+            self.selection,
+            self.chunks,
+            has_chunks=self.has_chunks,
+            slots=slots,
+            dtype=self.dtype,
+            pieces=pieces,
+            rank=rank,
+            bell=bell,
+            n_threads=staging.n_threads,
+            checksums=self.options.checksums,
+        )
+        opened.enter_context(reader)
+        early = EarlyPieces(made.shape_global, made.sharding)
+        total = sum(p.data.nbytes for p in pieces.values())
+        advance = opened.enter_context(progress_of(self.options.progress, str(made.info), total, rank))
+        return _Ready(pieces, reader, slots, bell, early, advance)
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
         """The source, on the ranks that read; it must be what the plan was made for."""
@@ -269,56 +313,33 @@ class Job:
         return source
 
     def _fill(
-        self, made: Plan, source: Source | None, pieces: dict[int, Piece], group: Group, tags: tuple[int, int, int]
+        self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
     ) -> tuple[jax.Array | None, LoadReport | None, BaseException | None]:
         """Read, exchange, assemble. What goes wrong is returned: the ranks still have to agree on it."""
-        staging, plan = self.staging, self.read_plan
-        shares = not plan.is_direct and plan.max_read_size * plan.itemsize >= _WORTH_SHARING_NBYTES
-        needed = staging.n_slots * aligned(staging.slot_nbytes) if plan.is_reader(group.rank) else 0
-        segments = group.shared_memory(needed) if shares else {}
-        own = segments.get(group.rank)
-        bell = Bell() if own is None else own.bell
-        slots = Slots(staging.n_slots, staging.slot_nbytes, None if own is None or not needed else own.data)
-        early = EarlyPieces(made.shape_global, made.sharding)
-        total = sum(p.data.nbytes for p in pieces.values())
-        with (
-            progress_of(self.options.progress, str(made.info), total, group.rank) as advance,
-            SourceReader(
-                source or _nothing_to_read(made.info),
-                self.selection,
-                self.chunks,
-                has_chunks=self.has_chunks,
-                slots=slots,
-                dtype=self.dtype,
-                pieces=pieces,
-                rank=group.rank,
-                bell=bell,
-                n_threads=staging.n_threads,
-                checksums=self.options.checksums,
-            ) as reader,
-        ):
-            failed, moved = exchange(
-                group,
-                plan,
-                reader,
-                pieces,
-                tags=tags,
-                dtype=self.dtype,
-                slots=slots,
-                pack_slots=Slots(staging.n_pack, staging.pack_nbytes),
-                segments=segments,
-                bell=bell,
-                checksums=self.options.checksums,
-                on_progress=advance,
-                on_piece=lambda piece: early.start(piece.region, piece.data),
-            )
+        pieces, early = ready.pieces, ready.early
+        failed, moved = exchange(
+            group,
+            self.read_plan,
+            ready.reader,
+            pieces,
+            tags=tags,
+            dtype=self.dtype,
+            slots=ready.slots,
+            pack_slots=Slots(self.staging.n_pack, self.staging.pack_nbytes),
+            segments=segments,
+            bell=ready.bell,
+            checksums=self.options.checksums,
+            on_progress=ready.advance,
+            on_piece=lambda piece: early.start(piece.region, piece.data),
+        )
         array, seconds = None, 0.0
         if failed is None:
             started = time.perf_counter()
             held = ((p.region, p.data) for p in pieces.values())
             array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
             seconds = time.perf_counter() - started
-        return array, _report(reader.tally, moved, Phase(seconds, total)), failed
+        device = Phase(seconds, sum(p.data.nbytes for p in pieces.values()))
+        return array, _report(ready.reader.tally, moved, device), failed
 
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""

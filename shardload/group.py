@@ -212,7 +212,7 @@ class Group:
             return {}
         # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
         state = np.array([nbytes > self._shared_nbytes or not self._segments, nbytes], dtype=np.int64)
-        node.comm.Allreduce(self.mpi.IN_PLACE, state, op=self.mpi.MAX)
+        self._finish(node.comm.Iallreduce(self.mpi.IN_PLACE, state, self.mpi.MAX))
         if state[0] and state[1]:
             self._make_segments(node, nbytes)
         return self._segments
@@ -333,13 +333,31 @@ class Group:
         if not failed:
             return sums
         if self.size == 1:
-            if isinstance(error, ShardloadError):
-                raise error
-            raise as_shardload(error, None) from error
+            alone = as_shardload(error, None)
+            if alone is error:
+                raise alone
+            raise alone from error
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
         text = to_json(as_shardload(error, first)) if self.rank == first else None
         shared = from_json(self.send_text(text, first), first, failed, self.size)
         raise shared from error
+
+    def all_same(self, what: Mapping[str, str], is_fine: bool) -> bool:
+        """Whether all ranks are fine and have the same values of `what`. Collective."""
+        if self.size == 1:
+            return is_fine
+        all_fine, differs = self._compare(what, is_fine)
+        return all_fine and not differs.size
+
+    def _compare(self, what: Mapping[str, str], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
+        """Whether all ranks are fine, and which values differ."""
+        digest = np.array([_digest(v) for v in what.values()], dtype=np.uint64)
+        # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
+        sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
+        least = np.empty_like(sent)
+        self._finish(self.comm.Iallreduce(sent, least, self.mpi.MIN))
+        n = len(digest)
+        return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
 
     def agree_same(self, what: Mapping[str, str], error: BaseException | None = None) -> None:
         """Raise on every rank if any rank has an error, or if the ranks' values of `what` differ. Collective.
@@ -352,16 +370,9 @@ class Group:
         if self.size == 1:
             self.agree(error)
             return
-        values = list(what.values()) if error is None else [""] * len(what)
-        digest = np.array([_digest(v) for v in values], dtype=np.uint64)
-        # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
-        sent = np.concatenate([[np.uint64(error is None)], digest, ~digest])
-        least = np.empty_like(sent)
-        self._finish(self.comm.Iallreduce(sent, least, self.mpi.MIN))
-        if not least[0]:
+        all_fine, differs = self._compare(what, error is None)
+        if not all_fine:
             self.agree(error)
-        n = len(digest)
-        differs = np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
         if not differs.size:
             return
         which = int(differs[0])

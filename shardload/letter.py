@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import numpy as np
@@ -15,11 +16,22 @@ _ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadErr
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
     """The error itself, or a PeerError of `rank` in the place of one that is not ours."""
+    if _lacks_descriptors(error):  # whatever was made of it on the way: neither the file nor the call is to blame
+        text = f"{error} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
+        return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, ShardloadError):
         if error.rank is None:
             error.rank = rank
         return error
     return PeerError(f"{type(error).__name__}: {error}", rank=rank)
+
+
+def _lacks_descriptors(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def to_json(error: ShardloadError) -> str:

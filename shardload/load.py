@@ -1,12 +1,14 @@
 """open -> agree -> plan -> read and exchange -> assemble -> verify
 
-`load` is `plan` followed by `Plan.execute`. `scatter` is the same with one rank's memory in the place of the file.
+`load` is `plan` followed by `Plan.execute`; the values of a small array come to all ranks with its metadata, so that only
+rank 0 opens the file. `scatter` is the same with one rank's memory in the place of the file.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from base64 import b64decode, b64encode
 from typing import Any
 
 import jax
@@ -16,9 +18,9 @@ from shardload.cost import ROOT
 from shardload.errors import ConfigError
 from shardload.execute import Plan
 from shardload.options import AUTO, Progress
-from shardload.prepare import Call, plan_file, plan_memory
+from shardload.prepare import Call, Request, plan_file, plan_memory
 from shardload.region import Region
-from shardload.sources import find_array
+from shardload.sources import find_array, read_small
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
 from shardload.wire import sendable
@@ -93,20 +95,25 @@ def load(
     --------
     >>> x = shardload.load("data.h5", mesh, P("a", "b"))  # doctest: +SKIP
     """
-    return plan(
-        path,
-        mesh,
-        spec,
-        dataset=dataset,
-        select=select,
-        dtype=dtype,
-        pad=pad,
-        readers=readers,
-        staging=staging,
-        verify=verify,
-        comm=comm,
-        progress=progress,
-    ).execute()
+    options = dict(
+        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify, progress=progress
+    )  # fmt: skip
+    request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
+
+    def find(call: Call) -> str:
+        info = find_array(path, call.options.dataset)
+        values = read_small(path, info) if call.options.readers == AUTO else None
+        return json.dumps([info.to_json(), values and b64encode(values).decode()])
+
+    def make(call: Call, found: str) -> Plan:
+        text, values = json.loads(found)
+        info = ArrayInfo.from_json(text)
+        if values is None:
+            return plan_file(call, info, path)
+        array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
+        return plan_file(call, info, MemorySource(array, info))
+
+    return request.plan(find, make).execute()
 
 
 def plan(
@@ -141,22 +148,14 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    call = Call.begin(
-        mesh,
-        spec,
-        comm,
-        {"path": _describe_path(path)},
-        dict(
-            dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-            progress=progress,
-        ),
+    options = dict(
+        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify, progress=progress
     )  # fmt: skip
-
-    def find() -> str:
-        return find_array(path, call.options.dataset).to_json()
-
-    info = ArrayInfo.from_json(find() if call.group is None else call.group.tell(find, 0))
-    return call.finish(lambda: plan_file(call, info, path))
+    request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
+    return request.plan(
+        lambda call: find_array(path, call.options.dataset).to_json(),
+        lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
+    )
 
 
 def scatter(
@@ -200,25 +199,26 @@ def scatter(
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT)
-    call = Call.begin(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
-    if call.group is None:
+    request = Request.check(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
+    group = request.agree().group  # before anything is asked of the root: it may not be the same on all ranks
+    if group is None:
         raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
-    group = call.group
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
         raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
     source: list[MemorySource] = []
 
-    def make() -> str:
+    def find(call: Call) -> str:
         source.append(MemorySource(np.asarray(array() if callable(array) else array)))
         info = source[0].info
         view = source[0].view(Region.whole(info.shape))
         as_it_is = view is not None and sendable(view) and call.options.dtype in (None, source[0].dtype)
         return json.dumps([info.to_json(), as_it_is])
 
-    text, as_it_is = json.loads(group.tell(make, int(root)))
-    info = ArrayInfo.from_json(text)
-    done = call.finish(lambda: plan_memory(call, info, source[0] if source else None, int(root), as_it_is))
-    return done.execute()
+    def make(call: Call, found: str) -> Plan:
+        text, as_it_is = json.loads(found)
+        return plan_memory(call, ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)
+
+    return request.plan(find, make, int(root)).execute()
 
 
 def _describe_path(path: Any) -> str:

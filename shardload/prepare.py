@@ -1,23 +1,25 @@
 """From arguments and metadata to a plan: what is decided before anything is read.
 
-`Call.begin` checks the arguments and agrees on them; `plan_file` and `plan_memory` turn them and an `ArrayInfo` into a `Plan`;
-`Call.finish` agrees that all ranks made the same one.
+A `Request` is the arguments as one rank sees them, and the agreement of all ranks on them; a `Call` is the same, checked.
+`plan_file` and `plan_memory` turn it and an `ArrayInfo` into a `Plan`.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, ShardloadError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
 from shardload.launch import rank_of_process
@@ -38,7 +40,7 @@ from shardload.sources.memory import MemorySource
 from shardload.staging import aligned
 from shardload.units import format_nbytes
 
-__all__ = ["Call", "plan_file", "plan_memory"]
+__all__ = ["Call", "Request", "plan_file", "plan_memory"]
 
 # Big enough that a read is efficient, small enough that reading and sending overlap. Inside a machine parts need no messages of
 # their own, and smaller blocks stay in the cores' caches; between machines there should be few messages.
@@ -48,6 +50,9 @@ _BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
 _BLOCKS_HELD = 7
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
+_RECENT = 4  # plans that are kept, per group
+_recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_NAMES = tuple(Options.check().describe())
 
 
 @dataclass
@@ -58,27 +63,6 @@ class Call:
     options: Options
     group: Group | None
 
-    @classmethod
-    def begin(cls, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]) -> Call:
-        """Check the arguments and agree on them."""
-        given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-        group = None if isinstance(given, AbstractMesh) else group_of(comm)
-        what = {**what, "sharding": "", **dict.fromkeys(Options.check().describe(), "")}
-        call, error = None, None
-        try:
-            call = cls(read_sharding(mesh, spec), Options.check(**options), group)
-            what |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
-        except ConfigError as found:
-            error = found
-        if group is not None:
-            group.agree_same(what, error)
-            _ = group.machine  # collective, so asked for where no rank can be missing
-        if call is None:
-            raise error or ConfigError("the arguments could not be read")
-        if group is not None:
-            _ = group.machine  # collective the first time: here, where no rank has failed
-        return call
-
     @property
     def max_block_nbytes(self) -> int:
         """Cap on a block."""
@@ -86,18 +70,84 @@ class Call:
         cap = _BLOCK_NBYTES if one_machine else _BLOCK_NBYTES_BETWEEN_NODES
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
-    def finish(self, make: Callable[[], Plan]) -> Plan:
-        """Plan, and agree that all ranks planned the same."""
-        made, error = None, None
+
+@dataclass
+class Request:
+    """The arguments of one call as this rank sees them, not yet agreed on.
+
+    Attributes
+    ----------
+    group : Group or None
+        The ranks that make it; None for an abstract mesh.
+    what : dict of str to str
+        What must be the same on every rank.
+    call : Call or None
+        The same, checked; None where `error` says what is wrong.
+    """
+
+    group: Group | None
+    what: dict[str, str]
+    call: Call | None
+    error: ConfigError | None
+
+    @classmethod
+    def check(cls, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]) -> Request:
+        """Check the arguments on this rank. Collective the first time that ranks make a call together."""
+        given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
+        group = None if isinstance(given, AbstractMesh) else group_of(comm)
+        if group is not None:
+            _ = group.machine  # asked for where no rank can be missing
+        what = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
         try:
-            made = make()
-        except Exception as found:
-            error = found
+            call = Call(read_sharding(mesh, spec), Options.check(**options), group)
+        except ConfigError as error:
+            return cls(group, what, None, error)
+        return cls(group, what | {"sharding": describe_sharding(call.sharding), **call.options.describe()}, call, None)
+
+    def agree(self) -> Call:
+        """The call, if all ranks make the same one. Collective."""
         if self.group is not None:
-            self.group.agree_same({"a plan": "" if made is None else _describe_job(made)}, error)
+            self.group.agree_same(self.what, self.error)
+        if self.call is None:
+            raise self.error or ConfigError("the arguments could not be read")
+        return self.call
+
+    def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int = 0) -> Plan:
+        """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
+
+        While all is well that takes one broadcast and one reduction. If something is wrong anywhere, the ranks go through it
+        step by step, so that the first cause is named: a wrong argument, then arguments that differ, then what `find` met.
+        """
+        text, made = "", None
+        unfound: ShardloadError | None = None
+        error: BaseException | None = None
+        try:
+            text = self._find(find, root)
+        except ShardloadError as found:  # the same on every rank
+            unfound = error = found
+        if error is None:
+            try:
+                made = None if self.call is None else make(self.call, text)
+            except Exception as found:
+                error = found
+        planned = {"a plan": "" if made is None else _describe_job(made)}
+        if self.group is None or not self.group.all_same({**self.what, **planned}, made is not None):
+            self.agree()
+            if unfound is not None:
+                raise unfound
+            if self.group is not None:
+                self.group.agree_same(planned, error)
         if made is None:
             raise error or ConfigError("nothing was planned")
         return made
+
+    def _find(self, find: Callable[[Call], str], root: int) -> str:
+        def run() -> str:
+            if self.call is None:
+                raise self.error or ConfigError("the arguments could not be read")
+            return find(self.call)
+
+        return run() if self.group is None else self.group.tell(run, root)
 
 
 def _describe_job(made: Plan) -> str:
@@ -110,6 +160,22 @@ def _describe_job(made: Plan) -> str:
 
 def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     """Plan the load of an array in a file: `info` is its metadata, `path` what opens it."""
+    if call.group is None:
+        return _plan_file(call, info, path)
+    # A series of files of one kind is planned once: for small ones that is a good part of the time.
+    known = _recent.setdefault(call.group, OrderedDict())
+    kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    key = (call.sharding, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
+    made = known.pop(key, None)
+    if made is None:
+        made = _plan_file(call, info, path)
+    known[key] = made
+    while len(known) > _RECENT:
+        known.popitem(last=False)
+    return replace(made, info=info, _job=replace(made._job, options=call.options, handle=path))
+
+
+def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     options = call.options
     try:
         selection = select_axes(options.select, info.shape)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import math
 import os
@@ -24,11 +25,13 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError
+from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal
 
-__all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "refusal", "split_path"]
+__all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
 
 _MOST_NAMED = 8
+_SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
 
 # Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -177,6 +180,30 @@ def open_source(path_or_object: Any, dataset: str) -> Source:
     return source
 
 
+def read_small(path_or_object: Any, info: ArrayInfo) -> bytes | None:
+    """All values of an array that `find_array` found, if it is small: C order, native byte order.
+
+    Collective: no. One rank runs it, so that the others need not open the file.
+
+    Returns
+    -------
+    bytes or None
+        None where the array is large or empty, or cannot be read: whoever reads it then says why.
+    """
+    if not 0 < _nbytes(info) <= _SMALL_NBYTES:
+        return None
+    try:
+        source = open_source(path_or_object, info.dataset)
+        try:
+            values = np.empty(info.shape, dtype=source.dtype)
+            source.read_into(Region.whole(info.shape), values)
+        finally:
+            source.close()
+    except Exception:
+        return None
+    return values.tobytes()
+
+
 def _formats() -> Iterator[Format]:
     """The formats, imported one by one as they are asked for; one whose library is not installed is left out."""
     for name in _module_names(tuple(__path__)):
@@ -263,6 +290,8 @@ def _check_access(path: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         text = _what_is_there_instead(path)
     except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise  # of this process, not of the file
         text = f"'{path}' cannot be read: {error}."
     raise SourceError(text, path=path)
 

@@ -294,6 +294,7 @@ def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
     elif refused is None:
         refused = _missing_filter(filters) or (_missing_source(dataset, path) if is_virtual else None)
     chunked = creation.get_layout() == h5py.h5d.CHUNKED
+    has_attributes = h5py.h5a.get_num_attrs(dataset.id) > 0
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -304,8 +305,8 @@ def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
         refused=refused,
-        is_coordinate=_attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs},
+        is_coordinate=has_attributes and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs} if has_attributes else {},
     )
 
 
@@ -359,8 +360,9 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
 
 def _flavour(dataset: h5py.Dataset) -> str:
     """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
-    root = dataset.file.attrs
-    marked = "_NCProperties" in root or "_nc3_strict" in root or "_Netcdf4Dimid" in dataset.attrs
+    file = dataset.file
+    marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
+    marked = any(h5py.h5a.get_num_attrs(owner.id) and key in owner.attrs for owner, key in marks)
     return "netCDF4" if marked else "HDF5"
 
 

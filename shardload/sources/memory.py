@@ -22,6 +22,8 @@ class MemorySource:
     ----------
     array : numpy.ndarray
         Not copied, never written.
+    info : ArrayInfo, optional
+        Of the file that it was read from, for what messages say.
 
     Raises
     ------
@@ -37,7 +39,7 @@ class MemorySource:
     [[1], [4]]
     """
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: np.ndarray[Any, Any], info: ArrayInfo | None = None) -> None:
         refused = refusal(array.dtype)
         if refused is not None:
             raise SourceError(
@@ -48,7 +50,7 @@ class MemorySource:
             )
         self._array = array
         self._dtype = native_dtype(array.dtype)
-        self._info = ArrayInfo(
+        self._info = info or ArrayInfo(
             path=_PATH,
             dataset=_NAME,
             format="memory",

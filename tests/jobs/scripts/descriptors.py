@@ -1,0 +1,81 @@
+"""Load while one rank may open only so many files more: none, one, two, ... Print what each rank met, one line of JSON each.
+
+``descriptors.py FOLDER``. Every load has a communicator of its own, so that shared memory is made anew under the limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import h5py
+import numpy as np
+import zarr
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+SHAPE, CHUNKS = (16, 24, 20), (4, 6, 20)
+WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
+MOST = 12  # descriptors that a load needs at the same time, and a few more
+
+comm = MPI.COMM_WORLD
+importlib.import_module("shardload.execute")._WORTH_SHARING_NBYTES = 0  # blocks are small here
+importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
+
+
+def prepare() -> None:
+    """Make the files."""
+    values = ramp(SHAPE)
+    with h5py.File("chunks.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=CHUNKS, compression="gzip")
+    with h5py.File("plain.h5", "w") as file:
+        file["x"] = values
+    zarr.create_array("chunks.zarr", data=np.asarray(values), chunks=CHUNKS)
+
+
+@contextmanager
+def descriptors_left(n: int) -> Iterator[None]:
+    """Let this process open `n` files at a time, whatever it has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    limit = 0
+    while limit - len([number for number in used if number < limit]) < n:
+        limit += 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def main(folder: str) -> None:
+    os.chdir(folder)
+    shardload.initialize()
+    on_root(comm, prepare)
+    for path, readers in WAYS:
+        for left in range(MOST):
+            own = comm.Dup()
+            plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, comm=own)
+            said = {"path": path, "readers": readers, "left": left, "type": None}
+            try:
+                with descriptors_left(left if comm.rank == 2 else 1000):
+                    x = plan.execute()
+            except shardload.ShardloadError as error:
+                said |= {"type": type(error).__name__, "text": str(error)}
+            else:
+                check(x, ramp(SHAPE), mesh_of(), P("a", "b"), str(said))
+            print(json.dumps(said), flush=True)
+            check(plan.execute(), ramp(SHAPE), mesh_of(), P("a", "b"), str(said))
+            own.Free()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
