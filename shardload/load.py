@@ -200,7 +200,7 @@ def scatter(
     """
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT)
     request = Request.check(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
-    group = request.agree().group  # before anything is asked of the root: it may not be the same on all ranks
+    group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
     if group is None:
         raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:

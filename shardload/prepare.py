@@ -52,6 +52,7 @@ _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
 _RECENT = 4  # plans that are kept, per group
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
 
 
@@ -112,6 +113,18 @@ class Request:
             raise self.error or ConfigError("the arguments could not be read")
         return self.call
 
+    def settle(self) -> Call:
+        """`agree`, in the steps that `plan` begins with: a rank that calls another function is found, not waited for.
+
+        Collective.
+        """
+        if self.group is not None:
+            self.group.tell(str, 0)
+            fine = self.group.all_same({**self.what, _PLAN: ""}, self.call is not None)
+            if fine and self.call is not None:
+                return self.call
+        return self.agree()
+
     def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int = 0) -> Plan:
         """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
 
@@ -130,7 +143,7 @@ class Request:
                 made = None if self.call is None else make(self.call, text)
             except Exception as found:
                 error = found
-        planned = {"a plan": "" if made is None else _describe_job(made)}
+        planned = {_PLAN: "" if made is None else _describe_job(made)}
         if self.group is None or not self.group.all_same({**self.what, **planned}, made is not None):
             self.agree()
             if unfound is not None:

@@ -188,9 +188,9 @@ def read_small(path_or_object: Any, info: ArrayInfo) -> bytes | None:
     Returns
     -------
     bytes or None
-        None where the array is large or empty, or cannot be read: whoever reads it then says why.
+        None where the array is large, empty or open already, or cannot be read: whoever reads it then says why.
     """
-    if not 0 < _nbytes(info) <= _SMALL_NBYTES:
+    if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
         source = open_source(path_or_object, info.dataset)

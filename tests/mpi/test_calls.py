@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, SourceError
+from shardload import ConfigError, PeerError, SourceError
 from tests.mpi.sources import CHUNKS, NAME
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
 
 GROUP = importlib.import_module("shardload.group")
 
@@ -38,6 +39,42 @@ def test_path_forms(files: dict[str, str], readers: Any) -> None:
         check(shardload.load(Path(path), mesh, spec, dataset=NAME, readers=readers), values, mesh, spec, "Path")
         # The only array: the coordinates of the netCDF file do not count.
         check(shardload.load(Path(path), mesh, spec, readers=readers), values, mesh, spec, "no name")
+
+
+@pytest.mark.parametrize("source", ["contiguous", "gzip_shuffle", "big_endian", "netcdf4", "zarr_v2", "zarr_sharded"])
+def test_small_array_comes_with_its_metadata(
+    files: dict[str, str], source: str, comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if every rank opened a file of a few bytes, or if its values came in the file's own byte order."""
+    values, mesh = ramp(cube()), mesh_of()
+
+    def opens(*_: Any) -> None:
+        raise PermissionError("nobody but rank 0 opens it")
+
+    monkeypatch.setattr(importlib.import_module("shardload.execute"), "open_source", opens)
+    load = partial(shardload.load, files[source], mesh, dataset=NAME)
+    check(load(P("b", "a")), values, mesh, P("b", "a"))
+    picked = padded(values[1:, 2], mesh, P("a"), 7)
+    check(load(P("a"), select=(slice(1, None), 2), pad=7), picked, mesh, P("a"))
+    check(load(P(), dtype="float16"), values.astype("float16"), mesh, P())
+    same_error(comm, lambda: load(P("b", "a"), readers="direct"), PeerError, "nobody but rank 0 opens it")
+    monkeypatch.setattr(importlib.import_module("shardload.sources"), "_SMALL_NBYTES", 16)
+    same_error(comm, lambda: load(P("b", "a")), PeerError, "nobody but rank 0 opens it")
+
+
+def test_plans_that_are_kept(files: dict[str, str], comm: Any) -> None:
+    """Wrong if a plan for one mesh, option or dtype were taken for another, or the file before were read again."""
+    values, meshes = ramp(cube()), (mesh_of(), mesh_of(jax.devices()[::-1]))
+    for _ in range(2):
+        for mesh in meshes:
+            for spec in (P("a", "b"), P("b", "a"), P(None, "a")):
+                for source in ("contiguous", "gzip_shuffle"):
+                    for readers in ("direct", "parallel"):
+                        x = shardload.load(files[source], mesh, spec, dataset=NAME, readers=readers)
+                        check(x, values, mesh, spec, (source, readers))
+    mesh = mesh_of()
+    check(shardload.load(files["contiguous"], mesh, P("a"), dataset=NAME, select=slice(0, 4)), values[:4], mesh, P("a"))
+    check(shardload.load(files["contiguous"], mesh, P("a"), dataset=NAME, select=slice(4, 8)), values[4:8], mesh, P("a"))
 
 
 @contextmanager

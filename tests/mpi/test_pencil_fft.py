@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,46 +123,3 @@ def test_refuses_axes_that_do_not_divide() -> None:
     values = np.zeros((pa + 1, 4 * pa, 4 * pa), np.float32)
     with pytest.raises(ValueError, match=f"axis 0 has {pa + 1} elements"):
         example.fft3d(place(values, mesh, P(None, "a", "b")))
-
-
-@pytest.fixture
-def four_devices(comm: Any) -> dict[str, str]:
-    """The environment of a single process with four devices."""
-    if comm.Get_size() > 1:
-        pytest.skip("starts processes of its own: left to plain pytest")
-    return {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-
-
-def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
-    tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil"
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "pytest",
-        "-q",
-        "--with-mpi",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-        "-k",
-        tests,
-    ]
-    done = subprocess.run(command, env=four_devices, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 passed" in done.stdout
-
-
-def test_script_says_what_it_found(four_devices: dict[str, str]) -> None:
-    command = [sys.executable, "-W", "error", str(EXAMPLE)]
-    root = str(EXAMPLE.parents[1])
-    done = subprocess.run(
-        command, env={**four_devices, "PYTHONPATH": root}, capture_output=True, text=True, timeout=110, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "(16, 16, 16) float32, shard (16, 8, 8) on each of 4 devices" in done.stdout
-    strongest = re.search(r"strongest mode .*\((\d+), (\d+), (\d+)\): (\S+)", done.stdout)
-    assert strongest
-    assert tuple(map(int, strongest.groups()[:3])) in {(1, 2, 3), (15, 14, 13)}
-    assert float(strongest[4]) == pytest.approx(16**3 / 2, rel=1e-5)

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardload import execute, group, inbox, outbox, reader
+from shardload import execute, group, inbox, outbox, reader, sources
 from shardload.node import Segment
 
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1
 reader._INLINE_NBYTES = -1
+sources._SMALL_NBYTES = 0
 counts: Counter[str] = Counter()
 
 

@@ -1,0 +1,56 @@
+"""The pencil FFT of the examples in one process with four devices, and as the script that it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pencil_fft.py"
+TESTS = str(ROOT / "tests" / "mpi" / "test_pencil_fft.py")
+
+
+@pytest.fixture
+def four_devices() -> dict[str, str]:
+    """The environment of a single process with four devices."""
+    return {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+
+
+def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
+    tests = "equals_numpy or explicit or loaded or plane_wave or not_a_pencil"
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "pytest",
+        "-q",
+        "--with-mpi",
+        "-p",
+        "no:cacheprovider",
+        TESTS,
+        "-k",
+        tests,
+    ]
+    done = subprocess.run(command, env=four_devices, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 passed" in done.stdout
+
+
+def test_script_says_what_it_found(four_devices: dict[str, str]) -> None:
+    command = [sys.executable, "-W", "error", str(EXAMPLE)]
+    root = str(EXAMPLE.parents[1])
+    done = subprocess.run(
+        command, env={**four_devices, "PYTHONPATH": root}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(16, 16, 16) float32, shard (16, 8, 8) on each of 4 devices" in done.stdout
+    strongest = re.search(r"strongest mode .*\((\d+), (\d+), (\d+)\): (\S+)", done.stdout)
+    assert strongest
+    assert tuple(map(int, strongest.groups()[:3])) in {(1, 2, 3), (15, 14, 13)}
+    assert float(strongest[4]) == pytest.approx(16**3 / 2, rel=1e-5)
