@@ -5,14 +5,15 @@ attribute), so that nothing here can ever match a message of the user's. Its col
 
 The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
 
-The only module that imports mpi4py; without MPI a group has one rank and all of this is local.
+The only module that imports mpi4py. Without MPI a group is this process alone, and all is local; or, where JAX was started with
+several processes, these: they agree through JAX's own coordination, and can send each other nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
+import socket
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.collectives import Collectives, JaxCollectives, MpiCollectives
 from shardload.errors import ConfigError, PeerError, ShardloadError
 from shardload.letter import as_shardload, from_json, to_json
 from shardload.node import HANDLE_SIZE, Segment
@@ -29,13 +31,14 @@ from shardload.node import HANDLE_SIZE, Segment
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _HEAD_NBYTES = 4096
-_TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
 
 
 @cache
 def _load_mpi() -> tuple[Any, str]:
     """mpi4py's MPI module, or None and why not. Importing it starts MPI, so it waits until somebody needs it."""
+    if os.environ.get("SHARDLOAD_MPI", "") == "0":
+        return None, "SHARDLOAD_MPI=0 says to do without"
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -65,7 +68,8 @@ def group_of(comm: Any = None) -> Group:
     if comm is None:
         comm = world()
     if comm is None:
-        return _alone()
+        client, process, n_processes = _jax_processes()
+        return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
@@ -82,6 +86,19 @@ def group_of(comm: Any = None) -> Group:
 @cache
 def _alone() -> Group:
     return Group(None)
+
+
+def _jax_processes() -> tuple[Any, int, int]:
+    """The client of JAX's own coordination, this process and how many there are. JAX has no public name for the first."""
+    from jax._src import distributed  # here: this module is read before JAX is started
+
+    state = distributed.global_state
+    return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
+
+
+@cache
+def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
+    return Group(None, (client, process, n_processes))
 
 
 @cache
@@ -141,13 +158,18 @@ class Group:
     rank, size : int
         This rank and how many there are.
     comm : mpi4py.MPI.Comm or None
-        The private duplicate; None for a process alone.
+        The private duplicate; None for a process alone, and for processes of JAX without MPI.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None) -> None:
         self.comm = comm
-        self.rank: int = 0 if comm is None else comm.rank
-        self.size: int = 1 if comm is None else comm.size
+        self._collectives: Collectives
+        if processes is not None:
+            self._collectives = JaxCollectives(*processes)
+            _, self.rank, self.size = processes
+        else:
+            self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
+            self._collectives = MpiCollectives(comm, None if comm is None else self.mpi)
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -155,6 +177,11 @@ class Group:
         self._segments: dict[int, Segment] = {}
         self._shared_nbytes = 0
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
+
+    @property
+    def can_send(self) -> bool:
+        """Whether ranks can send each other values; without MPI they can only agree."""
+        return self.size == 1 or self.comm is not None
 
     @property
     def mpi(self) -> Any:
@@ -172,7 +199,7 @@ class Group:
         """The ranks on this machine. Collective the first time."""
         if self._node is None:
             if self.comm is None:
-                self._node = Node(None, (0,))
+                self._node = Node(None, (self.rank,))
             else:
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
                 pretended = _ranks_per_node()
@@ -197,8 +224,13 @@ class Group:
                 node.comm.Allgather(digest, everyone)
                 n_alike = int((everyone == digest[0]).sum())  # ranks bound to cores of their own share them with nobody
             leaders = self.gather_int(node.ranks[0])
+            if not self.can_send:
+                hosts = self.gather_int(_digest(socket.gethostname()) >> 1)
+                leaders = np.array([int(np.argmax(hosts == host)) for host in hosts])
+                n_alike = int((hosts == hosts[self.rank]).sum())
             n_threads = int(self.gather_int(max(1, len(cores) // n_alike)).min())
-            n_cores = int(self.gather_int(max(1, len(cores) * len(node.ranks) // n_alike)).min())
+            n_ranks = int((leaders == leaders[self.rank]).sum())
+            n_cores = int(self.gather_int(max(1, len(cores) * n_ranks // n_alike)).min())
             self._machine = Machine(tuple(int(v) for v in leaders), n_threads, n_cores)
         return self._machine
 
@@ -212,7 +244,7 @@ class Group:
             return {}
         # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
         state = np.array([nbytes > self._shared_nbytes or not self._segments, nbytes], dtype=np.int64)
-        self._finish(node.comm.Iallreduce(self.mpi.IN_PLACE, state, self.mpi.MAX))
+        state = MpiCollectives(node.comm, self.mpi).reduce(state, "max")
         if state[0] and state[1]:
             self._make_segments(node, nbytes)
         return self._segments
@@ -249,7 +281,8 @@ class Group:
         self._segments = {}
         if self._node is not None and self._node.comm is not None:
             self._node.comm.Free()
-        self.comm.Free()
+        if self.comm is not None:
+            self.comm.Free()
 
     def processes(self, process: int) -> tuple[int, ...]:
         """The JAX process of each rank. Collective the first time."""
@@ -257,29 +290,16 @@ class Group:
             self._processes = tuple(int(p) for p in self.gather_int(process))
         return self._processes
 
-    def _finish(self, request: Any) -> None:
-        """Wait without spinning: a rank that is late may need this very core."""
-        idle = 0
-        while not request.Test():
-            idle += 1
-            if idle > _TESTS:
-                doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
-                time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
-
     def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """One integer of every rank, on every rank. Collective."""
         mine = np.array([value], dtype=np.int64)
-        if self.size == 1:
-            return mine
-        everyone = np.empty(self.size, dtype=np.int64)
-        self._finish(self.comm.Iallgather(mine, everyone))
-        return everyone
+        return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sums over the ranks, on every rank. Collective."""
         total = np.array(values, dtype=np.int64)
         if self.size > 1:
-            self._finish(self.comm.Iallreduce(self.mpi.IN_PLACE, total))
+            total = self._collectives.reduce(total, "sum")
         return [int(v) for v in total]
 
     def send_text(self, text: str | None, root: int) -> str:
@@ -293,12 +313,12 @@ class Group:
         if self.rank == root:
             head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
             head[8 : 8 + min(room, len(data))] = data[:room]
-        self._finish(self.comm.Ibcast(head, root))
+        self._collectives.broadcast(head, root)
         length = int(head[:8].view("<i8")[0])
         if length <= room:
             return head[8 : 8 + length].tobytes().decode()
         whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
-        self._finish(self.comm.Ibcast(whole, root))
+        self._collectives.broadcast(whole, root)
         return whole.tobytes().decode()
 
     def tell(self, make: Callable[[], str], root: int) -> str:
@@ -354,8 +374,7 @@ class Group:
         digest = np.array([_digest(v) for v in what.values()], dtype=np.uint64)
         # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
         sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
-        least = np.empty_like(sent)
-        self._finish(self.comm.Iallreduce(sent, least, self.mpi.MIN))
+        least = self._collectives.reduce(sent, "min")
         n = len(digest)
         return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
 

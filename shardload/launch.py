@@ -6,16 +6,22 @@ MPI ranks and JAX processes are started by different means and know nothing of e
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import socket
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 
 from shardload.errors import ConfigError, PeerError
 from shardload.group import Group, group_of, mpi_problem, world
 
-__all__ = ["initialize", "rank_of_process"]
+__all__ = ["SlurmStep", "initialize", "rank_of_process", "slurm_step"]
 
 # What launchers say of the number of tasks they started, and what to say where MPI did not notice.
 _LAUNCHERS = {
@@ -37,48 +43,116 @@ _NO_MPI = (
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
 
+_WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
 
-def initialize() -> None:
-    """Start JAX's distributed runtime from MPI: one JAX process per rank, process index equal to the rank.
 
-    Does nothing for a single process, or when it has been done already. Call it before anything that uses JAX devices.
-    Collective: yes, over COMM_WORLD.
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: list[int] | None = None,
+) -> None:
+    """Start JAX's distributed runtime the way this job was launched, and check that all of it sees the same job.
+
+    1. Given a coordinator: as told, without a look at MPI or Slurm.
+    2. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
+    3. Under srun where there is no MPI (none installed, or ``SHARDLOAD_MPI=0``): one JAX process per task.
+    4. A process alone: nothing to start.
+
+    A process takes all GPUs that it alone sees (``--gpus-per-task``), and else its share of those that the processes of a
+    node see together. Does nothing where JAX was started already. Call it before anything that uses JAX devices.
+
+    Collective: yes, over COMM_WORLD (or the processes that are to be).
+
+    Parameters
+    ----------
+    coordinator_address : str, optional
+        ``"host:port"`` of process 0; `num_processes` and `process_id` go with it.
+    num_processes, process_id : int, optional
+        How many processes there are, and which one this is.
+    local_device_ids : list of int, optional
+        GPUs of this process, of those that it sees; by default decided as above.
 
     Raises
     ------
     ConfigError
-        If the launcher started several tasks that MPI does not know of, if no MPI library can be loaded, or if JAX devices were
-        used already. The text says what to type.
+        If the launcher started several tasks that MPI does not know of, if JAX was started with other processes than MPI has,
+        if no MPI library can be loaded, if processes would share GPUs, or if JAX devices were used already. The text says what
+        to type.
     """
-    if _is_initialized():
-        return
     comm = world()
-    if comm is None or comm.size == 1:
-        _refuse_singletons()
+    if _is_initialized():
+        _check_started(comm)
         return
+    if (coordinator_address, num_processes, process_id) != (None, None, None):
+        if coordinator_address is None or num_processes is None or process_id is None:
+            raise ConfigError(
+                "initialize() was given only a part of where JAX starts: pass coordinator_address='host:port', num_processes= "
+                "and process_id= together, or none of them under mpiexec or srun"
+            )
+        _start(coordinator_address, num_processes, process_id, local_device_ids)
+        return
+    if comm is not None and comm.size > 1:
+        _start_from_mpi(comm, local_device_ids)
+        return
+    step = slurm_step(os.environ)
+    if comm is None and step is not None and step.n_tasks > 1:
+        if local_device_ids is None and not _cpu_only():
+            local_device_ids = _device_share(step.local_id, step.n_local, None, os.environ)
+        _start(step.coordinator, step.n_tasks, step.task, local_device_ids)
+        return
+    _refuse_singletons()
+
+
+def _start_from_mpi(comm: Any, local_device_ids: list[int] | None) -> None:
     group = group_of(comm)
-    error: Exception | None = None
     address = group.send_text(_free_address(group) if group.rank == 0 else None, 0)
     on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
+    mine = np.array([zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())], dtype=np.int64)
+    seen = np.empty(on_node.size, dtype=np.int64)
+    on_node.Allgather(mine, seen)
     local_rank, local_size = on_node.rank, on_node.size
     on_node.Free()
     if local_size == group.size:
         address = "127.0.0.1:" + address.rpartition(":")[2]
+    error: Exception | None = None
+    try:
+        if local_device_ids is None and not _cpu_only():
+            local_device_ids = _device_share(local_rank, local_size, bool((seen == mine).all()), os.environ)
+    except ConfigError as found:
+        error = found
+    group.agree(error)  # before any of them waits for the others in JAX
+    try:
+        _start(address, group.size, group.rank, local_device_ids)
+    except ConfigError as found:
+        error = found
+    group.agree(error)
+
+
+def _start(address: str, n_processes: int, process: int, local_device_ids: list[int] | None) -> None:
     _choose_cpu_collectives()
     try:
-        jax.distributed.initialize(
-            coordinator_address=address,
-            num_processes=group.size,
-            process_id=group.rank,
-            local_device_ids=_local_device_ids(local_rank, local_size, os.environ),
+        jax.distributed.initialize(address, n_processes, process, local_device_ids)
+    except (RuntimeError, ValueError) as found:
+        raise ConfigError(
+            f"JAX could not be started as one of {n_processes} processes: {found}. Call shardload.initialize() once, at the "
+            "top of the script, before anything that uses JAX devices"
+        ) from found
+
+
+def _check_started(comm: Any) -> None:
+    """JAX runs already: are its processes the ranks?"""
+    from jax._src import distributed  # `jax.process_count()` would start the devices
+
+    n_processes = distributed.global_state.num_processes or 1
+    if comm is not None and comm.size > 1 and n_processes not in (1, comm.size):
+        raise ConfigError(
+            f"COMM_WORLD has {comm.size} ranks, but JAX was started with {n_processes} processes: start it with "
+            "shardload.initialize() alone, or give jax.distributed.initialize one process per rank"
         )
-    except RuntimeError as found:
-        error = ConfigError(
-            f"JAX could not be started as one of {group.size} processes: {found}. Call shardload.initialize() once, at the top "
-            "of the script, before anything that uses JAX devices"
-        )
-        error.__cause__ = found
-    group.agree(error)
+    if comm is not None and comm.size == 1 and n_processes > 1:
+        raise ConfigError(_singletons(n_processes))
 
 
 def _is_initialized() -> bool:
@@ -102,14 +176,90 @@ def _choose_cpu_collectives() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
-def _local_device_ids(local_rank: int, local_size: int, environ: Mapping[str, str]) -> list[int] | None:
-    """Which GPUs of those it sees a process takes: one each where ranks share a node, all of them where it sees its own.
+def _device_share(local_rank: int, local_size: int, see_alike: bool | None, environ: Mapping[str, str]) -> list[int] | None:
+    """Which GPUs of those it sees a process takes; None for all of them (or where there are none).
 
-    >>> _local_device_ids(2, 4, {}), _local_device_ids(2, 4, {"CUDA_VISIBLE_DEVICES": "2"}), _local_device_ids(0, 1, {})
-    ([2], None, None)
+    `see_alike`: whether all processes of this node have the same CUDA_VISIBLE_DEVICES; None where nobody knows. Where they
+    differ, or there is only one process, each has its own. Else each takes its share, in order.
+
+    >>> _device_share(2, 4, True, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    [2]
+    >>> _device_share(1, 2, True, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    [2, 3]
+    >>> _device_share(2, 4, False, {"CUDA_VISIBLE_DEVICES": "2"}) is None
+    True
     """
-    visible = [v for v in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
-    return None if local_size == 1 or len(visible) == 1 else [local_rank]
+    if local_size == 1 or see_alike is False:
+        return None
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    n = len(_gpu_files()) if visible is None else len([v for v in visible.split(",") if v])
+    if n == 0 or (n == 1 and see_alike is None):  # one GPU, and nobody knows better: --gpus-per-task=1
+        return None
+    if n % local_size:
+        raise ConfigError(
+            f"{local_size} processes of this node see the same {n} GPU{'s' * (n > 1)}: start one process per GPU "
+            f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), or pass local_device_ids= to initialize()"
+        )
+    each = n // local_size
+    return [*range(local_rank * each, (local_rank + 1) * each)]
+
+
+def _cpu_only() -> bool:
+    return str(getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] == "cpu"
+
+
+def _gpu_files() -> list[str]:
+    return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """What srun says of the task that this process is."""
+
+    task: int
+    n_tasks: int
+    local_id: int
+    n_local: int
+    coordinator: str
+
+
+def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
+    """The srun step that this process is a task of; None in a batch script, an ssh session, or without Slurm.
+
+    A batch script and a session by ssh have some of Slurm's variables too, but only a step has a number and a task in it.
+
+    >>> slurm_step({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
+    True
+    >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
+    >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
+    ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
+    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
+    """
+    try:
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+        n_tasks, task = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        local, node = int(environ.get("SLURM_LOCALID", "0")), int(environ.get("SLURM_NODEID", "0"))
+    except (KeyError, ValueError):
+        return None
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [int(found[1])] * int(found[2] or 1) if found else []
+    n_local = counts[node] if node < len(counts) else 1
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
+    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
+    # A port that all tasks derive alike, and two steps of a job differently.
+    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{61440 + (16 * job + step) % 4096}")
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of Slurm's notation.
+
+    >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
+    ['n1', 'n1', 'gpu-007', 'a']
+    """
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return (found[1] + (found[2] or "")) if found else nodes
 
 
 def _launched(environ: Mapping[str, str]) -> str:
@@ -128,7 +278,15 @@ def _refuse_singletons() -> None:
         if launched:
             raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
     elif launched:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {launched}")
+        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {launched}. {_WITHOUT}")
+
+
+def _singletons(n_processes: int) -> str:
+    hint = _launched(os.environ) or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
+    return (
+        f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. {hint}. "
+        f"{_WITHOUT}"
+    )
 
 
 def rank_of_process(group: Group) -> dict[int, int]:
@@ -142,17 +300,13 @@ def rank_of_process(group: Group) -> dict[int, int]:
     n_processes = jax.process_count()
     comm = world()
     if comm is None:
-        if n_processes > 1:
-            raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
-        _refuse_singletons()
-        return {jax.process_index(): 0}
+        if n_processes == 1:
+            _refuse_singletons()
+        return {process: process for process in range(n_processes)} if group.size > 1 else {jax.process_index(): 0}
     if comm.size == 1 and n_processes == 1:
         _refuse_singletons()
     elif comm.size == 1:
-        hint = _launched(os.environ) or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
-        raise ConfigError(
-            f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. {hint}"
-        )
+        raise ConfigError(_singletons(n_processes))
     elif n_processes == 1:
         raise ConfigError(
             f"COMM_WORLD has {comm.size} ranks, but JAX sees one process. Call shardload.initialize() first, before anything "

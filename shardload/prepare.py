@@ -52,6 +52,7 @@ _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
 _RECENT = 4  # plans that are kept, per group
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_NO_MPI = "without MPI these processes can send each other nothing"
 _PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
 
@@ -207,7 +208,7 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     max_nbytes = call.max_block_nbytes
     wide = max(itemsize, dtype.itemsize)
     plans = {}
-    for mode in MODES:
+    for mode in _possible_modes(call):
         n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
         n_readers = min(n, n_ranks)
         within = shards.shard_shape if mode == DIRECT else None
@@ -216,8 +217,21 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     return _choose(call, info, plans, selection, chunks, dtype, path)
 
 
+def _possible_modes(call: Call) -> tuple[str, ...]:
+    """All of them, unless ranks cannot send each other anything."""
+    if call.group is None or call.group.can_send:
+        return MODES
+    if call.options.readers not in (AUTO, DIRECT):
+        raise ConfigError(
+            f"readers is {call.options.readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
+        )
+    return (DIRECT,)
+
+
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
+    if call.group is not None and not call.group.can_send:
+        raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     dtype = _target_dtype(call.options.dtype, info)
     shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
     itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
@@ -349,7 +363,9 @@ def _choose(
         for mode, plan in plans.items()
     }
     costs = Costs(count)
-    if options.readers == AUTO:
+    if DIRECT in plans and len(plans) == 1:
+        mode, why = DIRECT, f"{_NO_MPI}: each rank reads what it holds"
+    elif options.readers == AUTO:
         mode, why = choose_mode(costs, plans[ROOT].n_ranks)
     elif isinstance(options.readers, int):
         mode, why = PARALLEL, f"readers={options.readers} was asked for"

@@ -170,18 +170,17 @@ def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
     same([said], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
 
 
-def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
-    """Wrong if processes that can send each other nothing tried to, or each loaded by itself."""
-    address = f"127.0.0.1:{free_port()}"
+def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> list[list[dict[str, Any]]]:
+    """What processes that no launcher of MPI started say, each with its own arguments and variables."""
     started = [
         subprocess.Popen(
-            [sys.executable, *PYTHON, SCRIPTS / "launched.py", field, "jax", address, "2", str(k)],
-            env={**job_environment(1), **ENV, **without_mpi},
+            [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, *words],
+            env={**job_environment(1), **ENV, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for k in range(2)
+        for words, env in zip(what, envs, strict=True)
     ]
     try:
         outputs = [process.communicate(timeout=100) for process in started]
@@ -189,8 +188,51 @@ def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, st
         for process in started:
             process.kill()
             process.wait()
-    assert [process.returncode for process in started] == [0, 0], outputs
-    same([lines(out) for out, _ in outputs], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
+    assert all(process.returncode == 0 for process in started), outputs
+    return [lines(out) for out, _ in outputs]
+
+
+def loads_and_does_not_scatter(said: list[list[dict[str, Any]]]) -> None:
+    """All processes load, right or wrong together, and scatter says what it lacks."""
+    assert all(one == said[0] for one in said), said
+    *loads, failed, scatters = said[0]
+    assert [one["type"] for one in loads] == [None] * len(loads), loads
+    assert failed["type"] == "SourceError" and "on rank 1 of" in failed["text"] and "no file" in failed["text"], failed
+    assert scatters["type"] == "ConfigError" and "start the job under MPI" in scatters["text"]
+
+
+def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
+    """Wrong if processes that can send each other nothing tried to, or one that fails left the others waiting."""
+    address = f"127.0.0.1:{free_port()}"
+    said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [without_mpi] * 2)
+    loads_and_does_not_scatter(said)
+
+
+def test_given_coordinator(field: str) -> None:
+    """Wrong if a coordinator that was named were not used: here is no launcher that could tell."""
+    address = f"127.0.0.1:{free_port()}"
+    said = together(field, [["given", address, "4", str(k)] for k in range(4)], [{"SHARDLOAD_MPI": "0"}] * 4)
+    loads_and_does_not_scatter(said)
+
+
+def test_slurm_without_mpi(field: str) -> None:
+    """Wrong if the tasks of srun, where MPI is switched off, stayed alone, or met at another port than each other."""
+    step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_NODEID": "0"}
+    envs = [{**step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(4)]
+    loads_and_does_not_scatter(together(field, [["initialize"]] * 4, envs))
+
+
+def test_part_of_a_coordinator(field: str) -> None:
+    """Wrong if JAX guessed the rest."""
+    said = singleton(field, "part")
+    assert said[0]["type"] == "ConfigError" and "process_id= together" in said[0]["text"], said
+
+
+def test_jax_started_with_other_processes(field: str) -> None:
+    """Wrong if four ranks, each the only process of a JAX of its own, each loaded the whole array."""
+    said = launched(field, "own jax", n=2)
+    assert all("COMM_WORLD has 2 ranks" in attempt["text"] for rank in said for attempt in rank), said
 
 
 def test_job_is_told_apart_from_a_hang() -> None:

@@ -180,17 +180,62 @@ class ThreadComm:
 
 
 class ThreadGroup(Group):
-    mpi = SimpleNamespace(IN_PLACE="in place", MIN="min", MAX="max", COMM_TYPE_SHARED="shared")  # type: ignore[assignment]
+    mpi = SimpleNamespace(IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", COMM_TYPE_SHARED="shared")  # type: ignore[assignment]
+
+
+class Store:
+    """JAX's key-value store, for threads. What was deleted is gone; what was set twice is an error, as there."""
+
+    def __init__(self, size: int) -> None:
+        self.values: dict[str, bytes] = {}
+        self._barriers = [threading.Barrier(size) for _ in range(100)]
+        self._names: dict[str, threading.Barrier] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        with self._changed:
+            assert key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.values, 20), key
+            return self.values[key]
+
+    def wait_at_barrier(self, name: str, timeout_ms: int) -> None:
+        with self._changed:
+            barrier = self._names.setdefault(name, self._barriers[len(self._names)])
+        barrier.wait(20)
+
+    def key_value_dir_get_bytes(self, place: str) -> list[tuple[str, bytes]]:
+        with self._changed:
+            return [(key, value) for key, value in reversed(self.values.items()) if key.startswith(place)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            del self.values[key]
+
+
+@pytest.fixture(params=["mpi", "jax"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks of `on_ranks` agree."""
+    monkeypatch.setitem(_way, "way", request.param)
+    return str(request.param)
+
+
+_way = {"way": "mpi"}
 
 
 def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:
     """What `work` returns, or raises, on each of `size` ranks. A rank that waits for nobody fails after 20 s."""
-    barrier, slots = threading.Barrier(size), [None] * size
+    barrier, slots, store = threading.Barrier(size), [None] * size, Store(size)
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            found[rank] = work(ThreadGroup(ThreadComm(rank, size, barrier, slots)))
+            comm = ThreadComm(rank, size, barrier, slots)
+            found[rank] = work(ThreadGroup(comm) if _way["way"] == "mpi" else ThreadGroup(None, (store, rank, size)))
         except Exception as error:
             found[rank] = error
 
@@ -313,3 +358,23 @@ def test_communicators_that_cannot_be_used() -> None:
     assert MPI is not None
     with pytest.raises(ConfigError, match="COMM_NULL: this rank is not in it"):
         group_of(MPI.COMM_NULL)
+
+
+def test_nothing_piles_up_in_the_store_of_jax() -> None:
+    """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
+    store, left = Store(3), []
+
+    def work(rank: int) -> None:
+        group = ThreadGroup(None, (store, rank, 3))
+        for k in range(20):
+            assert group.gather_int(rank * k).tolist() == [0, k, 2 * k]
+            assert group.send_text(f"é{k}" if rank == 1 else None, 1) == f"é{k}"
+            assert group.sum_ints([rank, 1]) == [3, 3]
+
+    threads = [threading.Thread(target=lambda r=rank: left.append(work(r))) for rank in range(3)]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert left == [None] * 3
+    assert len(store.values) <= 6, store.values

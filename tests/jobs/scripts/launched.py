@@ -1,12 +1,15 @@
 """Try to start and to load the way that is named; print what comes of it, one line of JSON a rank.
 
-``launched.py WHAT PATH``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), or
-``jax ADDRESS N K`` (JAX started by itself as process K of N, then load).
+``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), ``part`` (of a
+coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
+K of N, then load), or ``given ADDRESS N K`` (the same by shardload).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -34,6 +37,17 @@ def load(path: str) -> None:
     check(x, ramp(SHAPE), mesh_of(), P("a"))
 
 
+def patched_load(path: str, seen: str) -> None:
+    """Load where one process sees no such file, which only it finds out."""
+    execute = importlib.import_module("shardload.execute")
+    before = execute.open_source
+    execute.open_source = lambda _, dataset: before(seen, dataset)
+    try:
+        shardload.load(path, mesh_of(), P("a"), dataset="x", readers="direct")
+    finally:
+        execute.open_source = before
+
+
 def main(path: str, what: str, *more: str) -> None:
     if what == "initialize":
         attempt(shardload.initialize)
@@ -41,10 +55,23 @@ def main(path: str, what: str, *more: str) -> None:
         jax.devices()
         attempt(shardload.initialize)
         return
+    elif what == "part":
+        attempt(lambda: shardload.initialize(num_processes=2))
+        return
+    elif what == "own jax":
+        jax.distributed.initialize(f"127.0.0.1:{20000 + os.getpid() % 20000}", 1, 0)
+        attempt(lambda: load(path))
+        return
     elif what == "jax":
         address, n, k = more
         jax.distributed.initialize(address, int(n), int(k))
+    elif what == "given":
+        address, n, k = more
+        attempt(lambda: shardload.initialize(address, int(n), int(k)))
     attempt(lambda: load(path))
+    if os.environ.get("SHARDLOAD_MPI") == "0" or what == "jax":
+        other = path if jax.process_index() != 1 else "gone.h5"
+        attempt(lambda: patched_load(path, other))
     attempt(lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a")))
 
 

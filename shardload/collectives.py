@@ -1,0 +1,143 @@
+"""How do all ranks learn what each of them knows? Small buffers, gathered, reduced or broadcast.
+
+Two ways of the same three calls: over MPI, and over the service that coordinates the processes of JAX, for a job without MPI.
+Nothing here spins: a rank that waits sleeps.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardload.errors import PeerError
+
+__all__ = ["Collectives", "JaxCollectives", "MpiCollectives"]
+
+_TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
+_LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
+
+Integers = np.ndarray[Any, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Collectives(Protocol):
+    """What a group needs of the ranks together. Every method is collective."""
+
+    def gather(self, mine: Integers) -> Integers:
+        """The values of every rank: shape ``(size, *mine.shape)``."""
+        ...
+
+    def reduce(self, mine: Integers, op: str) -> Integers:
+        """The ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks."""
+        ...
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """Fill `data` with that of `root`."""
+        ...
+
+
+class MpiCollectives:
+    """Over an MPI communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        Of the ranks, for this use alone.
+    mpi : module
+        ``mpi4py.MPI``.
+    """
+
+    def __init__(self, comm: Any, mpi: Any) -> None:
+        self._comm, self._mpi = comm, mpi
+
+    def gather(self, mine: Integers) -> Integers:
+        """See `Collectives`."""
+        everyone = np.empty((self._comm.size, *mine.shape), dtype=mine.dtype)
+        _finish(self._comm.Iallgather(mine, everyone))
+        return everyone
+
+    def reduce(self, mine: Integers, op: str) -> Integers:
+        """See `Collectives`."""
+        found = np.empty_like(mine)
+        _finish(self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())))
+        return found
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """See `Collectives`."""
+        _finish(self._comm.Ibcast(data, root))
+
+
+def _finish(request: Any) -> None:
+    """Wait without spinning: a rank that is late may need this very core."""
+    idle = 0
+    while not request.Test():
+        idle += 1
+        if idle > _TESTS:
+            doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
+            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+
+
+class JaxCollectives:
+    """Over the key-value store of ``jax.distributed``: a few milliseconds a call, and no MPI.
+
+    Parameters
+    ----------
+    client : object
+        JAX's client of the store.
+    rank, size : int
+        This process, and how many there are.
+    """
+
+    def __init__(self, client: Any, rank: int, size: int) -> None:
+        self._client, self._rank, self._size = client, rank, size
+        self._n = 0
+        self._old: list[str] = []
+
+    def gather(self, mine: Integers) -> Integers:
+        """See `Collectives`."""
+        place = self._next()
+        try:
+            self._set(f"{place}/{self._rank:09d}", mine.tobytes())
+            self._client.wait_at_barrier(place, _LONGEST_WAIT_MS)
+            found = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
+            self._forget()
+        except Exception as error:
+            raise _gone(error) from error
+        values = [np.frombuffer(found[name], dtype=mine.dtype) for name in sorted(found)]
+        return np.stack(values).reshape(self._size, *mine.shape)
+
+    def reduce(self, mine: Integers, op: str) -> Integers:
+        """See `Collectives`."""
+        values: Integers = getattr(np, op)(self.gather(mine), axis=0, keepdims=False)
+        return values.astype(mine.dtype)
+
+    def broadcast(self, data: Bytes, root: int) -> None:
+        """See `Collectives`."""
+        key = f"{self._next()}/{root:09d}"
+        try:
+            if self._rank == root:
+                self._set(key, data.tobytes())
+            else:
+                data[...] = np.frombuffer(self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS), dtype=np.uint8)
+        except Exception as error:
+            raise _gone(error) from error
+
+    def _next(self) -> str:
+        self._n += 1  # all processes count alike
+        return f"shardload/{self._n}"
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._client.key_value_set_bytes(key, value)
+        self._old.append(key)
+
+    def _forget(self) -> None:
+        """Delete what this process set before: whoever is past a barrier has read all that was set before it."""
+        for key in self._old[:-1]:
+            self._client.key_value_delete(key)
+        del self._old[:-1]
+
+
+def _gone(error: Exception) -> PeerError:
+    return PeerError(f"the processes of JAX could not agree, since one of them is gone or far behind: {error}")
