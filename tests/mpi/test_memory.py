@@ -1,0 +1,109 @@
+"""Does a load stay under its pieces and `staging`, whatever is asked of it? Counted by Python's own tracer, which NumPy tells.
+
+Shared memory is not traced: it is counted where it is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tracemalloc
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError
+from shardload.group import group_of
+from shardload.node import Segment
+from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+
+EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py and zarr-python make for themselves: 90 KiB are usual
+
+
+@pytest.fixture(scope="module")
+def field(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], np.ndarray]:
+    """Some 4 MiB of float32, in files of three kinds."""
+    n = unit()
+    values = ramp((4 * n, 8 * n, -(-65536 // (8 * n * n)) * n))
+
+    def write() -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("memory")
+        chunks = tuple(max(1, s // k) for s, k in zip(values.shape, (4, 3, 5), strict=True))
+        with h5py.File(folder / "chunks.h5", "w") as file:
+            file.create_dataset("x", data=values, chunks=chunks, compression="gzip", compression_opts=1, shuffle=True)
+        with h5py.File(folder / "plain.h5", "w") as file:
+            file["x"] = values
+        zarr.create_array(folder / "planes.zarr", data=values, chunks=(1, *values.shape[1:]))
+        return {name: str(folder / name) for name in ("chunks.h5", "plain.h5", "planes.zarr")}
+
+    return on_root(comm, write), values
+
+
+def peak_nbytes(plan: shardload.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[jax.Array, int]:
+    """The array, and the most that this process had at a time beyond what it had before and its pieces."""
+    shared: list[int] = []
+    create = Segment.create
+
+    def count(nbytes: int) -> Segment:
+        shared.append(nbytes)
+        return create(nbytes)
+
+    monkeypatch.setattr(Segment, "create", count)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        x = plan.execute()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        monkeypatch.undo()
+    held = {str(shard.index): shard.data.nbytes for shard in x.addressable_shards}
+    return x, most - before + sum(shared) - sum(held.values())
+
+
+CASES = list(
+    itertools.product(
+        ("chunks.h5", "plain.h5", "planes.zarr"), ("root", "parallel", "direct", 2), (P("a", "b"), P(None, "b", "a"))
+    )
+)
+
+
+@pytest.mark.parametrize(("name", "readers", "spec"), CASES, ids=str)
+def test_peak(
+    comm: Any, field: tuple[dict[str, str], np.ndarray], name: str, readers: Any, spec: P, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if rank 0 held more than it was allowed, buffers were made for every block, or pieces were copied."""
+    paths, values = field
+    mesh, random = mesh_of(), np.random.default_rng(CASES.index((name, readers, spec)))
+    comm = comm.Dup()  # so that shared memory is made for this load
+    staging = int(random.integers(3 << 19, 5 << 19))
+    dtype = random.choice(["float32", "int32"])
+    plan = shardload.plan(paths[name], mesh, spec, readers=readers, staging=staging, dtype=dtype, comm=comm)
+    x, extra = peak_nbytes(plan, monkeypatch)
+    check(x, values.astype(dtype), mesh, spec)
+    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, (comm.allgather(extra), staging)
+    group_of(comm).forget_shared_memory()
+    comm.Free()
+
+
+def test_shard_larger_than_staging(field: tuple[dict[str, str], np.ndarray]) -> None:
+    """Wrong if a piece had to fit into staging."""
+    paths, values = field
+    staging = values.nbytes // len(jax.devices()) // 4
+    for name in ("plain.h5", "chunks.h5"):
+        x = shardload.load(paths[name], mesh_of(), P("a", "b"), staging=max(staging, 2 << 20), readers="parallel")
+        check(x, values, mesh_of(), P("a", "b"))
+
+
+def test_chunk_larger_than_staging(comm: Any, field: tuple[dict[str, str], np.ndarray]) -> None:
+    """Wrong if a chunk that cannot be had under the cap were decoded all the same."""
+    paths, values = field
+    chunk_nbytes = math.prod(values.shape[1:]) * 4
+    call = lambda: shardload.load(paths["planes.zarr"], mesh_of(), P("a", "b"), staging=2 * chunk_nbytes)  # noqa: E731
+    same_error(comm, call, ConfigError, "one chunk of", "staging is", "Pass staging='")
