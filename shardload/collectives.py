@@ -18,6 +18,9 @@ __all__ = ["Collectives", "JaxCollectives", "MpiCollectives"]
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
 
+# What was interrupted (Ctrl-C): MPI may still read and write the buffers that these requests hold, so they are never freed.
+_abandoned: list[Any] = []
+
 Integers = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -72,11 +75,15 @@ class MpiCollectives:
 def _finish(request: Any) -> None:
     """Wait without spinning: a rank that is late may need this very core."""
     idle = 0
-    while not request.Test():
-        idle += 1
-        if idle > _TESTS:
-            doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
-            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+    try:
+        while not request.Test():
+            idle += 1
+            if idle > _TESTS:
+                doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
+                time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+    except BaseException:
+        _abandoned.append(request)
+        raise
 
 
 class JaxCollectives:

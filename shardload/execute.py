@@ -235,6 +235,10 @@ class Job:
             raise ConfigError(
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
+        with group.call():
+            return self._run(made, group)
+
+    def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.read_plan.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}

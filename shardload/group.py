@@ -14,8 +14,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -77,7 +79,7 @@ def group_of(comm: Any = None) -> Group:
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
     group = comm.Get_attr(_keyval())
-    if group is None:
+    if group is None or group.is_torn:
         group = Group(comm.Dup())
         comm.Set_attr(_keyval(), group)
     return group  # type: ignore[no-any-return]
@@ -177,6 +179,8 @@ class Group:
         self._segments: dict[int, Segment] = {}
         self._shared_nbytes = 0
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
+        self._one_call = threading.Lock()
+        self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     @property
     def can_send(self) -> bool:
@@ -187,6 +191,32 @@ class Group:
     def mpi(self) -> Any:
         """mpi4py's MPI module."""
         return _load_mpi()[0]
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call at a time; after one that is interrupted (Ctrl-C) the next call of all ranks makes a group anew.
+
+        Raises
+        ------
+        ConfigError
+            If another thread is in a call, or if an interrupted one has left this group.
+        """
+        if not self._one_call.acquire(blocking=False):
+            raise ConfigError(
+                "another thread of this process is loading over the same communicator, and ranks could not tell the two loads "
+                "apart: give each thread its own, comm=MPI.COMM_WORLD.Dup()"
+            )
+        try:
+            if self.is_torn:
+                raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.is_torn = True
+            raise
+        finally:
+            self._one_call.release()
 
     def next_tags(self) -> tuple[int, int, int]:
         """Three tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
@@ -279,6 +309,8 @@ class Group:
     def free(self) -> None:
         """Give back what MPI made for this group."""
         self._segments = {}
+        if self.is_torn:
+            return  # something may still be under way in it
         if self._node is not None and self._node.comm is not None:
             self._node.comm.Free()
         if self.comm is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -119,12 +120,12 @@ class Request:
 
         Collective.
         """
-        if self.group is not None:
+        if self.group is None:
+            return self.agree()
+        with self.group.call():
             self.group.tell(str, 0)
             fine = self.group.all_same({**self.what, _PLAN: ""}, self.call is not None)
-            if fine and self.call is not None:
-                return self.call
-        return self.agree()
+            return self.call if fine and self.call is not None else self.agree()
 
     def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int = 0) -> Plan:
         """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
@@ -132,6 +133,10 @@ class Request:
         While all is well that takes one broadcast and one reduction. If something is wrong anywhere, the ranks go through it
         step by step, so that the first cause is named: a wrong argument, then arguments that differ, then what `find` met.
         """
+        with nullcontext() if self.group is None else self.group.call():
+            return self._plan(find, make, root)
+
+    def _plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int) -> Plan:
         text, made = "", None
         unfound: ShardloadError | None = None
         error: BaseException | None = None

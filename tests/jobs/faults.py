@@ -1,0 +1,93 @@
+"""What do all ranks see when something breaks? The table of `docs/trust.md`, made anew: ``python -m tests.jobs.faults``.
+
+Each row is a job, or a case of one, of 4 ranks (`scripts/faults.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.jobs.launch import ROOT, Job, run_job
+
+__all__ = ["DEATHS", "INTERRUPTS", "Row", "dies", "interrupted", "rows", "survivors"]
+
+SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
+PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
+DEATHS = INTERRUPTS = PHASES
+N = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault, and what came of it: the same on every rank, or `seen` says what differs."""
+
+    fault: str
+    where: str
+    seen: str
+    seconds: float
+
+
+def start(folder: Path, *what: str, timeout: float = 60, mpi: str = "mpich") -> Job:
+    """Run the script."""
+    return run_job(["-W", "error", SCRIPT, folder, *what], N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)})
+
+
+def said(job: Job) -> list[list[dict[str, Any]]]:
+    """The lines of JSON of each rank."""
+    return [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
+
+
+def survivors(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
+    """What each rank said in each case that a job survives; it loaded well after each."""
+    return said(start(folder, timeout=120, mpi=mpi).check())
+
+
+def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
+    """A job of which one rank is killed (rank 0 reads metadata, rank 2 does the rest)."""
+    return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi)
+
+
+def interrupted(folder: Path, phase: str, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
+    """What each rank said after Ctrl-C in a phase, and a good load after it."""
+    return said(start(folder, "interrupt", phase, mpi=mpi).check())
+
+
+def rows() -> Iterator[Row]:
+    """All faults."""
+    with tempfile.TemporaryDirectory() as name:
+        for k, one in enumerate(zip(*survivors(_folder(name, "all")), strict=True)):
+            first = one[0]
+            same = all((s["type"], s["text"]) == (first["type"], first["text"]) for s in one)
+            seen = f"{first['type']}: {first['text'][:90]}..." if first["type"] else "the right array"
+            where = f"readers={first['readers']!r}"
+            yield Row(first["case"], where, seen if same else f"ranks differ ({k})", max(s["seconds"] for s in one))
+        for phase in DEATHS:
+            job = dies(_folder(name, f"die-{phase}"), phase)
+            yield Row("SIGKILL of a rank", phase, f"the job ended with status {job.returncode}", job.seconds)
+        for phase in INTERRUPTS:
+            found = interrupted(_folder(name, f"interrupt-{phase}"), phase)
+            outcomes = ", ".join(sorted({one["outcome"] for rank in found for one in rank}))
+            yield Row("SIGINT (Ctrl-C) to all ranks", phase, f"{outcomes}; loaded well afterwards", found[0][-1]["seconds"])
+
+
+def _folder(parent: str, name: str) -> Path:
+    folder = Path(parent, name)
+    folder.mkdir()
+    return folder
+
+
+def main() -> None:
+    """Print the table."""
+    print("| fault | where | what each of 4 ranks saw | seconds |\n|---|---|---|--:|", flush=True)
+    for row in rows():
+        print(f"| {row.fault} | {row.where} | {row.seen} | {row.seconds:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

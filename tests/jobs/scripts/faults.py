@@ -1,0 +1,286 @@
+"""Break something in the middle of loads, on one rank or in the file; print what every rank sees, one line of JSON each.
+
+``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
+``faults.py FOLDER die PHASE RANK`` and ``faults.py FOLDER interrupt PHASE``: one that it does not survive, or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import zarr
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from shardload.group import Group
+from shardload.node import Segment
+from shardload.sources.hdf5_chunks import Hdf5Chunks
+from shardload.sources.zarr_chunks import ZarrChunks
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
+READERS = ("root", "parallel", "direct", 2)
+BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
+
+comm = MPI.COMM_WORLD
+execute = importlib.import_module("shardload.execute")
+execute._WORTH_SHARING_NBYTES = 0  # blocks are small here
+importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
+importlib.import_module("shardload.reader")._INLINE_NBYTES = -1
+
+
+def load(path: str = "good.h5", readers: Any = "parallel", **options: Any) -> jax.Array:
+    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
+
+
+def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=values, chunks=CHUNKS, **how)
+
+
+def damage_hdf5(path: str, change: Callable[[bytes], bytes]) -> None:
+    """Write the bytes of one chunk again, changed."""
+    with h5py.File(path, "r+") as file:
+        at = tuple(i * c for i, c in zip(BAD, CHUNKS, strict=True))
+        mask, stored = file["x"].id.read_direct_chunk(at)
+        file["x"].id.write_direct_chunk(at, change(stored), mask)
+
+
+def damage_zarr(path: str, change: Callable[[bytes], bytes]) -> None:
+    file = Path(path, "c", *map(str, BAD))
+    file.write_bytes(change(file.read_bytes()))
+
+
+def flip(stored: bytes) -> bytes:
+    middle = len(stored) // 2
+    return stored[:middle] + bytes([stored[middle] ^ 16]) + stored[middle + 1 :]
+
+
+def cut(stored: bytes) -> bytes:
+    return stored[: len(stored) // 2]
+
+
+def prepare() -> None:
+    """Make the files."""
+    values = ramp(SHAPE)
+    write_hdf5("good.h5", values, compression="gzip")
+    write_hdf5("other.h5", values + 1, compression="gzip")
+    write_hdf5("checked.h5", values, fletcher32=True)
+    zarr.create_array("good.zarr", data=values, chunks=CHUNKS)
+    checked = {"compressors": (zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec())}
+    zarr.create_array("checked.zarr", data=values, chunks=CHUNKS, **checked)
+    for kind, make, ends in (("h5", damage_hdf5, shutil.copy), ("zarr", damage_zarr, shutil.copytree)):
+        for name, change in (("cut", cut), ("flipped", flip)):
+            source = f"good.{kind}" if name == "cut" or kind == "h5" else f"checked.{kind}"
+            ends(source, f"{name}.{kind}")
+            make(f"{name}.{kind}", change)
+    shutil.copy("checked.h5", "flipped-checked.h5")
+    damage_hdf5("flipped-checked.h5", flip)
+
+
+@contextmanager
+def patched(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None]) -> Callable[..., Any]:
+    """The same function, with something that happens before its k-th call."""
+    n = [0]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        n[0] += 1
+        if n[0] == k:
+            fault()
+        return right(*arguments, **options)
+
+    return call
+
+
+def io_error() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def no_memory() -> None:
+    raise MemoryError("cannot allocate 512 GiB")
+
+
+def no_space(nbytes: int) -> Segment:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def short(right: Callable[..., int]) -> Callable[..., int]:
+    """A file system that gives at most 7 bytes at a time."""
+    return lambda descriptor, buffers, offset: right(descriptor, [memoryview(buffers[0]).cast("B")[:7]], offset)
+
+
+def truncate(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def replace() -> None:
+    shutil.copy("other.h5", "new.h5")
+    os.replace("new.h5", "changing.h5")
+
+
+def changing() -> str:
+    on_root(comm, lambda: shutil.copy("good.h5", "changing.h5"))
+    return "changing.h5"
+
+
+# Each: on which ranks it happens (None: on the first that reads), what is patched there, and which file is loaded.
+FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
+    "EIO at a reader's 2nd chunk, HDF5": (
+        None,
+        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, io_error)),
+        lambda: "good.h5",
+    ),
+    "EIO at a reader's 2nd chunk, Zarr": (
+        None,
+        lambda: patched(ZarrChunks, "fetch", on_call(ZarrChunks.fetch, 2, io_error)),
+        lambda: "good.zarr",
+    ),
+    "no memory at a reader's 2nd chunk": (
+        None,
+        lambda: patched(Hdf5Chunks, "decode", on_call(Hdf5Chunks.decode, 2, no_memory)),
+        lambda: "good.h5",
+    ),
+    "reads of 7 bytes at a time": (None, lambda: patched(os, "preadv", short(os.preadv)), lambda: "good.h5"),
+    "no space for shared memory on rank 1": (1, lambda: patched(Segment, "create", no_space), lambda: "good.h5"),
+    "file truncated during the load": (
+        None,
+        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, lambda: truncate("changing.h5"))),
+        changing,
+    ),
+    "file replaced during the load": (
+        None,
+        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
+        changing,
+    ),
+    **{
+        f"{what}, {kind}": (-1, ExitStack, lambda path=path: path)
+        for what, kind, path in (
+            ("chunk cut short", "gzip in HDF5", "cut.h5"),
+            ("chunk cut short", "zstd in Zarr", "cut.zarr"),
+            ("flipped bit", "gzip in HDF5", "flipped.h5"),
+            ("flipped bit", "Fletcher-32 in HDF5", "flipped-checked.h5"),
+            ("flipped bit", "CRC-32C in Zarr", "flipped.zarr"),
+        )
+    },
+}
+
+
+def first_reader(readers: Any) -> int:
+    return 0 if readers in ("root", 2) else 2
+
+
+def survive(names: list[str]) -> None:
+    for name in names or FAULTS:
+        where, patch, path_of = FAULTS[name]
+        for readers in READERS:
+            path = path_of()
+            rank = first_reader(readers) if where is None else where
+            own = comm.Dup()  # shared memory is made anew
+            said: dict[str, Any] = {"case": name, "readers": readers, "type": None, "text": ""}
+            started = time.perf_counter()
+            try:
+                with patch() if comm.rank == rank else ExitStack():
+                    x = load(path, readers, comm=own)
+                check(x, ramp(SHAPE), mesh_of(), SPEC, name)
+            except shardload.ShardloadError as error:
+                said |= {"type": type(error).__name__, "text": str(error), "chunk": getattr(error, "chunk", None)}
+            said["seconds"] = round(time.perf_counter() - started, 2)
+            print(json.dumps(said), flush=True)
+            check(load(comm=own), ramp(SHAPE), mesh_of(), SPEC, name)
+            own.Free()
+
+
+# Where a rank is when it dies, or Ctrl-C comes.
+PHASES: dict[str, tuple[Any, str]] = {
+    "metadata": (importlib.import_module("shardload.load"), "find_array"),
+    "planning": (importlib.import_module("shardload.load"), "plan_file"),
+    "opening": (execute, "open_source"),
+    "reading": (Hdf5Chunks, "fetch"),
+    "exchange": (importlib.import_module("shardload.inbox").Inbox, "check"),
+    "assembly": (execute, "assemble"),
+}
+
+
+def die(phase: str, rank: str) -> None:
+    where, name = PHASES[phase]
+    if comm.rank == int(rank):
+        setattr(where, name, on_call(getattr(where, name), 1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    load(timeout=None) if "timeout" in shardload.load.__kwdefaults__ else load()
+    print("went on", flush=True)
+
+
+def interrupt(phase: str) -> None:
+    """Ctrl-C on all ranks while all are in a load; each catches it, and they load again."""
+    check(load(), ramp(SHAPE), mesh_of(), SPEC)
+    where, name = PHASES[phase]
+    right = getattr(where, name)
+
+    hitter = 0 if phase == "metadata" else 2
+    pids = comm.allgather(os.getpid())
+    tell = Group.tell
+
+    def arrive(*arguments: Any) -> Any:
+        comm.isend(None, dest=hitter)  # this rank is in the load now
+        return tell(*arguments)
+
+    def hit() -> None:
+        for rank in range(comm.size):
+            comm.recv(source=rank)
+        for pid in sorted(pids, key=os.getpid().__eq__):  # itself last
+            os.kill(pid, signal.SIGINT)
+
+    Group.tell = arrive  # type: ignore[method-assign]
+    if comm.rank == hitter:
+        setattr(where, name, on_call(right, 1, hit))
+    outcome, started = "loaded", time.perf_counter()
+    try:
+        load()
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+    finally:
+        setattr(where, name, right)
+        Group.tell = tell  # type: ignore[method-assign]
+    seconds = round(time.perf_counter() - started, 2)
+    comm.Barrier()
+    check(load(), ramp(SHAPE), mesh_of(), SPEC)
+    print(json.dumps({"outcome": outcome, "seconds": seconds}), flush=True)
+
+
+def main(folder: str, *what: str) -> None:
+    os.chdir(folder)
+    shardload.initialize()
+    on_root(comm, prepare)
+    if what[:1] == ("die",):
+        die(*what[1:])
+    elif what[:1] == ("interrupt",):
+        interrupt(*what[1:])
+    else:
+        survive(list(what))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

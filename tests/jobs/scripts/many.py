@@ -1,0 +1,109 @@
+"""Many loads in one process, and loads beside each other; print what was counted, one line of JSON a rank.
+
+``many.py FOLDER loads N`` or ``many.py FOLDER threads``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+import h5py
+import jax
+import jax.numpy as jnp
+import psutil
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+SHAPE, CHUNKS, SPEC = (16, 48, 40), (4, 12, 40), P(None, "a", "b")
+
+comm = MPI.COMM_WORLD
+importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
+importlib.import_module("shardload.reader")._INLINE_NBYTES = -1
+
+
+def prepare() -> None:
+    for k in range(2):
+        with h5py.File(f"{k}.h5", "w") as file:
+            file.create_dataset("x", data=ramp(SHAPE) + k, chunks=CHUNKS, compression="gzip")
+
+
+def load(k: int = 0, own: Any = None) -> None:
+    x = shardload.load(f"{k}.h5", mesh_of(), SPEC, readers="parallel", staging="256KiB", comm=own)
+    check(x, ramp(SHAPE) + k, mesh_of(), SPEC)
+
+
+def count() -> dict[str, int]:
+    """What this process has."""
+    gc.collect()
+    process = psutil.Process()
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
+    first = comm.Dup()  # MPICH gives out context numbers one after the other, and takes them back
+    number = first.py2f()
+    first.Free()
+    return {
+        "rss": process.memory_info().rss,
+        "descriptors": process.num_fds(),
+        "threads": threading.active_count(),
+        "mappings": shared,
+        "communicators": number,
+    }
+
+
+def loads(n: int) -> None:
+    for _ in range(n // 10):
+        load()
+    before = count()
+    for _ in range(n - n // 10):
+        load()
+    print(json.dumps({"loads": n, "before": before, "after": count()}), flush=True)
+
+
+def threads() -> None:
+    owns = [comm.Dup(), comm.Dup()]
+    right = {0: 0, 1: 0}
+    sharding = NamedSharding(mesh_of(), P(None, "a", "b"))
+    field = jax.device_put(jnp.zeros((8, 8 * comm.size, 8 * comm.size)), sharding)
+    rolling = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: jnp.roll(y, 1, axis=1) + 1, x))(field)
+
+    def work(k: int) -> None:
+        for _ in range(20):
+            load(k, owns[k])
+            right[k] += 1
+
+    started = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    computed = all(bool((shard.data == 300).all()) for shard in rolling.addressable_shards)
+    refused = ""
+    group = importlib.import_module("shardload.group").group_of(comm)
+    with group.call():  # as if another thread were in a load
+        try:
+            load()
+        except shardload.ConfigError as error:
+            refused = str(error)
+    load()
+    print(json.dumps({"right": right, "computed": computed, "refused": refused}), flush=True)
+
+
+def main(folder: str, what: str, *more: str) -> None:
+    os.chdir(folder)
+    shardload.initialize()
+    on_root(comm, prepare)
+    loads(int(more[0])) if what == "loads" else threads()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

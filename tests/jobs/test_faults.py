@@ -1,0 +1,86 @@
+"""Something breaks in the middle of a load: all ranks raise the same, or load right; and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import faults
+from tests.jobs.launch import ROOT, run_job
+
+# For each case: the type of the error (None: the right array), and a part of its text.
+EXPECTED: dict[str, tuple[str | None, str]] = {
+    "EIO at a reader's 2nd chunk, HDF5": ("SourceError", "Input/output error"),
+    "EIO at a reader's 2nd chunk, Zarr": ("SourceError", "Input/output error"),
+    "no memory at a reader's 2nd chunk": ("PeerError", "MemoryError"),
+    "reads of 7 bytes at a time": (None, ""),
+    "no space for shared memory on rank 1": (None, ""),
+    "file truncated during the load": ("SourceError", "the file ends at byte"),
+    "file replaced during the load": (None, ""),
+    "chunk cut short, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'cut.h5'"),
+    "chunk cut short, zstd in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'cut.zarr'"),
+    "flipped bit, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped.h5'"),
+    "flipped bit, Fletcher-32 in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped-checked.h5'"),
+    "flipped bit, CRC-32C in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'flipped.zarr'"),
+}
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_all_ranks_see_the_same(tmp_path: Path, mpi: str) -> None:
+    """Wrong if one rank went on with what another could not read, or a file that changed gave a mixture."""
+    found = list(zip(*faults.survivors(tmp_path, mpi), strict=True))
+    assert {one[0]["case"] for one in found} == set(EXPECTED)
+    assert len(found) == 4 * len(EXPECTED)
+    for one in found:
+        kind, text = EXPECTED[one[0]["case"]]
+        seen = {(said["type"], said["text"]) for said in one}
+        assert len(seen) == 1, one
+        assert one[0]["type"] == kind and text in one[0]["text"], one[0]
+
+
+@pytest.mark.parametrize("phase", faults.DEATHS)
+def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
+    """Wrong if the others waited for it, or processes or files of ours were left."""
+    before = ours_in_shared_memory()
+    job = faults.dies(tmp_path, phase)
+    assert job.returncode != 0 and "went on" not in job.stdout, job.tail()
+    assert "outlived mpiexec" not in job.stderr, job.stderr
+    assert ours_in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("phase", faults.INTERRUPTS)
+def test_interrupted_on_all_ranks(tmp_path: Path, phase: str) -> None:
+    """Wrong if the next load met messages of the interrupted one, or MPI wrote into memory that was given back."""
+    for rank in faults.interrupted(tmp_path, phase):
+        assert [said["outcome"] for said in rank] == ["interrupted"]
+
+
+def ours_in_shared_memory() -> set[str]:
+    """What is in /dev/shm, without what MPI libraries leave there when they are killed."""
+    foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
+
+
+def counted(tmp_path: Path, n: int, what: str, *more: str) -> list[dict[str, Any]]:
+    """What each rank counted."""
+    command = ["-W", "error", faults.SCRIPT.parent / "many.py", tmp_path, what, *more]
+    return [lines[-1] for lines in faults.said(run_job(command, n, timeout=150, env={"PYTHONPATH": str(ROOT)}).check())]
+
+
+def test_a_thousand_loads(tmp_path: Path) -> None:
+    """Wrong if a load left memory, descriptors, threads, shared memory or communicators behind."""
+    for found in counted(tmp_path, 2, "loads", "1000"):
+        assert found["loads"] == 1000
+        for name in ("descriptors", "threads", "mappings", "communicators"):
+            assert found["after"][name] <= found["before"][name], found
+        assert found["after"]["rss"] - found["before"]["rss"] < 8 << 20, found
+
+
+def test_two_threads_two_communicators_and_a_computation(tmp_path: Path) -> None:
+    """Wrong if loads of two threads took each other's parts, or a load waited for a computation."""
+    for found in counted(tmp_path, 4, "threads"):
+        assert found["right"] == {"0": 20, "1": 20} and found["computed"], found
+        assert "give each thread its own" in found["refused"], found
