@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.jobs.launch import FOREIGN
 from tests.slurm.daemons import MARK, NODES, client_environment, why_not
 
 __all__ = ["NODES", "Cluster", "Done", "why_not"]
@@ -76,7 +77,9 @@ class Cluster:
     def __init__(self) -> None:
         self._parent = tempfile.TemporaryDirectory(prefix="shardload-slurm-")
         self.folder = Path(self._parent.name, "cluster")
-        own = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SRUN", MARK))}
+        # What a job, or MPI, around this process left in the environment would mislead those that start here.
+        foreign = (*FOREIGN, "SBATCH_", "SITE_", "SLURM", "SRUN_", MARK)
+        own = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         self.env = {**own, **client_environment(self.folder)}
         self._keeper: subprocess.Popen[bytes] | None = None
         self._n_jobs = 0
