@@ -34,7 +34,6 @@ MARK = "SHARDLOAD_SLURM_CLUSTER"  # in the environment of every process of a clu
 BOOT_SECONDS = 60.0
 STOP_SECONDS = 15.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "unshare", "mount", "hostname")
-PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib")  # where Debian's Slurm looks for libpmix.so
 
 CONFIGURATION = """\
 ClusterName=four
@@ -70,9 +69,10 @@ NODE = (
     "NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} Sockets=2 CoresPerSocket=32 ThreadsPerCore=1 "
     "RealMemory=256000 Gres=gpu:4 Feature=gpu State=UNKNOWN"
 )
-# In its namespaces: the machine's own name, hosts and shared memory stay as they are.
+# In its namespaces: the machine's own name, hosts, shared memory and libraries stay as they are.
 BECOME_NODE = """
 hostname "$0" && mount --bind "$1/hosts" /etc/hosts && mount -t tmpfs -o mode=1777,size=4g tmpfs /dev/shm &&
+if [ -n "$2" ]; then mount --bind "$1/pmix" "$2"; fi &&
 exec slurmd -D -f "$1/slurm.conf" -N "$0"
 """
 
@@ -139,10 +139,11 @@ class Daemons:
         files = [f"--{name}-file={self.folder / ('log' if name == 'log' else 'run') / ('munged.' + name)}" for name in names]
         self._start("munged", ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket_path}", *files])
         self._wait("munged to listen", socket_path.exists)
+        pmix = self._complete_pmix()
         self._start("slurmctld", ["slurmctld", "-D", "-i", "-f", str(self.folder / "slurm.conf")])
         for node in NODES:
             namespaces = ["unshare", "--mount", "--uts", "--propagation", "private"]
-            self._start(node, [*namespaces, "sh", "-c", BECOME_NODE, node, str(self.folder)])
+            self._start(node, [*namespaces, "sh", "-c", BECOME_NODE, node, str(self.folder), pmix])
         self._wait("four idle nodes", lambda: self._ask("sinfo", "-h", "-o", "%T %D").strip() == f"idle {len(NODES)}")
 
     def stop(self) -> None:
@@ -181,9 +182,18 @@ class Daemons:
         text = CONFIGURATION.format(folder=folder, controller_port=controller_port, nodes=nodes)
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(f"NodeName=n[1-4] Name=gpu File={folder}/dev/nvidia[0-3]\n")
-        if (PMIX / "libpmix.so.2").exists() and not (PMIX / "libpmix.so").exists():
-            with suppress(FileExistsError):  # Debian puts that name into a package with much else; srun --mpi=pmix opens it
-                (PMIX / "libpmix.so").symlink_to("libpmix.so.2")
+
+    def _complete_pmix(self) -> str:
+        """The folder of PMIx in which a name is missing, after a complete copy of it was made; empty where there is none.
+
+        ``srun --mpi=pmix`` opens libpmix.so; Debian has that name in a package with a compiler's worth of others.
+        """
+        for found in Path("/usr/lib").glob("*/pmix2/lib"):
+            if (found / "libpmix.so.2").exists() and not (found / "libpmix.so").exists():
+                shutil.copytree(found, self.folder / "pmix")
+                (self.folder / "pmix" / "libpmix.so").symlink_to("libpmix.so.2")
+                return str(found)
+        return ""
 
     def _start(self, name: str, command: Sequence[str]) -> None:
         with (self.folder / "log" / f"{name}.out").open("wb") as log:
