@@ -25,5 +25,5 @@ source slurm/site.sh
 
 export JAX_PLATFORMS=cpu
 export XLA_FLAGS=--xla_force_host_platform_device_count=4
-srun --mpi="$SITE_MPI" "$SITE_PYTHON" -m mpi4py slurm/hello.py
-srun --mpi="$SITE_MPI" "$SITE_PYTHON" -m mpi4py examples/pencil_fft.py
+srun --mpi="$SITE_MPI" "$SITE_PYTHON" slurm/run.py slurm/hello.py
+srun --mpi="$SITE_MPI" "$SITE_PYTHON" slurm/run.py examples/pencil_fft.py

@@ -2,7 +2,7 @@
 
 ::
 
-    srun --mpi=pmix python -m mpi4py slurm/hello.py
+    srun --mpi=pmix python slurm/run.py slurm/hello.py
 """
 
 from __future__ import annotations

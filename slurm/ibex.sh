@@ -29,4 +29,4 @@ source slurm/site.sh
 
 container=$(command -v apptainer || command -v singularity)
 # The image's run script hands its arguments to python.
-srun --mpi="$SITE_MPI" "$container" run --nv --bind "$PWD" --pwd "$PWD" "$SITE_IMAGE" -m mpi4py slurm/hello.py
+srun --mpi="$SITE_MPI" "$container" run --nv --bind "$PWD" --pwd "$PWD" "$SITE_IMAGE" slurm/run.py slurm/hello.py

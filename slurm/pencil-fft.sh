@@ -29,4 +29,4 @@ if [ -z "${DATA-}" ]; then
   "$SITE_PYTHON" slurm/field.py "$field"
   DATA=$field:/density
 fi
-srun --mpi="$SITE_MPI" "$SITE_PYTHON" -m mpi4py examples/pencil_fft.py "$DATA"
+srun --mpi="$SITE_MPI" "$SITE_PYTHON" slurm/run.py examples/pencil_fft.py "$DATA"

@@ -35,8 +35,8 @@ fi
 if [ -n "${SLURM_CPUS_PER_TASK-}" ]; then
   export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 fi
-# One process that ends badly ends the job: the others would wait for it until the time limit. (Scripts start Python with
-# `-m mpi4py`, so that an exception ends its process at once, instead of waiting for the others in MPI_Finalize.)
+# One process that ends badly ends the job: the others would wait for it until the time limit. (An exception is another
+# matter: slurm/run.py says which.)
 export SLURM_KILL_BAD_EXIT=1
 # On many parallel filesystems HDF5's file locks fail or are slow, and here files are only read.
 export HDF5_USE_FILE_LOCKING=${HDF5_USE_FILE_LOCKING-FALSE}

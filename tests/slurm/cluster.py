@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -72,22 +73,22 @@ class Cluster:
     ----------
     env : dict of str to str
         For commands that are to reach the cluster: ``subprocess.run(["sinfo"], env=cluster.env)``.
+    keeper : subprocess.Popen or None
+        Runs `daemons.py`; it stops everything when its standard input ends, as it does when this process does.
     """
 
     def __init__(self) -> None:
-        self._parent = tempfile.TemporaryDirectory(prefix="shardload-slurm-")
-        self.folder = Path(self._parent.name, "cluster")
+        self.folder = Path(tempfile.mkdtemp(prefix="shardload-slurm-"))  # the keeper removes it
         # What a job, or MPI, around this process left in the environment would mislead those that start here.
         foreign = (*FOREIGN, "SBATCH_", "SITE_", "SLURM", "SRUN_", MARK)
         own = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         self.env = {**own, **client_environment(self.folder)}
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self.keeper: subprocess.Popen[bytes] | None = None
         self._n_jobs = 0
 
     def __enter__(self) -> Cluster:
-        self.folder.mkdir()
         # Not in this process's session: Ctrl-C is for the tests, and the keeper sees the end of its input.
-        self._keeper = subprocess.Popen(
+        self.keeper = subprocess.Popen(
             [sys.executable, "-m", "tests.slurm.daemons", str(self.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -95,7 +96,7 @@ class Cluster:
             start_new_session=True,
         )
         try:
-            said = _first_line(self._keeper, START_SECONDS)
+            said = _first_line(self.keeper, START_SECONDS)
             if said["state"] != "ready":
                 raise RuntimeError(f"no Slurm cluster: {said['why']}")
         except BaseException:
@@ -104,14 +105,14 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._keeper is not None:
-            for stream in (self._keeper.stdin, self._keeper.stdout):
+        if self.keeper is not None:
+            for stream in (self.keeper.stdin, self.keeper.stdout):
                 if stream is not None:
                     with suppress(BrokenPipeError):
                         stream.close()
-            self._keeper.wait(STOP_SECONDS)
-            self._keeper = None
-        self._parent.cleanup()
+            self.keeper.wait(STOP_SECONDS)
+            self.keeper = None
+        shutil.rmtree(self.folder, ignore_errors=True)  # there still if the keeper never came so far
 
     def run(
         self,
@@ -130,7 +131,7 @@ class Cluster:
             If sbatch refuses it, or if it has not ended after `seconds`.
         """
         self._n_jobs += 1
-        log = self.folder.parent / f"job-{self._n_jobs}.out"
+        log = self.folder / f"job-{self._n_jobs}.out"
         command = ["sbatch", "--parsable", f"--output={log}", f"--chdir={cwd}", *options, str(script), *arguments]
         environment = {**self.env, "PYTHONFAULTHANDLER": "1", **(env or {})}
         sent = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=30, check=False)

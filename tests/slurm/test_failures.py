@@ -6,6 +6,7 @@ A job that did not end would be cancelled by `Cluster.run`, long after, and fail
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,18 +31,17 @@ DIES = "tests/slurm/scripts/dies.py"
     [
         ("mpich", "raise", "RuntimeError: rank 3: the scratch disk is full"),
         ("openmpi", "raise", "RuntimeError: rank 3: the scratch disk is full"),
+        ("mpich", "exit", "SystemExit: rank 3: no such option"),
         ("mpich", "kill", "Killed"),
     ],
 )
-def test_rank_that_dies(
-    cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, mpi: str, how: str, cause: str
-) -> None:
+def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, mpi: str, how: str, cause: str) -> None:
     """Wrong if the others waited for it until the time limit, or ended without a word of the cause."""
     path = tmp_path / "field.h5"
     with h5py.File(path, "w") as file:
         file["x"] = ramp((8, 12, 20))
     env = site(mpi)
-    command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "-m", "mpi4py", DIES, str(path), how)
+    command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "slurm/run.py", DIES, str(path), how)
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, seconds=60)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output
@@ -54,18 +54,19 @@ def test_job_that_hangs_is_ended(cluster: Cluster, run_script: Path) -> None:
         cluster.run(run_script, "--nodes=2", arguments=command, seconds=2)
 
 
-def test_nothing_is_left_of_a_cluster_whose_owner_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_cluster_whose_owner_is_killed() -> None:
     """Wrong if daemons, jobs or folders outlived tests that were ended by a signal, as by their own time limit."""
     program = (
         "import os, signal, subprocess\n"
         "from tests.slurm.cluster import Cluster\n"
         "with Cluster() as cluster:\n"
         "    subprocess.run(['sbatch', '-N4', '--wrap', 'srun sleep 600'], env=cluster.env, check=True, cwd=cluster.folder)\n"
-        "    print(cluster.folder, cluster._keeper.pid, flush=True)\n"
+        "    print(cluster.folder, cluster.keeper.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     folder, _, keeper = done.stdout.splitlines()[-1].rpartition(" ")
     psutil.wait_procs([psutil.Process(int(keeper))] if psutil.pid_exists(int(keeper)) else [], timeout=60)
     assert not psutil.pid_exists(int(keeper))

@@ -17,6 +17,7 @@ from tests.slurm.cluster import Cluster, Done
 
 Site = Callable[..., dict[str, str]]
 
+RUN = "slurm/run.py"
 LOADS = "tests/slurm/scripts/loads.py"
 WAYS = {
     "srun pmi2, MPICH": ("mpich", ["srun", "--mpi=pmi2", "-K1"]),
@@ -54,12 +55,12 @@ def test_two_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Pat
     """Wrong if a launcher's ranks were placed otherwise than believed, or notes named memory of another node."""
     mpi, launcher = WAYS[way]
     env = site(mpi)
-    command = (*launcher, env["SITE_PYTHON"], "-W", "error", "-m", "mpi4py", LOADS, str(tmp_path))
+    command = (*launcher, env["SITE_PYTHON"], "-W", "error", RUN, LOADS, str(tmp_path))
     placed(cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT), 2, 4)
 
 
 def test_four_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
     """Wrong if only two nodes, each the other's only partner, went well."""
     env = site()
-    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], "-m", "mpi4py", LOADS, str(tmp_path))
+    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path))
     placed(cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT), 4, 8)

@@ -120,7 +120,7 @@ def test_container(cluster: Cluster, site: Site, tmp_path: Path) -> None:
     env = {**site(), "SITE_IMAGE": str(image), "CONTAINER_LOG": str(log)}
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     compare(cluster.run(SLURM / "ibex.sh", env=env).check().output, expected("ibex"))
-    command = f"container: run --nv --bind {ROOT} --pwd {ROOT} {image} -m mpi4py slurm/hello.py"
+    command = f"container: run --nv --bind {ROOT} --pwd {ROOT} {image} slurm/run.py slurm/hello.py"
     assert log.read_text().splitlines() == [command] * 8
 
 

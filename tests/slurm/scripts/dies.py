@@ -1,4 +1,4 @@
-"""Load again and again; the last rank ends in the middle of it. ``dies.py FILE raise|kill``."""
+"""Load again and again; the last rank ends in the middle of it. ``dies.py FILE raise|exit|kill``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def main(path: str, how: str) -> None:
     if group.rank == group.size - 1:
         if how == "raise":
             raise RuntimeError(f"rank {group.rank}: the scratch disk is full")
+        if how == "exit":
+            sys.exit(f"rank {group.rank}: no such option")
         os.kill(os.getpid(), signal.SIGKILL)
     while True:  # the others would wait for ever
         shardload.load(path, mesh, P("a"))
