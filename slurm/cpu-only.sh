@@ -12,8 +12,8 @@
 #SBATCH --output=%x-%j.out
 #
 # It prints (lines of several processes in any order):
-#   I am 0, I see 4/8 devices; on n1, Slurm gave me GPUs none
-#   I am 1, I see 4/8 devices; on n1, Slurm gave me GPUs none
+#   I am 0, I see 4/8 devices; on n1, CUDA_VISIBLE_DEVICES=(not set)
+#   I am 1, I see 4/8 devices; on n1, CUDA_VISIBLE_DEVICES=(not set)
 #   field  (32, 32, 16) float32, shard (32, 8, 8) on each of 8 devices
 #   modes  (32, 32, 16) complex64, shard (8, 16, 16)
 #   strongest mode (the mean aside) (..., ..., ...): 8192

@@ -9,22 +9,22 @@
 #SBATCH --output=%x-%j.out
 #
 # It prints (lines of several processes in any order):
-#   I am 0, I see 1/16 devices; on n1, Slurm gave me GPUs 0,1,2,3
-#   I am 1, I see 1/16 devices; on n1, Slurm gave me GPUs 0,1,2,3
-#   I am 2, I see 1/16 devices; on n1, Slurm gave me GPUs 0,1,2,3
-#   I am 3, I see 1/16 devices; on n1, Slurm gave me GPUs 0,1,2,3
-#   I am 4, I see 1/16 devices; on n2, Slurm gave me GPUs 0,1,2,3
-#   I am 5, I see 1/16 devices; on n2, Slurm gave me GPUs 0,1,2,3
-#   I am 6, I see 1/16 devices; on n2, Slurm gave me GPUs 0,1,2,3
-#   I am 7, I see 1/16 devices; on n2, Slurm gave me GPUs 0,1,2,3
-#   I am 8, I see 1/16 devices; on n3, Slurm gave me GPUs 0,1,2,3
-#   I am 9, I see 1/16 devices; on n3, Slurm gave me GPUs 0,1,2,3
-#   I am 10, I see 1/16 devices; on n3, Slurm gave me GPUs 0,1,2,3
-#   I am 11, I see 1/16 devices; on n3, Slurm gave me GPUs 0,1,2,3
-#   I am 12, I see 1/16 devices; on n4, Slurm gave me GPUs 0,1,2,3
-#   I am 13, I see 1/16 devices; on n4, Slurm gave me GPUs 0,1,2,3
-#   I am 14, I see 1/16 devices; on n4, Slurm gave me GPUs 0,1,2,3
-#   I am 15, I see 1/16 devices; on n4, Slurm gave me GPUs 0,1,2,3
+#   I am 0, I see 1/16 devices; on n1, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 1, I see 1/16 devices; on n1, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 2, I see 1/16 devices; on n1, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 3, I see 1/16 devices; on n1, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 4, I see 1/16 devices; on n2, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 5, I see 1/16 devices; on n2, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 6, I see 1/16 devices; on n2, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 7, I see 1/16 devices; on n2, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 8, I see 1/16 devices; on n3, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 9, I see 1/16 devices; on n3, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 10, I see 1/16 devices; on n3, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 11, I see 1/16 devices; on n3, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 12, I see 1/16 devices; on n4, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 13, I see 1/16 devices; on n4, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 14, I see 1/16 devices; on n4, CUDA_VISIBLE_DEVICES=0,1,2,3
+#   I am 15, I see 1/16 devices; on n4, CUDA_VISIBLE_DEVICES=0,1,2,3
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this file: submit it from the top folder of the repository

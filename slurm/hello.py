@@ -20,9 +20,9 @@ def main() -> None:
     shardload.initialize()
     process, here, everywhere = jax.process_index(), len(jax.local_devices()), len(jax.devices())
     host = socket.gethostname().partition(".")[0]
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")  # what Slurm gave; not set: all can be seen
     # One write: the lines of several processes do not mix.
-    print(f"I am {process}, I see {here}/{everywhere} devices; on {host}, Slurm gave me GPUs {gpus}\n", end="", flush=True)
+    print(f"I am {process}, I see {here}/{everywhere} devices; on {host}, CUDA_VISIBLE_DEVICES={visible}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 #SBATCH --output=%x-%j.out
 #
 # It prints (lines of several processes in any order):
-#   I am 0, I see 4/4 devices; on n1, Slurm gave me GPUs 0,1,2,3
+#   I am 0, I see 4/4 devices; on n1, CUDA_VISIBLE_DEVICES=0,1,2,3
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this file: submit it from the top folder of the repository

@@ -132,7 +132,7 @@ class Daemons:
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Start all daemons and wait until every node is idle. RuntimeError, with the ends of the logs, if that does not come."""
+        """Start all daemons and wait until every node is idle; RuntimeError, with the ends of the logs, if that never comes."""
         self._write_files()
         key, socket_path = self.folder / "munge.key", self.folder / "run" / "munge.socket"
         names = ("log", "pid", "seed")

@@ -20,6 +20,9 @@ DEVICES = {"one-process": 4, "two-nodes-wide": 4}  # GPUs of a process, where it
 SCRIPTS = sorted(path.stem for path in SLURM.glob("*.sh") if path.name != "site.sh")
 PLAIN = [name for name in SCRIPTS if name not in ("all-reduce", "ibex", "jean-zay")]
 
+# Lines that are not the program's: site.sh's, gloo's under JAX on CPUs, and Slurm's, whose cores here are made up.
+NOISE = r"job \d+: |\[Gloo\] |module |srun: cluster configuration lacks support for cpu binding"
+
 # What runs in place of a container: it says how it was called, and runs the image's run script.
 CONTAINER = """#!/bin/bash
 echo "container: $*" >>"$CONTAINER_LOG"
@@ -41,9 +44,9 @@ def expected(name: str) -> list[str]:
 
 
 def printed(output: str) -> list[str]:
-    """An output without site.sh's own line and what gloo, under JAX on CPUs, says of itself."""
+    """An output without blank lines and `NOISE`."""
     lines = (line for line in output.splitlines() if line.strip())
-    return [line for line in lines if not re.match(r"job \d+: |\[Gloo\] |module ", line)]
+    return [line for line in lines if not re.match(NOISE, line)]
 
 
 def compare(output: str, promised: list[str]) -> None:
@@ -125,9 +128,9 @@ def test_container(cluster: Cluster, site: Site, tmp_path: Path) -> None:
 
 
 def test_wrong_mpi_is_said(cluster: Cluster, site: Site) -> None:
-    """Wrong if eight processes that are each alone passed for a job: the commonest mistake of all."""
+    """Wrong if processes that are each alone passed for a job: the commonest mistake of all."""
     done = cluster.run(SLURM / "two-nodes-wide.sh", env={**site(devices=4), "SITE_MPI": "none"})
-    assert (done.state, done.code) == ("FAILED", 1)
+    assert done.state == "FAILED" and done.code != 0
     assert "every process believes that it is alone" in done.output and "--mpi=pmi2" in done.output
     assert "I am" not in done.output
 

@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 
-import shardload
 from jax.sharding import PartitionSpec as P
+
+import shardload
 from shardload.group import group_of
 from tests.mpi.support import mesh_of
 

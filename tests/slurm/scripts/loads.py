@@ -1,4 +1,4 @@
-"""Load and scatter on all ranks; compare with NumPy; print where each rank is and how its parts travelled, a line of JSON a rank.
+"""Load and scatter on all ranks; compare with NumPy; say where each rank is and how its parts travelled, in a line of JSON.
 
 ``loads.py FOLDER``: an empty folder that all nodes see.
 """
