@@ -18,8 +18,9 @@ import pytest
 
 from tests.jobs.launch import ROOT
 from tests.mpi.support import ramp
+from tests.slurm import daemons
 from tests.slurm.cluster import Cluster
-from tests.slurm.daemons import marked
+from tests.slurm.daemons import marked, why_not
 
 Site = Callable[..., dict[str, str]]
 
@@ -72,3 +73,12 @@ def test_nothing_is_left_of_a_cluster_whose_owner_is_killed() -> None:
     assert not psutil.pid_exists(int(keeper))
     assert marked(Path(folder)) == []
     assert not Path(folder).exists()
+
+
+def test_why_there_can_be_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a machine that cannot was said to be one that can, or the other way round."""
+    assert why_not() == ""
+    monkeypatch.setattr(daemons, "PROGRAMS", ("sh", "no-such-program"))
+    assert why_not().startswith("not installed: no-such-program ")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_not().startswith("not root")
