@@ -30,9 +30,9 @@ DIES = "tests/slurm/scripts/dies.py"
 @pytest.mark.parametrize(
     ("mpi", "how", "cause"),
     [
-        ("mpich", "raise", "RuntimeError: rank 3: the scratch disk is full"),
-        ("openmpi", "raise", "RuntimeError: rank 3: the scratch disk is full"),
-        ("mpich", "exit", "SystemExit: rank 3: no such option"),
+        ("mpich", "raise", "RuntimeError: rank 1: the scratch disk is full"),
+        ("openmpi", "raise", "RuntimeError: rank 1: the scratch disk is full"),
+        ("mpich", "exit", "SystemExit: rank 1: no such option"),
         ("mpich", "kill", "Killed"),
     ],
 )
@@ -43,7 +43,7 @@ def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path
         file["x"] = ramp((8, 12, 20))
     env = site(mpi)
     command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "slurm/run.py", DIES, str(path), how)
-    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, seconds=60)
+    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command, seconds=60)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output
 
