@@ -9,8 +9,12 @@
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.out
 #
-# It prints (lines of several processes in any order):
-#   ...
+# It prints, among much else:
+#   n1     0/8   0/8   ...
+#   n2     7/8   7/8   ...
+#   ok     all-reduce  sum over 8 devices is 36, as expected
+#   ok     scatter     1.0 MiB from rank 0 to 8 devices, checksums of all 8 shards as expected
+#   well: 8 ranks on 2 nodes, 8 devices...
 
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this file: submit it from the top folder of the repository
