@@ -27,7 +27,8 @@ def site() -> Callable[..., dict[str, str]]:
 
     def variables(mpi: str = "mpich", devices: int = 1) -> dict[str, str]:
         library = job_environment(MANY, mpi=mpi, devices_per_process=devices)
-        of_library = {k: v for k, v in library.items() if k not in os.environ or os.environ[k] != v}
+        # Unbuffered, gloo would write a line in pieces, which mix with those of other processes.
+        of_library = {k: v for k, v in library.items() if os.environ.get(k) != v and k != "PYTHONUNBUFFERED"}
         launchers = str(mpiexec_of(mpi).parent)
         return {
             **of_library,
