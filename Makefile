@@ -41,7 +41,7 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
-.PHONY: help demo bench setup lint test test-plain test-mpi test-openmpi test-oldest test-doctests clean
+.PHONY: help demo bench setup packages lint test test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -53,7 +53,10 @@ demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
 bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
 	@$(PY) -m benchmarks all $(ARGS)
 
-setup: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) $(OLDEST)/.installed-$(KEY) ## install all that the tests need
+setup: packages $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) $(OLDEST)/.installed-$(KEY) ## install all that the tests need
+
+packages: ## the Debian packages that the tests need, as root
+	@.ci/install-packages
 
 test: setup ## all checks and tests, as CI runs them
 	@rm -f $(TALLY)
@@ -67,14 +70,22 @@ test: setup ## all checks and tests, as CI runs them
 	$(call stage,pytest: 4 ranks,$(MAKE) test-mpi N=4)
 	$(call stage,pytest: 4 ranks with Open MPI,$(MAKE) test-openmpi N=4)
 	$(call stage,pytest: 4 ranks with the oldest versions,$(MAKE) test-oldest N=4)
+	$(call stage,pytest: slurm,$(MAKE) test-slurm)
 	@printf '\nmake test: all stages passed in %s s\n' $$(($$(date +%s) - $(START)))
 	@awk '{passed += $$1; failed += $$2} END {printf "%d passed, %d failed\n", passed, failed}' $(TALLY)
+	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,ruff check,$(VENV)/bin/ruff check .)
 	$(call stage,ruff format,$(VENV)/bin/ruff format --check .)
 	$(call stage,mypy,$(VENV)/bin/mypy)
 	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
+
+# Where there can be no cluster (not root, no namespaces) this says so, here and at the end of `make test`, and goes on;
+# in CI it is a failure.
+test-slurm: packages $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/slurm: the scripts of slurm/ on a Slurm cluster of 4 nodes
+	@if $(PY) -m tests.slurm.cluster --check; then SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -v tests/slurm $(ARGS); \
+	else printf '*** NOT RUN: pytest: slurm\n' >&2; [ -z "$${CI:-}" ]; fi
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \

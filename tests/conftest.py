@@ -8,6 +8,7 @@ folder          plain ``pytest``               under mpiexec
 `tests/unit`    yes                            no
 `tests/mpi`     yes, as a job of one process   yes; ``@pytest.mark.mpi(min_size=4)`` asks for ranks
 `tests/jobs`    yes; they start their own      no
+`tests/slurm`   when it is named               no
 ==============  =============================  ==================================================
 
 Under mpiexec, after each phase of a test (setup, call, teardown) the ranks agree on its outcome: what fails on one
@@ -35,7 +36,7 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).parent
-JOB_SECONDS = 900.0  # a test in tests/jobs; run_job's own timeouts are shorter and say more
+JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
@@ -126,9 +127,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept: list[pytest.Item] = []
     dropped: dict[str, list[pytest.Item]] = {}
     for item in items:
-        reason = _elsewhere(item)
+        reason = _elsewhere(item, config)
         (dropped.setdefault(reason, []) if reason else kept).append(item)
-        if _folder(item) == "jobs" and item.get_closest_marker("timeout") is None:
+        if _folder(item) in ("jobs", "slurm") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(JOB_SECONDS))
     items[:] = kept
     config.stash[DROPPED] = {reason: len(tests) for reason, tests in dropped.items()}
@@ -143,13 +144,21 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
-def _elsewhere(item: pytest.Item) -> str | None:
+def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
     """Why this test is not for this run; None if it is."""
     if SIZE > 1 and _folder(item) != "mpi":
         return "left to plain pytest"
+    if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
+        return "left to `make test-slurm`"  # it needs root, and starts a cluster
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
     return None
+
+
+def _is_named(folder: Path, config: pytest.Config) -> bool:
+    """Whether the command line asks for this folder, or for something in it, by name."""
+    asked = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return any(path.resolve().is_relative_to(folder) for path in asked)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

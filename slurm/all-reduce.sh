@@ -1,0 +1,23 @@
+#!/bin/bash
+# Is everything started right? `shardload doctor` shows a row for each process, adds a number of every device up over all of
+# them (the all-reduce), moves data with checksums, and says which flag mends what is wrong. Exit status 0: all is well.
+#SBATCH --job-name=all-reduce
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --time=00:10:00
+#SBATCH --output=%x-%j.out
+#
+# It prints, among much else:
+#   n1     0/8   0/8   ...
+#   n2     7/8   7/8   ...
+#   ok     all-reduce  sum over 8 devices is 36, as expected
+#   ok     scatter     1.0 MiB from rank 0 to 8 devices, checksums of all 8 shards as expected
+#   well: 8 ranks on 2 nodes, 8 devices...
+
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this file: submit it from the top folder of the repository
+source slurm/site.sh
+
+srun --mpi="$SITE_MPI" "$SITE_PYTHON" -m shardload doctor

@@ -1,0 +1,35 @@
+"""Write a small field to try things with, unless the file is there: a plane wave, in compressed planes.
+
+::
+
+    python slurm/field.py field.h5
+
+One process does this before the job's step, so it needs neither MPI nor JAX. The wave has modes (1, 2, 3): its transform is
+half the number of elements there and at the opposite mode, and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+SHAPE = (64, 96, 160)
+MODES = (1, 2, 3)
+
+
+def main(path: Path) -> None:
+    """Write the field."""
+    if path.exists():
+        return
+    i, j, k = np.ogrid[tuple(slice(n) for n in SHAPE)]
+    phase = MODES[0] * i / SHAPE[0] + MODES[1] * j / SHAPE[1] + MODES[2] * k / SHAPE[2]
+    with h5py.File(path, "w") as file:
+        values = np.cos(2 * np.pi * phase).astype(np.float32)
+        file.create_dataset("density", data=values, chunks=(1, *SHAPE[1:]), compression="gzip", shuffle=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

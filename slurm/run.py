@@ -1,0 +1,47 @@
+"""Run a program so that an error in one process ends the job, with its traceback, instead of leaving the others waiting.
+
+::
+
+    srun --mpi=pmix python slurm/run.py program.py arguments
+
+A process that ends with an exception first waits, in JAX's shutdown, for all others, five minutes long, and they wait for its
+messages. (``python -m mpi4py`` ends the job after that: too late.) Here the traceback is printed and MPI told to end the job
+before Python begins to shut down.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(program: str, *arguments: str) -> None:
+    """Run `program` as ``python program arguments`` would."""
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).resolve().parent)
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            end_job()
+        raise
+    except BaseException:
+        end_job()
+
+
+def end_job() -> None:
+    """End all processes of the job, after saying why."""
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi = getattr(sys.modules.get("mpi4py"), "MPI", None)  # none where the program did without
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(1)
+    os._exit(1)  # without the shutdown of JAX; srun then ends the others (SLURM_KILL_BAD_EXIT)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

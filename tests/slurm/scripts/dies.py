@@ -1,0 +1,32 @@
+"""Load again and again; the last rank ends in the middle of it. ``dies.py FILE raise|exit|kill``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.group import group_of
+from tests.mpi.support import mesh_of
+
+
+def main(path: str, how: str) -> None:
+    shardload.initialize()
+    group = group_of()
+    mesh = mesh_of()
+    shardload.load(path, mesh, P("a"))
+    if group.rank == group.size - 1:
+        if how == "raise":
+            raise RuntimeError(f"rank {group.rank}: the scratch disk is full")
+        if how == "exit":
+            sys.exit(f"rank {group.rank}: no such option")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # the others would wait for ever
+        shardload.load(path, mesh, P("a"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

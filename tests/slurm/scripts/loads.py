@@ -1,0 +1,80 @@
+"""Load and scatter on all ranks; compare with NumPy; say where each rank is and how its parts travelled, in a line of JSON.
+
+``loads.py FOLDER``: an empty folder that all nodes see.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import outbox
+from shardload.group import group_of
+from tests.jobs.scripts import ways  # small arrays travel as large ones do
+from tests.mpi.sources import NAME, SOURCES
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp
+
+notes: set[int] = set()
+messages: set[int] = set()
+right_note, right_message = outbox.Outbox._note, outbox.Outbox._post_message
+
+
+def note(self: Any, rank: int, *arguments: Any) -> Any:
+    notes.add(rank)
+    return right_note(self, rank, *arguments)
+
+
+def message(self: Any, block: Any, part: Any) -> Any:
+    messages.add(part.rank)
+    return right_message(self, block, part)
+
+
+outbox.Outbox._note = note  # type: ignore[method-assign]
+outbox.Outbox._post_message = message  # type: ignore[method-assign]
+
+
+def permuted(devices: Sequence[Any]) -> list[Any]:
+    """Another order, in which neighbours are of different processes and nodes."""
+    return [devices[k] for k in np.random.default_rng(5).permutation(len(devices))]
+
+
+def main(folder: Path) -> None:
+    shardload.initialize()
+    group = group_of()
+    from mpi4py import MPI
+
+    assert jax.process_count() == group.size
+    values = ramp(cube())
+    paths = on_root(MPI.COMM_WORLD, lambda: {kind: SOURCES[kind](folder, cube()) for kind in ("gzip_shuffle", "zarr_v3")})
+    n_loads = 0
+    for mesh in (mesh_of(), mesh_of(permuted(jax.devices()))):
+        for spec in (P("a", "b"), P(None, "a", "b"), P("b"), P(None, None, ("b", "a"))):
+            for kind, readers in (("gzip_shuffle", "parallel"), ("zarr_v3", "parallel"), ("gzip_shuffle", "root")):
+                x = shardload.load(paths[kind], mesh, spec, dataset=NAME, readers=readers, verify="checksum")
+                check(x, values, mesh, spec, (kind, readers))
+                n_loads += 1
+        x = shardload.scatter(values if group.rank == group.size - 1 else None, mesh, P("b", "a"), root=group.size - 1)
+        check(x, values, mesh, P("b", "a"), "scatter")
+    line = {
+        "rank": group.rank,
+        "host": socket.gethostname(),
+        "node": group.node.ranks,
+        "notes": sorted(notes),
+        "messages": sorted(messages),
+        "loads": n_loads,
+        **ways.counts,
+    }
+    print("\n" + json.dumps(line) + "\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

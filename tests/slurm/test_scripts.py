@@ -1,0 +1,143 @@
+"""Does every script of `slurm/` run as it is, and print what its own comment says?"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.launch import ROOT
+from tests.slurm.cluster import Cluster
+
+Site = Callable[..., dict[str, str]]
+
+SLURM = ROOT / "slurm"
+DEVICES = {"one-process": 4, "two-nodes-wide": 4}  # GPUs of a process, where it is not one: CPU devices stand for them
+SCRIPTS = sorted(path.stem for path in SLURM.glob("*.sh") if path.name != "site.sh")
+PLAIN = [name for name in SCRIPTS if name not in ("all-reduce", "ibex", "jean-zay")]
+
+# Lines that are not the program's: site.sh's, gloo's under JAX on CPUs, and Slurm's, whose cores here are made up.
+NOISE = r"job \d+: |\[Gloo\] |module |srun: cluster configuration lacks support for cpu binding"
+
+# What runs in place of a container: it says how it was called, and runs the image's run script.
+CONTAINER = """#!/bin/bash
+echo "container: $*" >>"$CONTAINER_LOG"
+while [ "$1" != "$SITE_IMAGE" ]; do shift; done
+shift
+exec "$SITE_PYTHON" "$@"
+"""
+
+
+def expected(name: str) -> list[str]:
+    """The lines that a script's comment promises."""
+    after = (SLURM / f"{name}.sh").read_text().split("# It prints", 1)[1].splitlines()[1:]
+    promised = []
+    for line in after:
+        if not line.startswith("#   "):
+            break
+        promised.append(line.removeprefix("#   "))
+    return promised
+
+
+def printed(output: str) -> list[str]:
+    """An output without blank lines and `NOISE`."""
+    lines = (" ".join(line.split()) for line in output.splitlines() if line.strip())
+    return [line for line in lines if not re.match(NOISE, line)]
+
+
+def compare(output: str, promised: list[str], *, all_of_it: bool = True) -> None:
+    """Fail unless the lines are those promised, in any order; ``...`` stands for what differs from run to run.
+
+    `all_of_it`: nothing else may be printed. The width of columns does not count.
+    """
+    left = printed(output)
+    assert promised, "the script's comment says nothing"
+    for line in promised:
+        pattern = ".*".join(re.escape(part) for part in " ".join(line.split()).split("..."))
+        found = next((one for one in left if re.fullmatch(pattern, one)), None)
+        assert found is not None, f"missing: {line}\nin:\n{output}"
+        left.remove(found)
+    assert not (left and all_of_it), f"also printed: {left}"
+
+
+def test_comments_are_compared() -> None:
+    """Wrong if a line too few, too many or other would pass."""
+    promised = ["I am 0, I see 1/2 devices", "sum ... J"]
+    compare("job 7: x\nsum 3 J\nI am 0, I see 1/2 devices\n", promised)
+    for wrong in ("sum 3 J\n", "sum 3 J\nI am 0, I see 1/1 devices\n", "sum 3 J\nI am 0, I see 1/2 devices\nsum 4 J\n"):
+        with pytest.raises(AssertionError):
+            compare(wrong, promised)
+
+
+def test_every_script_is_tried() -> None:
+    assert {*PLAIN, "all-reduce", "ibex", "jean-zay"} == {*SCRIPTS}
+    for name in SCRIPTS:
+        assert (SLURM / f"{name}.sh").stat().st_mode & stat.S_IXUSR
+        assert f"{name}.sh" in (ROOT / "docs" / "slurm.md").read_text()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_script(cluster: Cluster, site: Site, tmp_path: Path, name: str) -> None:
+    """Wrong if a flag of the script, site.sh or shardload.initialize did not do what its comment says."""
+    env = {**site(devices=DEVICES.get(name, 1)), "TRY_FOLDER": str(tmp_path)}
+    compare(cluster.run(SLURM / f"{name}.sh", env=env).check().output, expected(name))
+
+
+@pytest.mark.parametrize("name", ["two-nodes-wide"])
+def test_script_with_open_mpi(cluster: Cluster, site: Site, name: str) -> None:
+    """Wrong if what works is MPICH's way of starting alone: --mpi=pmix."""
+    env = site("openmpi", devices=DEVICES.get(name, 1))
+    compare(cluster.run(SLURM / f"{name}.sh", env=env).check().output, expected(name))
+
+
+def test_modules_and_environment(cluster: Cluster, site: Site, tmp_path: Path) -> None:
+    """Jean Zay's kind. Wrong if modules were not loaded, in a clean environment, before Python starts."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"SITE_PYTHON={shlex.quote(site()['SITE_PYTHON'])}\n")
+    env = {
+        **site(),
+        "BASH_FUNC_module%%": '() { echo "module $*" >&2; }',  # as a site's bash has it, exported
+        "SITE_MODULES": "cuda/12.2.0 openmpi/4.1.5",
+        "SITE_PYTHON": "no-such-python",
+        "SITE_VENV": str(tmp_path),
+        "SBATCH_ACCOUNT": "abc@v100",
+    }
+    output = cluster.run(SLURM / "jean-zay.sh", env=env).check().output
+    assert [line for line in output.splitlines() if line.startswith("module")] == [
+        "module purge",
+        "module load cuda/12.2.0 openmpi/4.1.5",
+    ]
+    compare(output, expected("jean-zay"))
+
+
+def test_container(cluster: Cluster, site: Site, tmp_path: Path) -> None:
+    """Ibex's kind. No container runtime here: a program by its name notes its arguments and runs what the image would.
+
+    So what is tried is srun and the command line, not the image.
+    """
+    program = tmp_path / "singularity"
+    program.write_text(CONTAINER)
+    program.chmod(0o755)
+    image, log = tmp_path / "an image.sif", tmp_path / "log"
+    env = {**site(), "SITE_IMAGE": str(image), "CONTAINER_LOG": str(log)}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    compare(cluster.run(SLURM / "ibex.sh", env=env).check().output, expected("ibex"))
+    command = f"container: run --nv --bind {ROOT} --pwd {ROOT} {image} slurm/run.py slurm/hello.py"
+    assert log.read_text().splitlines() == [command] * 8
+
+
+def test_wrong_mpi_is_said(cluster: Cluster, site: Site) -> None:
+    """Wrong if processes that are each alone passed for a job: the commonest mistake of all."""
+    done = cluster.run(SLURM / "two-nodes-wide.sh", env={**site(devices=4), "SITE_MPI": "none"})
+    assert done.state == "FAILED" and done.code != 0
+    assert "every process believes that it is alone" in done.output and "--mpi=pmi2" in done.output
+    assert "I am" not in done.output
+
+
+def test_all_reduce(cluster: Cluster, site: Site) -> None:
+    """Wrong if `shardload doctor` did not find eight processes on two nodes in order."""
+    compare(cluster.run(SLURM / "all-reduce.sh", env=site()).check().output, expected("all-reduce"), all_of_it=False)
