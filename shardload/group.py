@@ -301,6 +301,19 @@ class Group:
         self._finish(self.comm.Ibcast(whole, root))
         return whole.tobytes().decode()
 
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank, on every rank. Collective."""
+        if self.size == 1:
+            return [text]
+        data = np.frombuffer(text.encode(), dtype=np.uint8)
+        lengths = self.gather_int(len(data))
+        # All texts in rows of one length: room for the longest, never nothing.
+        mine = np.zeros(max(1, int(lengths.max())), dtype=np.uint8)
+        mine[: len(data)] = data
+        everyone = np.empty((self.size, len(mine)), dtype=np.uint8)
+        self._finish(self.comm.Iallgather(mine, everyone))
+        return [row[:length].tobytes().decode() for row, length in zip(everyone, lengths, strict=True)]
+
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
         if self.size == 1:
