@@ -307,9 +307,7 @@ class Group:
             return [text]
         data = np.frombuffer(text.encode(), dtype=np.uint8)
         lengths = self.gather_int(len(data))
-        # All texts in rows of one length: room for the longest, never nothing.
-        mine = np.zeros(max(1, int(lengths.max())), dtype=np.uint8)
-        mine[: len(data)] = data
+        mine = np.pad(data, (0, int(lengths.max()) - len(data) + 1))  # rows of one length, never of none
         everyone = np.empty((self.size, len(mine)), dtype=np.uint8)
         self._finish(self.comm.Iallgather(mine, everyone))
         return [row[:length].tobytes().decode() for row, length in zip(everyone, lengths, strict=True)]
