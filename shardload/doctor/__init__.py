@@ -1,0 +1,87 @@
+"""Was this job started right? What ``mpiexec -n 4 python -m shardload doctor`` runs, under the launcher of the job itself.
+
+1. Each rank gathers what it sees (`facts`), and all get the rows of all.
+2. The rows are compared with every misconfiguration that is known (`findings`).
+3. What every load needs is tried: messages, shared memory, an all-reduce, a scatter (`checks`).
+4. One rank prints (`report`); all return the same verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import IO
+
+from shardload.doctor.checks import Watch, run_checks
+from shardload.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
+from shardload.doctor.finding import ERROR
+from shardload.doctor.findings import diagnose
+from shardload.doctor.report import Report, as_json, as_text
+from shardload.errors import ShardloadError
+from shardload.group import group_of
+from shardload.launch import initialize
+
+__all__ = ["run"]
+
+
+def run(timeout: float, json: bool = False) -> int:
+    """Examine the job and print what was found, once.
+
+    Collective: yes, over COMM_WORLD. Tasks of a launcher that MPI knows nothing of each run it alone, and the first prints.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds after which a process that still waits says for what, and ends with 1.
+    json : bool
+        Print JSON instead of a table.
+
+    Returns
+    -------
+    int
+        Exit status, the same on every rank: 0 if loads will work.
+    """
+    # The checks need next to nothing, and two processes on one GPU should be told so, not run out of its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with _own_stdout() as out, Watch(timeout, "shardload doctor") as watch:
+        facts = before_jax(os.environ)
+        watch.name(f"rank {facts.mpi_rank} on {facts.host}" if facts.mpi_size > 1 else f"task {facts.task} on {facts.host}")
+        report = _examine(facts, watch)
+        if facts.task == 0 if facts.mpi_size == 1 else facts.mpi_rank == 0:
+            print(as_json(report) if json else as_text(report), file=out, flush=True)
+    return 0 if report.is_well else 1
+
+
+def _examine(facts: Facts, watch: Watch) -> Report:
+    group = group_of()
+    watch.at = "the ranks of this node"
+    facts = with_node(facts, group)
+    if facts.mpi_size == 1 and facts.n_launched > 1:  # singletons: there is no job to try anything with
+        return Report([facts], diagnose([facts]), [])
+    watch.at = "JAX to start on all ranks"
+    try:
+        initialize()
+    except ShardloadError as error:
+        facts = replace(facts, jax_problem=str(error))
+    else:
+        facts = with_jax(facts)
+    watch.at, watch.problem = "what the other ranks found", facts.jax_problem
+    rows = [from_json(text) for text in group.gather_text(to_json(facts))]
+    findings = diagnose(rows)
+    has_errors = any(finding.level == ERROR for finding in findings)
+    return Report(rows, findings, run_checks(group, rows, watch, has_errors))
+
+
+@contextmanager
+def _own_stdout() -> Iterator[IO[str]]:
+    """Where to print, while what libraries write to stdout (Gloo: a line per connection) goes nowhere."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as out, open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield out
+        finally:
+            os.dup2(out.fileno(), 1)
