@@ -9,14 +9,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO
 
 from shardload.doctor.checks import Watch, run_checks
-from shardload.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
+from shardload.doctor.facts import Facts, before_jax, from_json, launched, task, to_json, with_jax, with_node
 from shardload.doctor.finding import ERROR
 from shardload.doctor.findings import diagnose
 from shardload.doctor.report import Report, as_json, as_text
@@ -25,6 +27,12 @@ from shardload.group import group_of
 from shardload.launch import initialize
 
 __all__ = ["run"]
+
+_NO_START = (
+    "shardload doctor: MPI ended this process while it started. The launcher and the MPI library do not belong together: srun "
+    "needs --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI; else use the mpiexec or mpirun of the library that "
+    "mpi4py loads"
+)
 
 
 def run(timeout: float, json: bool = False) -> int:
@@ -47,12 +55,20 @@ def run(timeout: float, json: bool = False) -> int:
     # The checks need next to nothing, and two processes on one GPU should be told so, not run out of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with _own_stdout() as out, Watch(timeout, "shardload doctor") as watch:
-        facts = before_jax(os.environ)
+        facts = _start_mpi(os.environ)
         watch.name(f"rank {facts.mpi_rank} on {facts.host}" if facts.mpi_size > 1 else f"task {facts.task} on {facts.host}")
         report = _examine(facts, watch)
         if facts.task == 0 if facts.mpi_size == 1 else facts.mpi_rank == 0:
             print(as_json(report) if json else as_text(report), file=out, flush=True)
     return 0 if report.is_well else 1
+
+
+def _start_mpi(environ: Mapping[str, str]) -> Facts:
+    is_first = launched(environ)[1] > 1 and task(environ) == 0
+    with warnings.catch_warnings(), _last_words(_NO_START if is_first else ""):
+        # mpi4py too suspects singletons, on every one of them; here the first says so.
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
+        return before_jax(environ)
 
 
 def _examine(facts: Facts, watch: Watch) -> Report:
@@ -73,6 +89,21 @@ def _examine(facts: Facts, watch: Watch) -> Report:
     findings = diagnose(rows)
     has_errors = any(finding.level == ERROR for finding in findings)
     return Report(rows, findings, run_checks(group, rows, watch, has_errors))
+
+
+@contextmanager
+def _last_words(text: str) -> Iterator[None]:
+    """Have `text` said on stderr if this process ends in here: an MPI library may end it without a word to Python."""
+    if not text:
+        yield
+        return
+    # The shell reads a line, or finds that nobody is left to write one. Launchers end sessions: it has one of its own.
+    command = ["/bin/sh", "-c", 'read line || echo "$0" >&2', text]
+    listener = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        listener.communicate(b"\n")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import jax
 
 from shardload.group import Group, mpi_problem, world
 
-__all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
+__all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "launched", "task", "to_json", "with_jax", "with_node"]
 
 # What tells how a job was started, and what changes what comes of it.
 _VARIABLES = (
@@ -130,7 +130,7 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
     launcher, n_launched = launched(environ)
     facts = Facts(
         host=_or("", socket.gethostname),
-        task=_first_number(environ, _TASKS, 0),
+        task=task(environ),
         launcher=launcher,
         n_launched=n_launched,
         n_gpus=_or(0, lambda: len([*Path("/dev").glob("nvidia[0-9]*")])),
@@ -194,6 +194,16 @@ def launched(environ: Mapping[str, str]) -> tuple[str, int]:
     return "", 1
 
 
+def task(environ: Mapping[str, str]) -> int:
+    """The number of this task as its launcher counts; 0 where there is none.
+
+    >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
+    (3, 2, 0)
+    """
+    found = (environ.get(name, "") for name in _TASKS)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
 def to_json(facts: Facts) -> str:
     """`facts` as one line."""
     return json.dumps(asdict(facts))
@@ -210,11 +220,6 @@ def _or(missing: T, find: Callable[[], T]) -> T:
         return find()
     except Exception:  # a system without it: that is the fact
         return missing
-
-
-def _first_number(environ: Mapping[str, str], names: tuple[str, ...], missing: int) -> int:
-    found = (environ.get(name, "") for name in names)
-    return next((int(text) for text in found if text.isdecimal()), missing)
 
 
 def _versions() -> dict[str, str]:

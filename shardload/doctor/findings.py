@@ -173,12 +173,12 @@ def _gpus_shared(rows: Rows) -> Iterator[Finding]:
         n_seen = len(users)
         if n_seen > 1 and all(len(set(row.gpus)) == n_seen for row in sharing):
             text = f"{_where(sharing)} each take all {n_seen} GPUs of the node, and share every one"
-            fix = "srun --gpus-per-task=1; or start JAX with shardload.initialize(), which gives each rank one; or one rank a node"
+            fix = "srun --gpus-per-task=1; or start JAX with shardload.initialize(), one GPU for each rank; or one rank a node"
             yield from _one("gpus-all-seen", ERROR, sharing, text, fix)
             continue
         seen = sharing[0].environ.get("CUDA_VISIBLE_DEVICES")
         text = f"{_where(sharing)} use the same GPU (CUDA_VISIBLE_DEVICES {'is not set' if seen is None else '= ' + seen})"
-        fix = "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; no export CUDA_VISIBLE_DEVICES in the script"
+        fix = "as many ranks a node as GPUs: srun --ntasks-per-node=4 --gpus-per-task=1; set no CUDA_VISIBLE_DEVICES for all"
         yield from _one("gpu-shared", ERROR, sharing, text, fix)
 
 
@@ -282,7 +282,7 @@ def _files(rows: Rows) -> Iterator[Finding]:
     yield from _one("few-files", WARNING, few, text, "ulimit -n 4096, before the launcher")
     unset = [row for row in rows if "HDF5_USE_FILE_LOCKING" not in row.environ]
     text = "HDF5_USE_FILE_LOCKING is not set: HDF5 locks the files that it reads, which some Lustre and NFS mounts refuse"
-    fix = "HDF5_USE_FILE_LOCKING=FALSE where opening says 'unable to lock file', if nobody writes the file meanwhile; else nothing"
+    fix = "HDF5_USE_FILE_LOCKING=FALSE where opening says 'unable to lock file', if nobody writes the file meanwhile"
     yield from _one("hdf5-locking", NOTE, unset, text, fix)
 
 

@@ -85,6 +85,8 @@ def _verdict(report: Report) -> str:
     said = ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counted if n)
     n_nodes = len({row.node[0] for row in rows})
     job = f"{_count(len(rows), 'rank')} on {_count(n_nodes, 'node')}, {_count(rows[0].n_devices, 'device')}"
+    if rows[0].mpi_size == 1 and rows[0].n_launched > 1:
+        job = f"{rows[0].n_launched} tasks, of which each is alone"
     return f"{'well' if report.is_well else 'NOT WELL'}: {job}{'; ' + said if said else ''}"
 
 
