@@ -104,21 +104,21 @@ def run_checks(group: Group, rows: Sequence[Facts], watch: Watch, has_errors: bo
     has_errors : bool
         Whether the diagnosis found errors: then what needs JAX is not tried.
     """
-    steps: list[tuple[str, bool, Callable[[], str]]] = []
+    steps: list[tuple[str, Callable[[], str]]] = []
     same, other = _partners(rows)
     for name, partner in (("messages, same node", same), ("messages, other node", other)):
         if partner:
-            steps.append((name, False, lambda partner=partner: _ping_pong(group, partner)))  # type: ignore[misc]
+            steps.append((name, lambda partner=partner: _ping_pong(group, partner)))  # type: ignore[misc]
     if any(len(row.node) > 1 for row in rows) and all(row.shares_memory for row in rows):
-        steps.append(("shared memory", False, lambda: _look(group)))
-    steps.append(("all-reduce", True, _all_reduce))
-    steps.append(("scatter", True, _scatter))
-    checks = []
-    for name, needs_jax, work in steps:
-        if needs_jax and has_errors:
-            checks.append(Check(name, None, "not tried, because of the errors above"))
-        else:
-            checks.append(_take(group, watch, name, work))
+        steps.append(("shared memory", lambda: _look(group)))
+    checks = [_take(group, watch, name, work) for name, work in steps]
+    why_not = "not tried, because of the errors below" if has_errors else ""
+    for name, work in (("all-reduce", _all_reduce), ("scatter", _scatter)):
+        if why_not:
+            checks.append(Check(name, None, why_not))
+            continue
+        checks.append(_take(group, watch, name, lambda work=work: _on_all_devices(group, work)))  # type: ignore[misc]
+        why_not = "" if checks[-1].ok else f"not tried, because the {name} failed"
     return checks
 
 
@@ -190,9 +190,20 @@ def _look(group: Group) -> str:
     return f"{_rate(mine.nbytes, best)} from rank {neighbour} to rank {group.rank}, {format_nbytes(mine.nbytes)}"
 
 
-def _all_reduce() -> str:
+def _on_all_devices(group: Group, work: Callable[[list[Any]], str]) -> str:
+    """A check of all devices, begun only if every rank has them: the others would wait in the middle of it for one without."""
+    devices: list[Any] = []
+    error = None
+    try:
+        devices = list(jax.devices())
+    except Exception as found:
+        error = found
+    group.agree(error)
+    return work(devices)
+
+
+def _all_reduce(devices: list[Any]) -> str:
     """Is the sum over all devices, by the devices themselves, what it must be?"""
-    devices = jax.devices()
     values = np.arange(len(devices), dtype=np.int32) % 1000 + 1
     mesh = Mesh(np.array(devices), ("d",))
     x = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("d")), lambda index: values[index])
@@ -207,9 +218,9 @@ def _all_reduce() -> str:
     return f"sum over {_devices(len(devices))} is {expected}, as expected"
 
 
-def _scatter() -> str:
+def _scatter(devices: list[Any]) -> str:
     """Does each device get its own rows, and as they were?"""
-    devices = jax.devices()[::-1]  # another order than that of processes: wrong if one were taken for the other
+    devices = devices[::-1]  # another order than that of processes: wrong if one were taken for the other
     n_rows = max(1, _SCATTER_NBYTES // (4 * _WIDTH * len(devices)))
     shape = (n_rows * len(devices), _WIDTH)
     mesh = Mesh(np.array(devices), ("d",))

@@ -118,8 +118,9 @@ def test_mpiexec_of_the_other_library() -> None:
 
 def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
-    env = {"MPI4PY_MPIABI": "", "MPI4PY_LIBMPI": ""}  # what mpi4py takes by itself: MPICH, which stands beside it
-    job = run_job(DOCTOR, 2, timeout=120, mpi="openmpi", env={**ENV, **env})
+    # Without run_job's choice mpi4py takes what stands beside it: MPICH.
+    plain = ["-u", "MPI4PY_MPIABI", "-u", "MPI4PY_LIBMPI", sys.executable]
+    job = run_job([*plain, *DOCTOR], 2, timeout=120, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
     assert job.stderr.count("MPI ended this process while it started") == 1
     assert "--mpi=pmi2 for MPICH" in job.stderr
