@@ -29,9 +29,9 @@ from shardload.launch import initialize
 __all__ = ["run"]
 
 _NO_START = (
-    "shardload doctor: MPI ended this process while it started. The launcher and the MPI library do not belong together: srun "
-    "needs --mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI; else use the mpiexec or mpirun of the library that "
-    "mpi4py loads"
+    "shardload doctor: MPI ended this process while it started. Most often the launcher is not of this MPI library: srun needs "
+    "--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI; else use the mpiexec or mpirun of the library that mpi4py "
+    "loads"
 )
 
 
