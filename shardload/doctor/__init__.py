@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from shardload.launch import initialize
 
 __all__ = ["run"]
 
+_LINGER_SECONDS = 3.0
 _NO_START = (
     "shardload doctor: MPI ended this process while it started. Most often the launcher is not of this MPI library: srun needs "
     "--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI; else use the mpiexec or mpirun of the library that mpi4py "
@@ -60,7 +62,17 @@ def run(timeout: float, json: bool = False) -> int:
         report = _examine(facts, watch)
         if facts.task == 0 if facts.mpi_size == 1 else facts.mpi_rank == 0:
             print(as_json(report) if json else as_text(report), file=out, flush=True)
+        _let_the_first_print(facts, watch)
     return 0 if report.is_well else 1
+
+
+def _let_the_first_print(facts: Facts, watch: Watch) -> None:
+    """Many launchers end all tasks as soon as one ends with 1: the one that prints must not be among those ended."""
+    watch.at = "rank 0 to print"
+    if facts.mpi_size > 1:
+        group_of().gather_int(0)
+    elif facts.task and facts.n_launched > 1:
+        time.sleep(_LINGER_SECONDS)
 
 
 def _start_mpi(environ: Mapping[str, str]) -> Facts:

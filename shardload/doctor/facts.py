@@ -235,8 +235,11 @@ def _library_name(text: str) -> str:
 
     >>> _library_name("MPICH Version:      5.0.2\nMPICH Release date: ..."), _library_name("Open MPI v5.0.8, package: ...")
     ('MPICH 5.0.2', 'Open MPI v5.0.8')
+    >>> _library_name("MPI VERSION    : CRAY MPICH version 8.1.28 (ANL base 3.4a2)\nMPI BUILD INFO : ...")
+    'CRAY MPICH version 8.1.28 (ANL base 3.4a2)'
     """
-    return " ".join(text.partition("\n")[0].partition(",")[0].replace("Version:", "").split())
+    line = text.partition("\n")[0].partition(",")[0].replace("Version:", "")
+    return " ".join(line.split()).removeprefix("MPI VERSION : ")
 
 
 def _gpus(devices: list[Any]) -> tuple[str, ...]:

@@ -62,9 +62,10 @@ def _singletons(rows: Rows) -> Iterator[Finding]:
     if row.mpi_problem or row.mpi_size > 1 or row.n_launched < 2:
         return
     library = row.mpi_library or "mpi4py's MPI library"
-    is_open_mpi = "Open MPI" in library
     if row.launcher == "srun":
-        wanted, other = ("pmix", "pmi2") if is_open_mpi else ("pmi2", "pmix")
+        wanted, other = ("pmix", "pmi2") if "Open MPI" in library else ("pmi2", "pmix")
+        if "cray" in library.lower():
+            wanted, other = "cray_shasta", "pmi2"
         fix = (
             f"srun --mpi={wanted} ... is right for {library} (--mpi={other} for the other kind of MPI); "
             "'srun --mpi=list' shows what this cluster has"

@@ -128,6 +128,14 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         "srun started 3 tasks",
         "srun --mpi=pmix ... is right for Open MPI v5.0.8",
     ),
+    (
+        "singletons",
+        ERROR,
+        singleton(launcher="srun", n_launched=2, mpi_library="CRAY MPICH version 8.1.28"),
+        (0,),
+        "srun started 2 tasks",
+        "--mpi=cray_shasta",
+    ),
     ("singletons", ERROR, singleton(launcher="mpirun", n_launched=2), (0,), "mpirun started 2", "MPI4PY_LIBMPI="),
     ("singletons", ERROR, singleton(launcher="mpiexec", n_launched=2), (0,), "mpiexec started 2", "comes with MPICH 5.0.2"),
     (
