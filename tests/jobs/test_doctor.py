@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from tests.jobs.launch import ROOT, job_environment, mpiexec_of, run_job
+from tests.mpi.support import ramp
+from tests.unit.test_doctor import CASES
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
 ENV = {"PYTHONPATH": str(ROOT), "HDF5_USE_FILE_LOCKING": "FALSE"}
@@ -124,6 +130,33 @@ def test_mpirun_of_the_other_library() -> None:
     assert job.returncode != 0
     assert job.stderr.count("MPI ended this process while it started") == 1
     assert "--mpi=pmi2 for MPICH" in job.stderr
+
+
+# --- the page about it
+
+PAGE = ROOT / "docs" / "first-run.md"
+
+
+def test_the_page_knows_every_finding() -> None:
+    """Wrong if a misconfiguration were added without a line that says what it looks like."""
+    table = PAGE.read_text().partition("## Symptom, cause, flag")[2]
+    named = set(
+        re.findall(r"`([a-z0-9-]+)`", " ".join(line.split("|")[2] for line in table.splitlines() if line.count("|") == 5))
+    )
+    assert named == {case[0] for case in CASES}
+
+
+def test_the_first_load_of_the_page(tmp_path: Path) -> None:
+    script = re.search(r"<!-- first\.py[^\n]*\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert script is not None
+    (tmp_path / "first.py").write_text(script[1])
+    with h5py.File(tmp_path / "first.h5", "w") as file:
+        file.create_dataset("density", data=ramp((96, 64, 32)) % 1000, chunks=(1, 64, 32), compression=4)
+    job = run_job(tmp_path / "first.py", 4, timeout=120, env=ENV, cwd=tmp_path).check()
+    said = [[line for line in out.splitlines() if line.startswith("I am ")] for out in job.rank_stdout]
+    mean = (np.arange(96 * 64 * 32) % 1000).mean()
+    for rank, lines in enumerate(said):
+        assert lines == [f"I am {rank} of 4, I hold (96, 32, 16) of (96, 64, 32); the mean is {mean:.2f}"]
 
 
 # --- ranks that fail or hang in the middle
