@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
-_PLAN_NAMES += ["n_readers", "why"]
+_PLAN_NAMES = "shape shape_global dtype chunks decomposition shard_shape n_ranks readers n_readers why".split()
 
 app = typer.Typer(
     name="shardload",
@@ -170,9 +169,9 @@ def doctor(
 
       mpiexec -n 4 python -m shardload doctor --json
     """
-    from shardload.doctor import run
-
     with _one_message():
+        from shardload.doctor import run
+
         raise typer.Exit(run(timeout, as_json))
 
 

@@ -103,6 +103,13 @@ def test_one_process_in_a_batch_script() -> None:
     assert (done.returncode, report["ok"], names(report, "warning")) == (0, True, ["no-step"])
 
 
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_mpi_without_threads(level: str) -> None:
+    report = json.loads(alone(MPI4PY_RC_THREAD_LEVEL=level).stdout)
+    assert report["ranks"][0]["mpi_threads"] == level.upper()
+    assert (names(report), names(report, "warning")) == ([], ["mpi-threads"])
+
+
 def test_one_process_without_mpi() -> None:
     done = alone(MPI4PY_LIBMPI="/nonexistent/libmpi.so")
     report = json.loads(done.stdout)
