@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_PLAN_NAMES = "shape shape_global dtype chunks decomposition shard_shape n_ranks readers n_readers why".split()
+_PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
+_PLAN_NAMES += ["n_readers", "why"]
 
 app = typer.Typer(
     name="shardload",
@@ -293,8 +294,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     table.add_column("stored", justify="right", no_wrap=True)
     table.add_column("notes", overflow="fold")
     for array in arrays:
-        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks)]
-        row += [_box(array.shards)] if sharded else []
+        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
         table.add_row(*map(escape, row), style="dim" if array.refused or array.is_coordinate else None)
     if arrays:
