@@ -303,14 +303,7 @@ class Group:
 
     def gather_text(self, text: str) -> list[str]:
         """A text of every rank, on every rank. Collective."""
-        if self.size == 1:
-            return [text]
-        data = np.frombuffer(text.encode(), dtype=np.uint8)
-        lengths = self.gather_int(len(data))
-        mine = np.pad(data, (0, int(lengths.max()) - len(data) + 1))  # rows of one length, never of none
-        everyone = np.empty((self.size, len(mine)), dtype=np.uint8)
-        self._finish(self.comm.Iallgather(mine, everyone))
-        return [row[:length].tobytes().decode() for row, length in zip(everyone, lengths, strict=True)]
+        return [self.send_text(text, root) for root in range(self.size)]
 
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""

@@ -24,7 +24,7 @@ from shardload.doctor.finding import ERROR
 from shardload.doctor.findings import diagnose
 from shardload.doctor.report import Report, as_json, as_text
 from shardload.errors import ShardloadError
-from shardload.group import group_of
+from shardload.group import Group, group_of
 from shardload.launch import initialize
 
 __all__ = ["run"]
@@ -58,19 +58,20 @@ def run(timeout: float, json: bool = False) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with _own_stdout() as out, Watch(timeout, "shardload doctor") as watch:
         facts = _start_mpi(os.environ)
-        watch.name(f"rank {facts.mpi_rank} on {facts.host}" if facts.mpi_size > 1 else f"task {facts.task} on {facts.host}")
+        watch.name(f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}")
         report = _examine(facts, watch)
-        if facts.task == 0 if facts.mpi_size == 1 else facts.mpi_rank == 0:
+        group = group_of()
+        if facts.task == 0 if group.size == 1 else group.rank == 0:
             print(as_json(report) if json else as_text(report), file=out, flush=True)
-        _let_the_first_print(facts, watch)
+        _let_the_first_print(group, facts, watch)
     return 0 if report.is_well else 1
 
 
-def _let_the_first_print(facts: Facts, watch: Watch) -> None:
+def _let_the_first_print(group: Group, facts: Facts, watch: Watch) -> None:
     """Many launchers end all tasks as soon as one ends with 1: the one that prints must not be among those ended."""
     watch.at = "rank 0 to print"
-    if facts.mpi_size > 1:
-        group_of().gather_int(0)
+    if group.size > 1:
+        group.gather_int(0)
     elif facts.task and facts.n_launched > 1:
         time.sleep(_LINGER_SECONDS)
 
@@ -84,20 +85,26 @@ def _start_mpi(environ: Mapping[str, str]) -> Facts:
 
 
 def _examine(facts: Facts, watch: Watch) -> Report:
-    group = group_of()
-    watch.at = "the ranks of this node"
-    facts = with_node(facts, group)
-    if facts.mpi_size == 1 and facts.n_launched > 1:  # singletons: there is no job to try anything with
-        return Report([facts], diagnose([facts]), [])
+    if not facts.mpi_problem:
+        watch.at = "the ranks of this node"
+        facts = with_node(facts, group_of())
+        if facts.mpi_size == 1 and facts.n_launched > 1:  # singletons: there is no job to try anything with
+            return Report([facts], diagnose([facts]), [])
     watch.at = "JAX to start on all ranks"
     try:
         initialize()
     except ShardloadError as error:
+        if facts.mpi_problem and facts.n_launched > 1:  # without MPI, and JAX does not know of the others either
+            return Report([facts], diagnose([facts]), [])
         facts = replace(facts, jax_problem=str(error))
     else:
         facts = with_jax(facts)
     watch.at, watch.problem = "what the other ranks found", facts.jax_problem
-    rows = [from_json(text) for text in group.gather_text(to_json(facts))]
+    group = group_of()
+    texts = group.gather_text(to_json(replace(facts, rank=group.rank, size=group.size)))
+    rows = [from_json(text) for text in texts]
+    if group.comm is None:
+        rows = [replace(row, node=tuple(other.rank for other in rows if other.host == row.host)) for row in rows]
     findings = diagnose(rows)
     has_errors = any(finding.level == ERROR for finding in findings)
     return Report(rows, findings, run_checks(group, rows, watch, has_errors))

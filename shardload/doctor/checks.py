@@ -105,15 +105,18 @@ def run_checks(group: Group, rows: Sequence[Facts], watch: Watch, has_errors: bo
         Whether the diagnosis found errors: then what needs JAX is not tried.
     """
     steps: list[tuple[str, Callable[[], str]]] = []
-    same, other = _partners(rows)
+    can_send = group.comm is not None
+    same, other = _partners(rows) if can_send else (0, 0)
     for name, partner in (("messages, same node", same), ("messages, other node", other)):
         if partner:
             steps.append((name, lambda partner=partner: _ping_pong(group, partner)))  # type: ignore[misc]
-    if any(len(row.node) > 1 for row in rows) and all(row.shares_memory for row in rows):
+    if can_send and any(len(row.node) > 1 for row in rows) and all(row.shares_memory for row in rows):
         steps.append(("shared memory", lambda: _look(group)))
     checks = [_take(group, watch, name, work) for name, work in steps]
     why_not = "not tried, because of the errors below" if has_errors else ""
     for name, work in (("all-reduce", _all_reduce), ("scatter", _scatter)):
+        if work is _scatter and group.size > 1 and not can_send:
+            why_not = "not tried, because without MPI the processes can send each other nothing"
         if why_not:
             checks.append(Check(name, None, why_not))
             continue
@@ -141,7 +144,7 @@ def _take(group: Group, watch: Watch, name: str, work: Callable[[], str]) -> Che
 def _partners(rows: Sequence[Facts]) -> tuple[int, int]:
     """With whom rank 0 measures: the next rank of its node, and the first of another; 0 where there is none."""
     node = rows[0].node
-    return next((rank for rank in node if rank), 0), next((row.mpi_rank for row in rows if row.mpi_rank not in node), 0)
+    return next((rank for rank in node if rank), 0), next((row.rank for row in rows if row.rank not in node), 0)
 
 
 def _ping_pong(group: Group, partner: int) -> str:

@@ -30,6 +30,7 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "JAX_PLATFORMS",
     "HDF5_USE_FILE_LOCKING",
+    "SHARDLOAD_MPI",
     "SHARDLOAD_RANKS_PER_NODE",
     "SHARDLOAD_SHARED_MEMORY",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD",
@@ -65,8 +66,10 @@ class Facts:
         Its number as the launcher counts.
     launcher, n_launched : str, int
         Who started it with how many others; empty and 1 where nobody says so.
-    mpi_rank, mpi_size : int
-        In COMM_WORLD; 0 and 1 without MPI.
+    rank, size : int
+        In the group that examines: COMM_WORLD, or JAX's processes where there is no MPI.
+    mpi_size : int
+        Of COMM_WORLD; 1 without MPI.
     mpi_library, mpi_threads, mpi_problem : str
         Name and version, thread level, and why there is no MPI.
     jax_process, jax_processes : int or None
@@ -94,7 +97,7 @@ class Facts:
     versions : dict of str to str
         Of python and of packages that are installed.
     node : tuple of int
-        The ranks with which MPI says that it shares memory, itself among them.
+        The ranks with which it shares a machine, as MPI says (or the names of the hosts, without MPI), itself among them.
     shares_memory : bool
         Whether it could look into the memory of the other ranks in `node`.
     """
@@ -103,7 +106,8 @@ class Facts:
     task: int = 0
     launcher: str = ""
     n_launched: int = 1
-    mpi_rank: int = 0
+    rank: int = 0
+    size: int = 1
     mpi_size: int = 1
     mpi_library: str = ""
     mpi_threads: str = ""
@@ -145,7 +149,7 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
     comm = world()
     if comm is None:
         return replace(facts, mpi_problem=mpi_problem() or "unknown")
-    return replace(facts, mpi_rank=comm.rank, mpi_size=comm.size)
+    return replace(facts, rank=comm.rank, size=comm.size, mpi_size=comm.size)
 
 
 def with_node(facts: Facts, group: Group) -> Facts:

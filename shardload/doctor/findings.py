@@ -33,7 +33,7 @@ def diagnose(rows: Rows) -> list[Finding]:
 
 
 def _ranks(rows: Rows) -> tuple[int, ...]:
-    return tuple(row.mpi_rank for row in rows)
+    return tuple(row.rank for row in rows)
 
 
 def _one(name: str, level: str, rows: Rows, text: str, fix: str) -> Iterator[Finding]:
@@ -68,7 +68,7 @@ def _singletons(rows: Rows) -> Iterator[Finding]:
             wanted, other = "cray_shasta", "pmi2"
         fix = (
             f"srun --mpi={wanted} ... is right for {library} (--mpi={other} for the other kind of MPI); "
-            "'srun --mpi=list' shows what this cluster has"
+            "'srun --mpi=list' shows what this cluster has; SHARDLOAD_MPI=0 to do without MPI, every process reading for itself"
         )
     else:
         start = "Open MPI's mpirun" if row.launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"
@@ -87,7 +87,9 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
     row = rows[0]
     if not row.mpi_problem:
         return
-    if "mpi4py" in row.versions:
+    if row.environ.get("SHARDLOAD_MPI") == "0":
+        text, fix = "MPI is switched off", "unset SHARDLOAD_MPI"
+    elif "mpi4py" in row.versions:
         text = f"mpi4py finds no MPI library ({_short(row.mpi_problem)})"
         fix = (
             "module load the site's MPI, or MPI4PY_LIBMPI=/path/to/lib/libmpi.so; on one machine pip install 'shardload[mpich]'"
@@ -95,11 +97,14 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
     else:
         text = f"mpi4py is not installed ({_short(row.mpi_problem)})"
         fix = "pip install --no-binary=mpi4py mpi4py, with the site's MPI module loaded"
-    if row.n_launched > 1:
+    if row.size > 1:
+        text += f": JAX's {row.size} processes can each read for themselves, and send each other nothing"
+        yield from _one("no-mpi", NOTE, rows, text, fix)
+    elif row.n_launched > 1:
         text += f", and {row.launcher} started {row.n_launched} tasks: each would load everything by itself"
         yield from _one("no-mpi", ERROR, [row], text, fix)
     else:
-        yield from _one("no-mpi", NOTE, [row], text + ": one process can load, several cannot", fix)
+        yield from _one("no-mpi", NOTE, [row], text + ": one process can load, several cannot send each other anything", fix)
 
 
 def _threads(rows: Rows) -> Iterator[Finding]:
@@ -130,7 +135,7 @@ def _jax_alone(rows: Rows) -> Iterator[Finding]:
 
 def _jax_count(rows: Rows) -> Iterator[Finding]:
     n = rows[0].mpi_size
-    other = [row for row in rows if row.jax_processes not in (None, 1, n)]
+    other = [row for row in rows if row.jax_processes not in (None, 1, n) and not row.mpi_problem]
     n_processes = other[0].jax_processes if other else 0
     text = f"MPI has {n} ranks, but JAX sees {n_processes} processes"
     fix = "start JAX with shardload.initialize() instead of jax.distributed.initialize(): one JAX process per MPI rank"
@@ -140,15 +145,14 @@ def _jax_count(rows: Rows) -> Iterator[Finding]:
 
 
 def _jax_order(rows: Rows) -> Iterator[Finding]:
-    n = rows[0].mpi_size
-    if any(row.jax_processes != n for row in rows):
+    if any(row.jax_processes != row.size for row in rows):
         return
     times = Counter(row.jax_process for row in rows)
     twice = [row for row in rows if times[row.jax_process] > 1]
     fix = "start JAX with shardload.initialize()"
     yield from _one("jax-twice", ERROR, twice, "ranks have the same JAX process index", fix)
     if not twice:
-        moved = [row for row in rows if row.jax_process != row.mpi_rank]
+        moved = [row for row in rows if row.jax_process != row.rank]
         text = "JAX process indices are not MPI ranks; shardload knows which is which, a script of yours may not"
         yield from _one("jax-order", NOTE, moved, text, fix + ", which makes them equal")
 
@@ -269,7 +273,7 @@ def _hosts(rows: Rows) -> Iterator[Finding]:
     for row in rows:
         leaders[row.host].add(row.node[0])
     for host, found in leaders.items():
-        if len(found) > 1 and not pretended:
+        if len(found) > 1 and not pretended and not rows[0].mpi_problem:
             split = [row for row in rows if row.host == host]
             text = f"{_where(split)} are on one host, but MPI sees {len(found)} nodes there: nothing goes through shared memory"
             yield from _one(

@@ -85,7 +85,7 @@ def _verdict(report: Report) -> str:
     said = ", ".join(f"{n} {what}{'' if n == 1 else 's'}" for n, what in counted if n)
     n_nodes = len({row.node[0] for row in rows})
     job = f"{_count(len(rows), 'rank')} on {_count(n_nodes, 'node')}, {_count(rows[0].n_devices, 'device')}"
-    if rows[0].mpi_size == 1 and rows[0].n_launched > 1:
+    if rows[0].size == 1 and rows[0].n_launched > 1:
         job = f"{rows[0].n_launched} tasks, of which each is alone"
     return f"{'well' if report.is_well else 'NOT WELL'}: {job}{'; ' + said if said else ''}"
 
@@ -155,7 +155,7 @@ def _software(row: Facts) -> str:
 
 _ALWAYS: tuple[Column, ...] = (
     ("host", lambda row: row.host),
-    ("MPI", lambda row: f"{row.mpi_rank}/{row.mpi_size}"),
+    ("MPI", lambda row: "-" if row.mpi_problem else f"{row.rank}/{row.mpi_size}"),
     ("JAX", _jax),
     ("devices", _devices),
     ("same node", lambda row: ranges(row.node)),
@@ -170,6 +170,7 @@ _WHERE_DIFFERENT: tuple[Column, ...] = (
     ("MPI threads", lambda row: row.mpi_threads),
     _variable("HDF5_USE_FILE_LOCKING"),
     _variable("JAX_PLATFORMS", ""),
+    _variable("SHARDLOAD_MPI", ""),
     ("open files", lambda row: str(row.n_files)),
     ("GPUs of the node", lambda row: str(row.n_gpus)),
     ("versions", _software),

@@ -53,7 +53,7 @@ def test_json(n: int, devices: int, per_node: str) -> None:
     report = json.loads(job.stdout)
     assert report["ok"] is True and names(report) == []
     rows = report["ranks"]
-    assert [(row["mpi_rank"], row["jax_process"]) for row in rows] == [(k, k) for k in range(n)]
+    assert [(row["rank"], row["jax_process"]) for row in rows] == [(k, k) for k in range(n)]
     assert {(row["mpi_size"], row["jax_processes"], row["n_devices"]) for row in rows} == {(n, n, n * devices)}
     assert {len(row["devices"]) for row in rows} == {devices}
     ids = [device for row in rows for device in row["devices"]]

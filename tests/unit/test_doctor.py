@@ -42,7 +42,8 @@ def job(n: int = 4, per_node: int = 2) -> Rows:
                 task=rank,
                 launcher="srun",
                 n_launched=n,
-                mpi_rank=rank,
+                rank=rank,
+                size=n,
                 mpi_size=n,
                 mpi_library="MPICH 5.0.2",
                 mpi_threads="MULTIPLE",
@@ -110,7 +111,7 @@ EVERY = range(4)
         changed(EVERY, versions={**VERSIONS, "jax": "0.12.0.dev20270101"}),
         changed(EVERY, cores=(0, 1)),
         changed(EVERY, shm_nbytes=64 << 20, n_files=1024),
-        [replace(row, gpus=(f"{row.host}a", f"{row.host}b"), node=(row.mpi_rank,)) for row in job(2, 1)],
+        [replace(row, gpus=(f"{row.host}a", f"{row.host}b"), node=(row.rank,)) for row in job(2, 1)],
     ],
 )
 def test_a_job_that_was_started_right(rows: Rows) -> None:
@@ -156,6 +157,16 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         "pip install --no-binary=mpi4py mpi4py",
     ),
     (
+        "no-mpi",
+        NOTE,
+        changed(
+            EVERY, mpi_size=1, mpi_library="", mpi_threads="", mpi_problem="off", host="n0", environ={"SHARDLOAD_MPI": "0"}
+        ),
+        (0, 1, 2, 3),
+        "MPI is switched off: JAX's 4 processes can each read for themselves",
+        "unset SHARDLOAD_MPI",
+    ),
+    (
         "jax-failed",
         ERROR,
         changed(
@@ -163,7 +174,7 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         ),
         (2,),
         "JAX could not be started: RuntimeError: no driver",
-        "shardload.initialize()",
+        "shardload[cuda12]",
     ),
     (
         "jax-alone",
@@ -179,7 +190,7 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
     (
         "jax-order",
         NOTE,
-        [replace(row, jax_process=3 - row.mpi_rank) for row in job()],
+        [replace(row, jax_process=3 - row.rank) for row in job()],
         (0, 1, 2, 3),
         "JAX process indices are not MPI ranks",
         "initialize()",

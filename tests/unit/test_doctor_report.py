@@ -119,7 +119,7 @@ def test_what_ends_with_0_and_what_with_1(levels: list[str], checks: list[bool |
 
 def test_json_has_everything() -> None:
     found = json.loads(as_json(Report(job(), [Finding("a", NOTE, "t", "f", (0, 3))], CHECKS)))
-    assert [row["mpi_rank"] for row in found["ranks"]] == [0, 1, 2, 3]
+    assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
     assert set(found["ranks"][0]) == {field.name for field in fields(Facts)}
     assert found["findings"] == [{"name": "a", "level": "note", "text": "t", "fix": "f", "ranks": [0, 3]}]
     assert [check["ok"] for check in found["checks"]] == [True, None]
