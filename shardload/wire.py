@@ -33,8 +33,8 @@ def identity(region: Region, previous: int) -> int:
     return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
 
 
-def checksum(data: Array) -> int:
-    """CRC-32 of an array's bytes in C order, whatever its strides; never copies more than 128 KiB at a time.
+def checksum(data: Array, crc: int = 0) -> int:
+    """CRC-32 (after `crc`) of an array's bytes in C order, whatever its strides; never copies more than 128 KiB at a time.
 
     By libdeflate, which takes it at the speed of memory (docs/design/verify.md).
 
@@ -43,8 +43,7 @@ def checksum(data: Array) -> int:
     True
     """
     if data.flags.c_contiguous:
-        return int(deflate.crc32(data.reshape(-1).view(np.uint8).data, 0))
-    crc = 0
+        return int(deflate.crc32(data.reshape(-1).view(np.uint8).data, crc))
     for region in Region.whole(data.shape).split(max(1, _CHECKSUM_NBYTES // data.itemsize)):
         part = _scratch(region.size * data.itemsize)
         np.copyto(part.view(data.dtype).reshape(region.shape), data[region.slices()], casting="no")
