@@ -88,15 +88,15 @@ class Padding:
         return "Likelier wrong is this rank: nobody sends padding"
 
 
-def sample_boxes(true: Region, chunks: Grid, itemsize: int, seed: int, most: int) -> Iterator[Region]:
+def sample_boxes(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
     """A few boxes of a region, the same for everybody who asks: each inside one chunk, at random.
 
     Parameters
     ----------
     true : Region
         Where they may lie.
-    chunks : Grid
-        So that one box takes one chunk to be decoded.
+    chunks : Grid or None
+        So that one box takes one chunk to be decoded; None where any part can be read by itself.
     itemsize : int
         Bytes per element.
     seed : int
@@ -107,17 +107,18 @@ def sample_boxes(true: Region, chunks: Grid, itemsize: int, seed: int, most: int
     Examples
     --------
     >>> [str(b) for b in sample_boxes(Region((4,), (12,)), Grid((16,), (5,), (0,)), 4, seed=0, most=2)]
-    ['[10:12]', '[5:10]']
+    ['[5:10]']
     """
     if not true.size:
         return
     random = np.random.default_rng([seed, *true.start, *true.stop])
-    chunk_size = math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
-    for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, chunk_size))))):
+    size = max(1, _BOX_NBYTES // itemsize)
+    cost = size if chunks is None else math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
+    for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, cost))))):
         point = [int(random.integers(a, b)) for a, b in zip(true.start, true.stop, strict=True)]
         at = Region(tuple(point), tuple(p + 1 for p in point))
-        cell = chunks.region(next(iter(chunks.meeting(at)))).intersect(true) or at
-        yield _around(point, cell, max(1, _BOX_NBYTES // itemsize), random)
+        cell = true if chunks is None else chunks.region(next(iter(chunks.meeting(at)))).intersect(true) or at
+        yield _around(point, cell, size, random)
 
 
 def _around(point: list[int], cell: Region, size: int, random: np.random.Generator) -> Region:

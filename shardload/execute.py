@@ -195,6 +195,7 @@ class Job:
             self.read_plan,
             self.selection,
             self.chunks,
+            has_chunks=self.has_chunks,
             dtype=self.dtype,
             how=self.options.verify,
             pad=self.options.pad,

@@ -131,6 +131,8 @@ class Verifier:
         Which elements of the file make up the array.
     chunks : Grid
         The array cut into the file's chunks.
+    has_chunks : bool
+        Whether these are real.
     dtype : dtype
         Of the array.
     how : str
@@ -153,6 +155,7 @@ class Verifier:
         selection: Selection,
         chunks: Grid,
         *,
+        has_chunks: bool,
         dtype: np.dtype[Any],
         how: str,
         pad: Any,
@@ -162,7 +165,7 @@ class Verifier:
         open_again: Callable[[], Source],
     ) -> None:
         self._plan, self._selection, self._chunks, self._dtype = plan, selection, chunks, dtype
-        self._how, self._pad, self._seed = how, pad, seed
+        self._has_chunks, self._how, self._pad, self._seed = has_chunks, how, pad, seed
         self._room_nbytes = max(1, staging_nbytes // _COPIES)
         self._name, self._open_again = name, open_again
 
@@ -293,7 +296,8 @@ class Verifier:
     def _boxes(self, true: Region, n_shards: int) -> Iterator[Region]:
         itemsize = self._dtype.itemsize
         if self._how == FILE:
-            yield from sample_boxes(true, self._chunks, itemsize, self._seed, -(-_MOST_BOXES // n_shards))
+            chunks = self._chunks if self._has_chunks else None
+            yield from sample_boxes(true, chunks, itemsize, self._seed, -(-_MOST_BOXES // n_shards))
             return
         blocks = plan_blocks(self._chunks, itemsize, max_nbytes=self._room_nbytes, n_readers=0, within=true.shape)
         for number in blocks.meeting(true):
@@ -304,7 +308,7 @@ class Verifier:
     def _pad_boxes(self, tail: Region) -> Iterator[Region]:
         itemsize = self._dtype.itemsize
         if self._how == FILE:
-            yield from sample_boxes(tail, Grid(tail.stop, tail.stop, (0,) * tail.ndim), itemsize, self._seed, 1)
+            yield from sample_boxes(tail, None, itemsize, self._seed, 1)
         else:
             yield from tail.split(max(1, self._room_nbytes // itemsize))
 
