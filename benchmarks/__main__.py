@@ -14,6 +14,7 @@ from benchmarks.layouts import default_folder, field, make
 from benchmarks.measure import default_ways, measure, write_record
 from benchmarks.plot import plot
 from benchmarks.report import read_records, write_report
+from benchmarks.verification import measure_verification
 from shardload.units import parse_nbytes
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
+VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
 DATA_FOLDER = default_folder()
@@ -112,6 +114,23 @@ def memory(
 
 
 @app.command()
+def verify(
+    sizes: Annotated[str, typer.Option(help="Elements along each of three axes, separated by commas.")] = "256,512",
+    layouts: Layouts = VERIFY_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = "a,b;-,a,b",
+    ranks: int = 4,
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    results: Results = RESULTS,
+) -> None:
+    """What each level of verify= costs: index, checksum, file, full."""
+    chosen = _known(layouts.split(","), c.LAYOUTS)
+    numbers = [int(size) for size in sizes.split(",")]
+    record = measure_verification(data, numbers, chosen, ranks, specs.split(";"), repeats, say)
+    write_record(results / "verify.json", record)
+
+
+@app.command()
 def heat() -> None:
     """Make Heat's environment (PyTorch: a large download) in .venv-heat, once."""
     make_heat()
@@ -141,6 +160,7 @@ def everything(
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
+        (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
         (field_command, {"repeats": repeats, "data": data, "results": results}),
         (report, {"results": results}),

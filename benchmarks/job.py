@@ -5,6 +5,7 @@ mpiexec -n 4 python -m benchmarks.job               # started by benchmarks.meas
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.metadata
 import os
@@ -116,7 +117,24 @@ def _resident_nbytes(which: str) -> int:
     return int(lines[which].split()[0]) << 10
 
 
-HANDLERS = {"run": run, "scatter": scatter, "memory": memory}
+def verification(request: dict[str, Any]) -> dict[str, Any]:
+    """Load with one level of ``verify=``; what was proven."""
+    sharding, file = sharding_of(request["spec"]), request["file"]
+    made: list[shardload.Plan] = []
+
+    def load() -> jax.Array:
+        made.append(shardload.plan(file["path"], sharding, dataset=file["dataset"] or None, verify=request["level"]))
+        return made[0].execute()
+
+    array, times = timed(load)
+    if request.get("verify"):
+        verify(array, request["spec"], np.load(file["reference"], mmap_mode="r"))
+    del array
+    comm.Barrier()
+    return {**times, "report": dataclasses.asdict(made[0].report) if made[0].report else {}}
+
+
+HANDLERS = {"run": run, "scatter": scatter, "memory": memory, "verification": verification}
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:

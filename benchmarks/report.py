@@ -25,8 +25,9 @@ from benchmarks.cells import (
 )
 from benchmarks.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.measure import median
+from benchmarks.verification import verification_table
 
-KINDS = ("run", "cold", "field", "scatter", "small", "memory")
+KINDS = ("run", "cold", "field", "scatter", "small", "memory", "verify")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -76,6 +77,7 @@ def write_report(folder: Path, records: dict[str, Record]) -> Path:
         if kind in records:
             parts += run_table(records[kind])
     parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small")), *memory_table(records.get("memory"))]
+    parts += verification_table(records.get("verify"))
     parts += failures(records)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "table.md"

@@ -7,10 +7,10 @@
 Nothing else than what is named here is public.
 """
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
-from shardload.execute import LoadReport, Plan
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.execute import LoadReport, Plan, VerifyReport
 from shardload.launch import initialize
-from shardload.load import load, plan, scatter
+from shardload.load import load, plan, scatter, verify
 
 __all__ = [
     "ConfigError",
@@ -19,10 +19,13 @@ __all__ = [
     "Plan",
     "ShardloadError",
     "SourceError",
+    "VerifyError",
+    "VerifyReport",
     "initialize",
     "load",
     "plan",
     "scatter",
+    "verify",
 ]
 
 __version__ = "0.1.0.dev0"

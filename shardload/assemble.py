@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from shardload.errors import ShardloadError
 from shardload.region import Region
 
-__all__ = ["EarlyPieces", "assemble"]
+__all__ = ["EarlyPieces", "assemble", "device_values"]
 
 Array = np.ndarray[Any, Any]
 
@@ -108,6 +108,19 @@ def assemble(
     array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
     _verify_shards(array, held, dtype, shape_global)
     return array
+
+
+def device_values(data: jax.Array, region: Region, held: Region) -> Array:
+    """The part of a shard, which holds `held`, that is `region`, as it is on the device.
+
+    Of a GPU's memory that part alone is copied; on CPU it is a view.
+    """
+    if next(iter(data.devices())).platform == "cpu":
+        index: tuple[Any, ...] = (*region.slices(held.start), ...)  # an array, also when 0-d
+        view: Array = np.asarray(data)[index]
+        return view
+    start = [a - o for a, o in zip(region.start, held.start, strict=True)]
+    return np.asarray(jax.lax.dynamic_slice(data, start, region.shape))
 
 
 def _region(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:

@@ -6,6 +6,7 @@ The type of an error answers that question and nothing else, so that a script ca
 `ConfigError`    the caller: an argument, the launch, the environment. Change the call.
 `SourceError`    the file: missing, damaged, of a kind that cannot be loaded. Change the data.
 `PeerError`      a rank: ranks disagree, or one of them failed for a reason of its own. Look at that rank.
+`VerifyError`    a kind of PeerError: a rank's devices hold other values than the file.
 ===============  ====================================================================================
 
 Law: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. A script that
@@ -15,7 +16,7 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError"]
+__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError", "VerifyError"]
 
 
 class ShardloadError(Exception):
@@ -68,3 +69,17 @@ class SourceError(ShardloadError, OSError):
 
 class PeerError(ShardloadError, RuntimeError):
     """A rank's error: the ranks disagree, or one failed for a reason that is neither the call nor the file."""
+
+
+class VerifyError(PeerError):
+    """Values that were verified are not what they must be. A type of its own, so that who asks can tell "no" from "cannot say".
+
+    Attributes
+    ----------
+    index : tuple of int or None
+        The first element that differs, where it is known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, index: tuple[int, ...] | None = None) -> None:
+        super().__init__(message, rank=rank)
+        self.index = index

@@ -64,12 +64,13 @@ class BlockReader(Protocol):
 @dataclass(frozen=True)
 class Moved:
     """What an exchange did on this rank: seconds of copying, bytes that came from other ranks, most bytes in slots at a
-    time.
+    time, parts whose checksum was compared.
     """
 
     seconds: float
     nbytes: int
     peak_nbytes: int
+    n_checksums: int = 0
 
 
 def exchange(
@@ -136,7 +137,7 @@ def exchange(
         _abandoned.append((traffic.remains(), pieces, slots, pack_slots, reader))
         group.forget_shared_memory()
         raise
-    moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes)
+    moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes, inbox.n_checksums)
     return moving.failure or inbox.problem or advance.problem, moved
 
 

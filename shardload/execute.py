@@ -21,67 +21,25 @@ from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
-from shardload.exchange import Moved, exchange
+from shardload.exchange import exchange
 from shardload.group import Group
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
-from shardload.reader import SourceReader, Tally
+from shardload.reader import SourceReader
 from shardload.region import Region, Selection
+from shardload.report import LoadReport, Phase, make_report
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
 from shardload.staging import Piece, Slots, aligned, aligned_empty
-from shardload.units import format_nbytes
+from shardload.verify import Checked, Verifier, VerifyReport
 
-__all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging"]
+__all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
 
 _log = logging.getLogger("shardload")
 _WORTH_SHARING_NBYTES = 1 << 16  # smaller blocks go as messages: MPI has them there in microseconds
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a load on this rank: seconds (summed over its threads) and bytes."""
-
-    seconds: float
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What an executed plan did.
-
-    Attributes
-    ----------
-    seconds : float
-        On this rank, from the start of `execute` to the assembled array.
-    chunks_decoded : int
-        Chunk decodes in the whole job, counted as they happened (0 where the file has no chunks).
-    nbytes_read : int
-        Bytes of values read from the file in the whole job.
-    phases : mapping of str to Phase
-        This rank's share: ``"read"`` (from the file, as stored), ``"decode"`` (with the reading, where the format's library
-        does both), ``"exchange"`` (copies into the pieces), ``"device"`` (handing the pieces to JAX). They overlap.
-    peak_staging_nbytes : int
-        Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
-    """
-
-    seconds: float
-    chunks_decoded: int
-    nbytes_read: int
-    phases: Mapping[str, Phase]
-    peak_staging_nbytes: int
-
-    def __str__(self) -> str:
-        """For a person: one line."""
-        parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
-        return (
-            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded and {format_nbytes(self.nbytes_read)} read in "
-            "the job; "
-            f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -216,6 +174,8 @@ class Job:
         A path, an open array, or a source in memory (None on the ranks that do not have it).
     staging : Staging
         How its memory is shared out.
+    origin : object
+        What opens the file, where `handle` holds its values already.
     """
 
     group: Group | None
@@ -227,6 +187,23 @@ class Job:
     dtype: np.dtype[Any]
     handle: Any
     staging: Staging
+    origin: Any = None
+
+    def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
+        """What compares an array with the file that this plan is for."""
+        return Verifier(
+            self.read_plan,
+            self.selection,
+            self.chunks,
+            has_chunks=self.has_chunks,
+            dtype=self.dtype,
+            how=self.options.verify,
+            pad=self.options.pad,
+            seed=seed,
+            staging_nbytes=self.options.staging_nbytes,
+            name=str(info),
+            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info),
+        )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
         """Open and make room, agree, read and exchange, assemble, agree. Collective."""
@@ -242,7 +219,7 @@ class Job:
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.read_plan.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
-        array, report = None, None
+        array, report, checked, held = None, None, Checked(), {}
         error: BaseException | None = None
         with ExitStack() as opened:
             ready: _Ready | None = None
@@ -253,14 +230,23 @@ class Job:
             if not is_direct:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
             if ready is not None:
+                held = {piece.region: piece.data for piece in ready.pieces.values()}
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
                 except Exception as found:
                     error = found
-        sums = group.agree(error, [0, 0] if report is None else [report.chunks_decoded, report.nbytes_read])
+        verifier = self.verifier(made.info)
+        if array is not None and error is None:
+            try:
+                checked = verifier.check(array, group.rank, held)
+            except Exception as found:
+                error = found
+        counts = [0] * 3 if report is None else [report.chunks_decoded, report.nbytes_read, report.proven.n_parts]
+        n_chunks, nbytes, n_parts, *sums = group.agree(error, counts + checked.counts)
         if array is None or report is None:
             raise ConfigError("nothing was loaded")
-        return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1])
+        proven = verifier.agree(group, checked, sums, n_parts)
+        return array, replace(report, chunks_decoded=n_chunks, nbytes_read=nbytes, proven=proven)
 
     def _shares(self) -> bool:
         """Whether the ranks of a machine hand blocks over in shared memory."""
@@ -304,17 +290,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        source = open_source(self.handle, info.dataset)
-        found = source.info
-        if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
-            source.close()
-            raise SourceError(
-                f"{found} has shape {found.shape}, {found.dtype}, chunks {found.chunks} here, but the plan was made for "
-                f"{info.shape}, {info.dtype}, {info.chunks}: the file has changed, or this rank sees another file",
-                path=info.path,
-                dataset=info.dataset,
-            )
-        return source
+        return _open(self.handle, info)
 
     def _fill(
         self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
@@ -343,7 +319,7 @@ class Job:
             array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
             seconds = time.perf_counter() - started
         device = Phase(seconds, sum(p.data.nbytes for p in pieces.values()))
-        return array, _report(ready.reader.tally, moved, device), failed
+        return array, make_report(ready.reader.tally, moved, device), failed
 
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""
@@ -369,14 +345,19 @@ class Job:
                 piece.data[tuple(tail)] = value
 
 
-def _report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
-    phases = {
-        "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),
-        "decode": Phase(tally.decode_seconds, tally.nbytes_read if tally.chunks_decoded else 0),
-        "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
-        "device": device,
-    }
-    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes)
+def _open(handle: Any, info: ArrayInfo) -> Source:
+    """The array of a file, which must be what the plan was made for."""
+    source = open_source(handle, info.dataset)
+    found = source.info
+    if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
+        source.close()
+        raise SourceError(
+            f"{found} has shape {found.shape}, {found.dtype}, chunks {found.chunks} here, but the plan was made for "
+            f"{info.shape}, {info.dtype}, {info.chunks}: the file has changed, or this rank sees another file",
+            path=info.path,
+            dataset=info.dataset,
+        )
+    return source
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

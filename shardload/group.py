@@ -334,6 +334,10 @@ class Group:
             total = self._collectives.reduce(total, "sum")
         return [int(v) for v in total]
 
+    def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The least of each value over the ranks, on every rank. Collective."""
+        return values if self.size == 1 else self._collectives.reduce(values, "min")
+
     def send_text(self, text: str | None, root: int) -> str:
         """A text of `root`, on every rank. Collective."""
         if self.size == 1:

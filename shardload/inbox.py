@@ -90,7 +90,7 @@ class Inbox:
         held = ((shard, plan.true_region(shard)) for shard in pieces)
         self._n_wanted = {shard: region.size if region else 0 for shard, region in held}
         self.problem: Exception | None = None
-        self.copy_seconds, self.nbytes = 0.0, 0
+        self.copy_seconds, self.nbytes, self.n_checksums = 0.0, 0, 0
 
     def expect(self) -> None:
         """Post the first receives of every sender."""
@@ -150,6 +150,7 @@ class Inbox:
 
     def _count(self, part: Part, region: Region) -> None:
         self.nbytes += region.size * self._plan.itemsize
+        self.n_checksums += self._checksums
         self._arrived(part.shard, region)
 
     def _arrived(self, shard: int, region: Region) -> None:

@@ -7,11 +7,13 @@ import json
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
 
 __all__ = ["as_shardload", "from_json", "to_json"]
 
-_ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
+_TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, VerifyError)
+_ERRORS = {e.__name__: e for e in _TYPES}
+_MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dataset", "chunk"), VerifyError: ("index",)}
 
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
@@ -37,7 +39,8 @@ def _lacks_descriptors(error: BaseException | None) -> bool:
 def to_json(error: ShardloadError) -> str:
     """An error as text. Never fails, whatever a source put into it: the other ranks are waiting."""
     kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
-    more = {k: getattr(error, k) for k in ("path", "dataset", "chunk") if isinstance(error, SourceError)}
+    names = _MORE.get(_ERRORS[kind], ())
+    more = {k: getattr(error, k) for k in names}
     return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
 
 
@@ -54,6 +57,7 @@ def from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError
     else:
         more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
         message = f"on rank {first} of {size}{more}: {message}"
-    if found.get("chunk") is not None:
-        found["chunk"] = tuple(found["chunk"])
+    for name in ("chunk", "index"):
+        if found.get(name) is not None:
+            found[name] = tuple(found[name])
     return _ERRORS[kind](message, rank=rank, **found)

@@ -1,7 +1,8 @@
 """open -> agree -> plan -> read and exchange -> assemble -> verify
 
 `load` is `plan` followed by `Plan.execute`; the values of a small array come to all ranks with its metadata, so that only
-rank 0 opens the file. `scatter` is the same with one rank's memory in the place of the file.
+rank 0 opens the file. `scatter` is the same with one rank's memory in the place of the file. `verify` plans the load
+that an array came from, and compares the array with the file instead of reading it into another.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.cost import ROOT
 from shardload.errors import ConfigError
 from shardload.execute import Plan
-from shardload.options import AUTO, Progress
+from shardload.options import AUTO, FILE, FULL, Progress
 from shardload.prepare import Call, Request, plan_file, plan_memory
 from shardload.region import Region
 from shardload.sources import find_array, read_small
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
+from shardload.verify import VerifyReport
 from shardload.wire import sendable
 
-__all__ = ["load", "plan", "scatter"]
+__all__ = ["load", "plan", "scatter", "verify"]
 
 
 def load(
@@ -69,9 +72,12 @@ def load(
         what it holds; an int, that many ranks; ``"auto"`` decides from the plan.
     staging : str or int
         Cap on each process's host memory beyond its own pieces, in bytes or such as ``"256MiB"``.
-    verify : {"index", "checksum"}
+    verify : {"index", "checksum", "file", "full"}
         ``"index"``: every shard is matched to the region that JAX asks for (always). ``"checksum"``: every part is also
-        checksummed from the reader's block to the host piece.
+        checksummed from the reader's block to the host piece, and what the devices hold compared by checksum, replicas on other
+        processes too. ``"file"``: each process also reads a few random boxes of its shards again, with the format's own
+        library, and compares them bit by bit with its devices. ``"full"``: all elements. ``Plan.report.proven`` says what was
+        proven.
     comm : mpi4py.MPI.Comm, optional
         The ranks that take part: at least every process of the mesh. Default: COMM_WORLD.
     progress : bool or callable, optional
@@ -111,7 +117,7 @@ def load(
         if values is None:
             return plan_file(call, info, path)
         array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
-        return plan_file(call, info, MemorySource(array, info))
+        return plan_file(call, info, MemorySource(array, info), path)
 
     return request.plan(find, make).execute()
 
@@ -198,6 +204,8 @@ def scatter(
     ConfigError, SourceError, PeerError
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
+    if verify in (FILE, FULL):
+        raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT)
     request = Request.check(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
     group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
@@ -219,6 +227,87 @@ def scatter(
         return plan_memory(call, ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)
 
     return request.plan(find, make, int(root)).execute()
+
+
+def verify(
+    x: jax.Array,
+    path: Any,
+    *,
+    dataset: str | None = None,
+    select: Any = None,
+    dtype: Any = None,
+    pad: Any = None,
+    how: str = FULL,
+    seed: int = 0,
+    staging: str | int = "256MiB",
+    comm: Any = None,
+) -> VerifyReport:
+    """Compare an array, wherever it comes from, with the file that it should be of.
+
+    Each process reads what its own devices hold, with the format's own library, and compares it bit by bit.
+
+    Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
+
+    Parameters
+    ----------
+    x : jax.Array
+        With a NamedSharding (or on one device). Not changed.
+    path, dataset, select, dtype, pad, comm
+        As for the `load` that would give `x`: `pad` where it has padding, `dtype` where it was cast.
+    how : {"full", "file", "checksum", "index"}
+        All elements, some boxes at random, replicas compared with each other, or shape and dtype alone.
+    seed : int
+        Of the boxes: others with another one.
+    staging : str or int
+        Cap on each process's memory for this.
+
+    Returns
+    -------
+    VerifyReport
+        What was proven; ``print`` it.
+
+    Raises
+    ------
+    VerifyError
+        If an element differs: naming the device, the element and both values. On every rank.
+    ConfigError
+        If `x` cannot be that array: another shape or dtype.
+    SourceError, PeerError
+        As `load` does.
+
+    Examples
+    --------
+    >>> print(shardload.verify(x, "data.h5"))  # doctest: +SKIP
+    """
+    if not isinstance(x, jax.Array):
+        raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how)
+    what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
+    request = Request.check(_sharding_of(x), None, comm, what, options)
+
+    def make(call: Call, found: str) -> Plan:
+        made = plan_file(call, ArrayInfo.from_json(found), path)
+        if (made.shape_global, made.dtype) != (x.shape, x.dtype):
+            raise ConfigError(
+                f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
+                f"{made.shape_global} and is {made.dtype}. Pass the same select=, dtype= and pad= as to the load"
+            )
+        return made
+
+    made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
+    group = made._job.group
+    if group is None:
+        raise ConfigError("x is over an AbstractMesh, which has no devices: there are no values to compare")
+    return made._job.verifier(made.info, int(seed)).run(group, x)
+
+
+def _sharding_of(x: jax.Array) -> Any:
+    """Its sharding, in words of a mesh where it has none."""
+    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
+        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
+    return x.sharding
 
 
 def _describe_path(path: Any) -> str:

@@ -16,10 +16,10 @@ from shardload.errors import ConfigError
 from shardload.sources.base import native_dtype, refusal
 from shardload.units import parse_nbytes
 
-__all__ = ["AUTO", "Options", "Progress", "pad_value"]
+__all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "Options", "Progress", "pad_value"]
 
 AUTO = "auto"
-VERIFY = ("index", "checksum")
+VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each with what those before it prove
 Progress = bool | Callable[[int, int], None] | None
 
 
@@ -41,8 +41,8 @@ class Options:
         ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
     staging_nbytes : int
         Cap on host memory per process beyond its own pieces.
-    checksums : bool
-        Whether each part is checksummed from block to piece.
+    verify : str
+        ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
     progress : bool, callable or None
         Whether to show progress; None: where standard error is a terminal.
     """
@@ -53,8 +53,13 @@ class Options:
     pad: Any
     readers: str | int
     staging_nbytes: int
-    checksums: bool
+    verify: str
     progress: Progress
+
+    @property
+    def checksums(self) -> bool:
+        """Whether each part is checksummed from block to piece."""
+        return self.verify != INDEX
 
     @classmethod
     def check(
@@ -84,7 +89,7 @@ class Options:
         elif isinstance(readers, bool) or not isinstance(readers, (int, np.integer)) or readers < 1:
             raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
         if not isinstance(verify, str) or verify not in VERIFY:
-            raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'")
+            raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'")
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
             raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
         return cls(
@@ -94,7 +99,7 @@ class Options:
             pad=pad,
             readers=readers if isinstance(readers, str) else int(readers),
             staging_nbytes=parse_nbytes(staging),
-            checksums=verify == "checksum",
+            verify=verify,
             progress=progress,
         )
 
@@ -107,7 +112,7 @@ class Options:
             "pad": repr(self.pad),
             "readers": repr(self.readers),
             "staging": str(self.staging_nbytes),
-            "verify": "checksum" if self.checksums else "index",
+            "verify": self.verify,
         }
 
 

@@ -177,8 +177,8 @@ def _describe_job(made: Plan) -> str:
     )
 
 
-def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
-    """Plan the load of an array in a file: `info` is its metadata, `path` what opens it."""
+def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Plan:
+    """Plan the load of an array in a file: `info` is its metadata, `path` what opens it (or `origin`: then `path` has it)."""
     if call.group is None:
         return _plan_file(call, info, path)
     # A series of files of one kind is planned once: for small ones that is a good part of the time.
@@ -191,7 +191,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     known[key] = made
     while len(known) > _RECENT:
         known.popitem(last=False)
-    return replace(made, info=info, _job=replace(made._job, options=call.options, handle=path))
+    return replace(made, info=info, _job=replace(made._job, options=call.options, handle=path, origin=origin))
 
 
 def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:

@@ -51,6 +51,7 @@ class Tally:
     decode_seconds: float = 0.0
     copy_seconds: float = 0.0
     nbytes_copied: int = 0
+    n_checksums: int = 0
 
     def add(self, other: Tally) -> None:
         """Add what one task counted."""
@@ -361,6 +362,7 @@ class SourceReader:
             piece = self._pieces[part.shard].view(common)
             np.copyto(piece, view, casting="no")
             tally.nbytes_copied += piece.nbytes
+            tally.n_checksums += self._checksums
             if self._checksums and checksum(view) != checksum(piece):
                 raise PeerError(
                     f"the part {common} that stays on rank {self._rank} is not what was read: a checksum after the copy "

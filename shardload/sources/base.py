@@ -118,6 +118,13 @@ class Source(Protocol):
         """
         ...
 
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """The values of `region` by the library's own indexing, with nothing in this package between: to verify with.
+
+        In any byte order.
+        """
+        ...
+
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
         ...

@@ -74,6 +74,10 @@ class MemorySource:
         check_request(self._info, self._dtype, region, out)
         out[...] = self._array[region.slices()]
 
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """What NumPy gives for these slices."""
+        return np.asarray(self._array[region.slices()])
+
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values of `region` themselves, with the array's own strides; None if their bytes need swapping."""
         if not Region.whole(self._info.shape).contains(region):

@@ -1,9 +1,8 @@
 """A defect of our own is an error, not a wrong array: shardload is broken on purpose and must notice by itself.
 
 One job of 4 ranks meets all defects one after the other (`scripts/wrong.py`) and loads well after each: with each MPI, and in
-each way that parts can travel, because each has checks of its own. What ``verify="index"`` cannot find, and what nothing can,
-is said by the tests' names: then the array that comes back is wrong, and that is asserted too, so that nobody believes in more
-than there is.
+each way that parts can travel, because each has checks of its own. What a level of ``verify=`` cannot find is said by the
+tests' names: then the array that comes back is wrong, and that is asserted too, so that nobody believes in more than there is.
 """
 
 from __future__ import annotations
@@ -57,6 +56,8 @@ BY_CHECKSUM = {
     "one replica of four differs": SUMS,
     "one bit changes in a copy that stays": ("PeerError", "a checksum after the copy differs"),
     "staging buffer used again too early": SUMS,
+    "one bit changes on a device": ("VerifyError", "does not hold what the host's piece holds of [0:6, 6:12]"),
+    "replicas differ after they have arrived": ("VerifyError", "likelier wrong: rank 3"),
 }
 BY_CHECKSUM_OF_NOTE = {
     "one bit changes in shared memory": SUMS,
@@ -64,8 +65,16 @@ BY_CHECKSUM_OF_NOTE = {
 }
 # Two messages of the same size look alike; two notes do not.
 SWAPPED = "two parts take each other's way"
-# Found by no check of a load: the reader itself is wrong. That is what tests/mpi/test_sources.py is for.
-BY_NONE = ("a read in the wrong place",)
+# What was read is wrong, or what has arrived is written over: only the file can say.
+READ = "likelier wrong is how the values were read or travelled"
+BY_FILE = {
+    "a read in the wrong place": ("VerifyError", READ),
+    "chunks decoded wrongly": ("VerifyError", READ),
+    "a piece is used again": ("VerifyError", "shard [0:6, 6:12] of '/x' in"),
+    "padding filled wrongly": ("VerifyError", "is -2.0 (bytes 000000c0), but the padding has -3.0"),
+}
+# One element of a large array: a few boxes miss it.
+BY_FULL = {"one element read wrongly": ("VerifyError", "element (9, 200, 300) is -1282348.0")}
 # A rank waits for what nobody sends, or fails in the middle of an exchange. Each in a job of its own.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
@@ -154,16 +163,35 @@ def test_not_found_by_index(found: Travelled) -> None:
     for_each(found.by_checksum, lambda case, _: is_wrong_and_unnoticed(found.said[case, "index"]))
 
 
+@pytest.mark.parametrize("verify", ["file", "full"])
+def test_found_by_the_file(found: Travelled, verify: str) -> None:
+    """Wrong if an array came back although it was compared with the file."""
+    for_each(BY_FILE, lambda case, error: is_error(found.said[case, verify], *error))
+    stronger = {case: error for case, error in BY_CHECKSUM.items() if (case, verify) in found.said}
+    assert len(stronger) == 2
+    for_each(stronger, lambda case, _: is_error(found.said[case, verify], "VerifyError", "on rank"))
+
+
+def test_found_by_full(found: Travelled) -> None:
+    """Wrong if one element could be missed."""
+    for_each(BY_FULL, lambda case, error: is_error(found.said[case, "full"], *error))
+
+
 @pytest.mark.parametrize("verify", ["index", "checksum"])
-@pytest.mark.parametrize("case", BY_NONE)
-def test_not_found_at_all(found: Travelled, case: str, verify: str) -> None:
-    """The limit of all checks of a load: they begin with what the reader delivers."""
-    is_wrong_and_unnoticed(found.said[case, verify])
+def test_not_found_without_the_file(found: Travelled, verify: str) -> None:
+    """The limit of checksums: they begin with what the reader delivers, and end with the piece."""
+    for_each(BY_FILE, lambda case, _: is_wrong_and_unnoticed(found.said[case, verify]))
+
+
+@pytest.mark.parametrize("verify", ["index", "checksum", "file"])
+def test_not_found_but_by_full(found: Travelled, verify: str) -> None:
+    """The limit of a few boxes."""
+    for_each(BY_FULL, lambda case, _: is_wrong_and_unnoticed(found.said[case, verify]))
 
 
 def test_every_defect_is_looked_at(found: Travelled) -> None:
     """Wrong if a defect of the script were asserted by nobody."""
-    assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_NONE}
+    assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_FILE, *BY_FULL}
 
 
 @pytest.mark.parametrize("where", [("mpich", "shared memory"), ("mpich", "messages"), ("openmpi", "both")], ids=" ".join)

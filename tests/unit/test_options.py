@@ -21,7 +21,7 @@ def test_defaults() -> None:
     options = Options.check()
     assert (options.dataset, options.select, options.dtype, options.pad) == (None, None, None, None)
     assert options.readers == "auto" and options.staging_nbytes == 256 << 20
-    assert options.checksums is False and options.progress is None
+    assert options.verify == "index" and options.checksums is False and options.progress is None
 
 
 def test_what_is_given_is_kept() -> None:
@@ -29,7 +29,8 @@ def test_what_is_given_is_kept() -> None:
         dataset="/rho", select=(0, ...), dtype=">f4", pad=0, readers=np.int64(3), staging="1kB", verify="checksum",
         progress=False,
     )  # fmt: skip
-    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, True, False)
+    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, "checksum", False)
+    assert options.checksums
     assert options.dtype is not None and options.dtype.isnative and type(options.readers) is int
 
 
@@ -47,7 +48,7 @@ def test_bad_readers(readers: Any) -> None:
 
 @pytest.mark.parametrize("verify", ["", "values", None, True, ["index"], np.array([1, 2]), 1])
 def test_bad_verify(verify: Any) -> None:
-    text = f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'"
+    text = f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Options.check(verify=verify)
 
