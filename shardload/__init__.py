@@ -7,7 +7,7 @@
 Nothing else than what is named here is public.
 """
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError
 from shardload.execute import LoadReport, Plan
 from shardload.launch import initialize
 from shardload.load import load, plan, scatter
@@ -19,6 +19,7 @@ __all__ = [
     "Plan",
     "ShardloadError",
     "SourceError",
+    "StallError",
     "initialize",
     "load",
     "plan",

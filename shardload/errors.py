@@ -6,6 +6,7 @@ The type of an error answers that question and nothing else, so that a script ca
 `ConfigError`    the caller: an argument, the launch, the environment. Change the call.
 `SourceError`    the file: missing, damaged, of a kind that cannot be loaded. Change the data.
 `PeerError`      a rank: ranks disagree, or one of them failed for a reason of its own. Look at that rank.
+`StallError`     a rank too (it is a `PeerError`): nothing has moved for `timeout` seconds. End the job.
 ===============  ====================================================================================
 
 Law: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. A script that
@@ -15,7 +16,7 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError"]
+__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError", "StallError"]
 
 
 class ShardloadError(Exception):
@@ -68,3 +69,11 @@ class SourceError(ShardloadError, OSError):
 
 class PeerError(ShardloadError, RuntimeError):
     """A rank's error: the ranks disagree, or one failed for a reason that is neither the call nor the file."""
+
+
+class StallError(PeerError):
+    """Nothing has moved on any rank for `timeout` seconds; the text names who is late, and with what.
+
+    The ranks are then in different places, and cannot agree on anything again: every later call over the same communicator
+    raises this error at once, and the job ends when the first process does.
+    """

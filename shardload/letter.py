@@ -7,11 +7,13 @@ import json
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError
 
 __all__ = ["as_shardload", "from_json", "to_json"]
 
-_ERRORS: dict[str, type[ShardloadError]] = {e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError)}
+_ERRORS: dict[str, type[ShardloadError]] = {
+    e.__name__: e for e in (ShardloadError, ConfigError, SourceError, PeerError, StallError)
+}
 
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
