@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,19 +21,20 @@ from jax.sharding import NamedSharding
 from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import Moved, exchange
 from shardload.group import Group
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
-from shardload.reader import SourceReader, Tally
+from shardload.reader import SourceReader
 from shardload.region import Region, Selection
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
 from shardload.staging import Piece, Slots, aligned, aligned_empty
+from shardload.tally import Tally
 from shardload.units import format_nbytes
 
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging"]
@@ -235,6 +237,7 @@ class Job:
             raise ConfigError(
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
+        group.watch.begin(str(made.info), self.options.timeout)
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.read_plan.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
@@ -242,6 +245,7 @@ class Job:
         error: BaseException | None = None
         with ExitStack() as opened:
             ready: _Ready | None = None
+            group.watch.enter("open")
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
             except Exception as found:
@@ -251,9 +255,13 @@ class Job:
             if ready is not None:
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
+                except StallError:
+                    raise  # the ranks agree on nothing any more, and what is open may be in use for ever
                 except Exception as found:
                     error = found
+        group.watch.enter("agree")
         sums = group.agree(error, [0, 0] if report is None else [report.chunks_decoded, report.nbytes_read])
+        group.watch.close()
         if array is None or report is None:
             raise ConfigError("nothing was loaded")
         return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1])
@@ -272,7 +280,7 @@ class Job:
         bell = Bell() if own is None else own.bell
         source = self._open(made.info, rank)
         if source is not None and source is not self.handle:
-            opened.callback(source.close)
+            opened.push(partial(_close, source))
         pieces = self._make_pieces(rank)
         slots = Slots(staging.n_slots, staging.slot_nbytes, own.data if own is not None and self._shared_nbytes(rank) else None)
         reader = SourceReader(
@@ -334,6 +342,7 @@ class Job:
         )
         array, seconds = None, 0.0
         if failed is None:
+            group.watch.enter("assemble")
             started = time.perf_counter()
             held = ((p.region, p.data) for p in pieces.values())
             array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
@@ -373,6 +382,12 @@ def _report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
         "device": device,
     }
     return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes)
+
+
+def _close(source: Source, kind: type[BaseException] | None, *_: object) -> None:
+    """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
+    if kind is None or not issubclass(kind, StallError):
+        source.close()
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

@@ -5,6 +5,7 @@ Pure: no JAX, no MPI, no files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,10 @@ from shardload.errors import ConfigError
 from shardload.sources.base import native_dtype, refusal
 from shardload.units import parse_nbytes
 
-__all__ = ["AUTO", "Options", "Progress", "pad_value"]
+__all__ = ["AUTO", "TIMEOUT", "Options", "Progress", "pad_value"]
 
 AUTO = "auto"
+TIMEOUT = 900.0  # a minute's hiccup of a busy file system is none; a night of a job that stands still is avoided
 VERIFY = ("index", "checksum")
 Progress = bool | Callable[[int, int], None] | None
 
@@ -45,6 +47,8 @@ class Options:
         Whether each part is checksummed from block to piece.
     progress : bool, callable or None
         Whether to show progress; None: where standard error is a terminal.
+    timeout : float or None
+        Seconds without progress on any rank after which a call fails; None: never.
     """
 
     dataset: str | None
@@ -55,6 +59,7 @@ class Options:
     staging_nbytes: int
     checksums: bool
     progress: Progress
+    timeout: float | None
 
     @classmethod
     def check(
@@ -68,6 +73,7 @@ class Options:
         staging: Any = "256MiB",
         verify: Any = "index",
         progress: Any = None,
+        timeout: Any = TIMEOUT,
     ) -> Options:
         """Check each argument by itself.
 
@@ -96,6 +102,7 @@ class Options:
             staging_nbytes=parse_nbytes(staging),
             checksums=verify == "checksum",
             progress=progress,
+            timeout=_seconds(timeout),
         )
 
     def describe(self) -> dict[str, str]:
@@ -108,7 +115,17 @@ class Options:
             "readers": repr(self.readers),
             "staging": str(self.staging_nbytes),
             "verify": "checksum" if self.checksums else "index",
+            "timeout": repr(self.timeout),
         }
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever")
+    return float(timeout)
 
 
 def _dtype(dtype: Any) -> np.dtype[Any] | None:
