@@ -248,7 +248,7 @@ class _Exchange:
         if not self.traffic.n_data:
             # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
             alone = not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching()
-            self.bell.wait(min(_ALONE_SECONDS, self.watch.interval) if alone else _LISTEN_SECONDS)
+            self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
         if idle <= _YIELDS:
             os.sched_yield()

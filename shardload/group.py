@@ -11,7 +11,6 @@ several processes, these: they agree through JAX's own coordination, and can sen
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
@@ -27,7 +26,7 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.letter import as_shardload, from_json, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
-from shardload.post import MpiOffice, leave
+from shardload.post import MpiOffice, leave_at_exit
 from shardload.watch import Watch
 
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
@@ -85,7 +84,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
             group = Group(duplicate(comm, timeout))
         except StallError as error:
             group = error
-            atexit.register(leave, mpi, timeout or 0.0)
+            leave_at_exit(mpi, timeout or 0.0)
         comm.Set_attr(_keyval(), group)
     if isinstance(group, StallError):
         raise StallError(str(group))
@@ -143,7 +142,7 @@ class Group:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
         office = MpiOffice(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
         # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
-        ends = None if self.size == 1 else partial(atexit.register, leave, None if comm is None else self.mpi)
+        ends = None if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
         self.watch = Watch(self.rank, self.size, office, on_verdict=ends)
         self._collectives: Collectives = self._over(comm) if processes is None else JaxCollectives(*processes)
         self._n_loads = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MpiOffice", "leave"]
+__all__ = ["MpiOffice", "leave_at_exit"]
 
 _LEAST_LEAVE_SECONDS, _LONGEST_LEAVE_SECONDS = 0.5, 15.0
 _FLUSH_SECONDS, _NAP_SECONDS = 2.0, 1e-3
@@ -61,16 +62,20 @@ class MpiOffice:
         self._under_way = [(request, data) for request, data in self._under_way if not request.Test()]
 
 
-def leave(mpi: Any, seconds: float) -> None:
-    """End this process, and with MPI the whole job, at once: in the ordinary way it would wait for a rank that is held up.
+def leave_at_exit(mpi: Any, seconds: float) -> None:
+    """When the interpreter ends, end this process at once, and with MPI the whole job: else it would wait for who is held up.
 
     Parameters
     ----------
     mpi : module or None
         ``mpi4py.MPI``; None where there is no MPI.
     seconds : float
-        That the other ranks have to learn of it and to say so.
+        That the other ranks have then to learn of it and to say so.
     """
+    atexit.register(_leave, mpi, seconds)  # the last to be registered is the first to be called
+
+
+def _leave(mpi: Any, seconds: float) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if mpi is None:

@@ -35,6 +35,7 @@ _BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # in a timeout; at the longest
 _RANKS_A_SECOND = 1000  # whose beats the warden can deal with beside its own work
 _SILENT_BEATS = 3  # a beat waits for the warden's turn, and the warden may just have had it
 _LATE_BEATS = 6  # more than the warden needs: its own verdict comes first
+_LEARN_BEATS = 3  # until all ranks that wait have surely looked
 _LONGEST_NAME = 500  # so that a beat is surely a short message
 _BEAT, _ALIVE, _VERDICT = "beat", "alive", "verdict"
 _NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the warden's next
@@ -106,9 +107,9 @@ class Watch:
         self._start_beats()
 
     @property
-    def interval(self) -> float:
-        """Seconds between two beats: nobody should sleep longer."""
-        return self._interval
+    def nap_seconds(self) -> float:
+        """Nobody should sleep longer between two looks, or beats come late."""
+        return self._interval / 4
 
     @property
     def is_stalled(self) -> bool:
@@ -244,7 +245,7 @@ class Watch:
         if self._verdict is None:
             self._verdict = (text, late)
             if self._on_verdict is not None:
-                self._on_verdict(2 * self._interval)
+                self._on_verdict(_LEARN_BEATS * self._interval)
 
     def _raise_verdict(self) -> None:
         if self._verdict is not None:
