@@ -7,7 +7,7 @@
 Nothing else than what is named here is public.
 """
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
 from shardload.execute import LoadReport, Plan, VerifyReport
 from shardload.launch import initialize
 from shardload.load import load, plan, scatter, verify
@@ -19,6 +19,7 @@ __all__ = [
     "Plan",
     "ShardloadError",
     "SourceError",
+    "StallError",
     "VerifyError",
     "VerifyReport",
     "initialize",

@@ -7,18 +7,20 @@ Nothing here spins: a rank that waits sleeps.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from shardload.errors import PeerError
+from shardload.errors import PeerError, StallError
+from shardload.verdict import text_before_first
 
-__all__ = ["Collectives", "JaxCollectives", "MpiCollectives"]
+__all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 4, 1e-4, 2e-3, 10
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
 
-# What was interrupted (Ctrl-C): MPI may still read and write the buffers that these requests hold, so they are never freed.
+# What was given up while MPI might still write into its buffers (a stall, Ctrl-C): they are never freed.
 _abandoned: list[Any] = []
 
 Integers = np.ndarray[Any, Any]
@@ -50,40 +52,71 @@ class MpiCollectives:
         Of the ranks, for this use alone.
     mpi : module
         ``mpi4py.MPI``.
+    look : callable
+        Called all the time while this rank waits; may raise, and then nobody can use the communicator again.
     """
 
-    def __init__(self, comm: Any, mpi: Any) -> None:
-        self._comm, self._mpi = comm, mpi
+    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None]) -> None:
+        self._comm, self._mpi, self._look = comm, mpi, look
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
         everyone = np.empty((self._comm.size, *mine.shape), dtype=mine.dtype)
-        _finish(self._comm.Iallgather(mine, everyone))
+        self._finish(lambda: self._comm.Iallgather(mine, everyone), mine, everyone)
         return everyone
 
     def reduce(self, mine: Integers, op: str) -> Integers:
         """See `Collectives`."""
         found = np.empty_like(mine)
-        _finish(self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())))
+        self._finish(lambda: self._comm.Iallreduce(mine, found, getattr(self._mpi, op.upper())), mine, found)
         return found
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
-        _finish(self._comm.Ibcast(data, root))
+        self._finish(lambda: self._comm.Ibcast(data, root), data)
+
+    def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
+        self._look()  # or a group that is dead would be asked once more
+        request = start()
+        try:
+            _finish(request, self._look)
+        except BaseException:
+            _abandoned.append((request, buffers))
+            raise
 
 
-def _finish(request: Any) -> None:
-    """Wait without spinning: a rank that is late may need this very core."""
+def _finish(request: Any, look: Callable[[], None]) -> None:
+    """Wait without spinning: a rank that is late may need this very core. `look` is called all the time."""
     idle = 0
-    try:
-        while not request.Test():
-            idle += 1
-            if idle > _TESTS:
-                doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
-                time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
-    except BaseException:
-        _abandoned.append(request)
-        raise
+    while not request.Test():
+        look()
+        idle += 1
+        if idle > _TESTS:
+            doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
+            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+
+
+def duplicate(comm: Any, timeout: float | None) -> Any:
+    """A duplicate of a communicator, for this use alone. Collective; StallError if not all come within `timeout` seconds."""
+    if timeout is None or comm.size == 1:
+        return comm.Dup()
+    end = time.monotonic() + timeout
+
+    def look() -> None:
+        if time.monotonic() > end:  # without a communicator of their own the ranks cannot tell each other more
+            raise StallError(text_before_first(timeout))
+
+    made, request = comm.Idup()
+    _finish(request, look)
+    return made
+
+
+def jax_processes() -> tuple[Any, int, int]:
+    """The client of JAX's own coordination, this process and how many there are. JAX has no public name for the first."""
+    from jax._src import distributed  # here: this module is read before JAX is started
+
+    state = distributed.global_state
+    return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
 
 
 class JaxCollectives:

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.cost import Cost
+from shardload.plan import ReadPlan
 from shardload.sources.base import ArrayInfo
 from shardload.units import format_nbytes
 
-__all__ = ["Described", "describe_plan"]
+__all__ = ["Described", "describe_job", "describe_plan"]
 
 
 class Described(Protocol):
@@ -32,6 +33,11 @@ class Described(Protocol):
     why: str
     costs: Mapping[str, Cost]
     staging_nbytes: int
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """Who reads what."""
+        ...
 
 
 def describe_plan(plan: Described) -> str:
@@ -100,3 +106,12 @@ def _table(plan: Described) -> list[str]:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "(" + ", ".join(str(n) for n in shape or ()) + ")"
+
+
+def describe_job(made: Described) -> str:
+    """What every rank must have planned alike, as text."""
+    p = made.read_plan
+    return (
+        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
+        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
+    )

@@ -6,7 +6,8 @@ The type of an error answers that question and nothing else, so that a script ca
 `ConfigError`    the caller: an argument, the launch, the environment. Change the call.
 `SourceError`    the file: missing, damaged, of a kind that cannot be loaded. Change the data.
 `PeerError`      a rank: ranks disagree, or one of them failed for a reason of its own. Look at that rank.
-`VerifyError`    a kind of PeerError: a rank's devices hold other values than the file.
+`StallError`     a rank too (it is a `PeerError`): nothing has moved for `timeout` seconds. End the job.
+`VerifyError`    a rank too (it is a `PeerError`): its devices hold other values than the file.
 ===============  ====================================================================================
 
 Law: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. A script that
@@ -16,7 +17,7 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError", "VerifyError"]
+__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError", "StallError", "VerifyError"]
 
 
 class ShardloadError(Exception):
@@ -83,3 +84,11 @@ class VerifyError(PeerError):
     def __init__(self, message: str, *, rank: int | None = None, index: tuple[int, ...] | None = None) -> None:
         super().__init__(message, rank=rank)
         self.index = index
+
+
+class StallError(PeerError):
+    """Nothing has moved on any rank for `timeout` seconds; the text names who is late, and with what.
+
+    The ranks are then in different places, and cannot agree on anything again: every later call over the same communicator
+    raises this error at once, and the job ends when the first process does.
+    """

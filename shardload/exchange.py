@@ -56,6 +56,10 @@ class BlockReader(Protocol):
         """Whether `start` has a buffer for this read."""
         ...
 
+    def now(self) -> tuple[int, str]:
+        """A number that grows with what has been read, and what is being read."""
+        ...
+
     def start(self, read: Read) -> Any:
         """Begin to read one block: `done()`, `result()`. Not called again after one has failed."""
         ...
@@ -160,7 +164,7 @@ class _Advance:
 class _Exchange:
     def __init__(self, traffic: Traffic, plan: ReadPlan, reader: BlockReader, inbox: Inbox, outbox: Outbox, bell: Bell) -> None:
         self.traffic, self.plan, self.reader, self.inbox, self.outbox = traffic, plan, reader, inbox, outbox
-        self.bell = bell
+        self.bell, self.watch = bell, traffic.group.watch
         self.rank = traffic.group.rank
         self.failure: Exception | None = None  # of this rank's own reading or sending
         self.reads = plan.reads(self.rank)
@@ -169,13 +173,19 @@ class _Exchange:
         self.has_sent_receipts = False
 
     def run(self) -> None:
+        self.watch.enter("exchange")
         self.inbox.expect()
         idle = 0
-        while not self._is_done():
-            moved = self._step()
-            idle = 0 if moved else idle + 1
-            if idle:
-                self._nap(idle)
+        with self.watch.attend(self.reader.now):
+            while not self._is_done():
+                if self._step():
+                    self.watch.moved()
+                    idle = 0
+                else:
+                    idle += 1
+                self.watch.look()
+                if idle:
+                    self._nap(idle)
         self.inbox.check(self.failure is None)
 
     def _is_done(self) -> bool:
@@ -183,8 +193,8 @@ class _Exchange:
 
     def _step(self) -> bool:
         moved = self.traffic.test()
-        moved |= self._listen()
         try:
+            moved |= self._listen()
             moved |= self._read()
             moved |= self.outbox.post()
         except Exception as error:
@@ -202,7 +212,7 @@ class _Exchange:
             for rank, message in self.traffic.told():
                 heard = True
                 if message[0] == ACK:
-                    self.outbox.answered(int(message[1]))
+                    self.outbox.answered(rank, int(message[1]))
                 else:
                     self.inbox.look(rank, message)
         return heard
@@ -239,7 +249,7 @@ class _Exchange:
         if not self.traffic.n_data:
             # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
             alone = not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching()
-            self.bell.wait(_ALONE_SECONDS if alone else _LISTEN_SECONDS)
+            self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
         if idle <= _YIELDS:
             os.sched_yield()

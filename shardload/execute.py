@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import NamedSharding
 from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group
 from shardload.node import Bell, Segment
@@ -216,6 +217,7 @@ class Job:
             return self._run(made, group)
 
     def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
+        group.watch.begin(str(made.info), self.options.timeout)
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.read_plan.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
@@ -223,6 +225,7 @@ class Job:
         error: BaseException | None = None
         with ExitStack() as opened:
             ready: _Ready | None = None
+            group.watch.enter("open")
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
             except Exception as found:
@@ -233,16 +236,21 @@ class Job:
                 held = {piece.region: piece.data for piece in ready.pieces.values()}
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
+                except StallError:
+                    raise  # the ranks agree on nothing any more, and what is open may be in use for ever
                 except Exception as found:
                     error = found
         verifier = self.verifier(made.info)
         if array is not None and error is None:
+            group.watch.enter("verify")
             try:
                 checked = verifier.check(array, group.rank, held)
             except Exception as found:
                 error = found
+        group.watch.enter("agree")
         counts = [0] * 3 if report is None else [report.chunks_decoded, report.nbytes_read, report.proven.n_parts]
         n_chunks, nbytes, n_parts, *sums = group.agree(error, counts + checked.counts)
+        group.watch.close()
         if array is None or report is None:
             raise ConfigError("nothing was loaded")
         proven = verifier.agree(group, checked, sums, n_parts)
@@ -262,7 +270,7 @@ class Job:
         bell = Bell() if own is None else own.bell
         source = self._open(made.info, rank)
         if source is not None and source is not self.handle:
-            opened.callback(source.close)
+            opened.push(partial(_close, source))
         pieces = self._make_pieces(rank)
         slots = Slots(staging.n_slots, staging.slot_nbytes, own.data if own is not None and self._shared_nbytes(rank) else None)
         reader = SourceReader(
@@ -314,6 +322,7 @@ class Job:
         )
         array, seconds = None, 0.0
         if failed is None:
+            group.watch.enter("assemble")
             started = time.perf_counter()
             held = ((p.region, p.data) for p in pieces.values())
             array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
@@ -358,6 +367,12 @@ def _open(handle: Any, info: ArrayInfo) -> Source:
             dataset=info.dataset,
         )
     return source
+
+
+def _close(source: Source, kind: type[BaseException] | None, *_: object) -> None:
+    """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
+    if kind is None or not issubclass(kind, StallError):
+        source.close()
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

@@ -15,25 +15,27 @@ import json
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from shardload.collectives import Collectives, JaxCollectives, MpiCollectives
-from shardload.errors import ConfigError, PeerError, ShardloadError
+from shardload.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
+from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.letter import as_shardload, from_json, to_json
+from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
+from shardload.post import MpiOffice, leave_at_exit
+from shardload.watch import Watch
 
 __all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
 
 _HEAD_NBYTES = 4096
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
+_WATCH_TAG = _TAGS - 1  # which no load has
 
 
 @cache
@@ -61,16 +63,16 @@ def mpi_problem() -> str:
     return _load_mpi()[1]
 
 
-def group_of(comm: Any = None) -> Group:
+def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     """The group of a communicator (default: COMM_WORLD; without MPI: this process alone).
 
-    Collective over `comm` the first time, free afterwards.
+    Collective over `comm` the first time, free afterwards. StallError if not all come within `timeout` seconds.
     """
     mpi, _ = _load_mpi()
     if comm is None:
         comm = world()
     if comm is None:
-        client, process, n_processes = _jax_processes()
+        client, process, n_processes = jax_processes()
         return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
@@ -79,23 +81,21 @@ def group_of(comm: Any = None) -> Group:
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
     group = comm.Get_attr(_keyval())
-    if group is None or group.is_torn:
-        group = Group(comm.Dup())
+    if group is None or (isinstance(group, Group) and group.is_torn):
+        try:
+            group = Group(duplicate(comm, timeout))
+        except StallError as error:
+            group = error
+            leave_at_exit(mpi, timeout or 0.0)
         comm.Set_attr(_keyval(), group)
+    if isinstance(group, StallError):
+        raise StallError(str(group))
     return group  # type: ignore[no-any-return]
 
 
 @cache
 def _alone() -> Group:
     return Group(None)
-
-
-def _jax_processes() -> tuple[Any, int, int]:
-    """The client of JAX's own coordination, this process and how many there are. JAX has no public name for the first."""
-    from jax._src import distributed  # here: this module is read before JAX is started
-
-    state = distributed.global_state
-    return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
 
 
 @cache
@@ -107,49 +107,12 @@ def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
 def _keyval() -> int:
     mpi, _ = _load_mpi()
 
-    def free(_comm: Any, _keyval: int, group: Group) -> None:
-        group.free()
+    def free(_comm: Any, _keyval: int, group: Group | StallError) -> None:
+        if isinstance(group, Group):
+            group.free()
 
     # No copy function: a duplicate that the user makes gets a group of its own.
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Node:
-    """The ranks of a group that share this rank's machine: their communicator (None without MPI) and ranks, ascending."""
-
-    comm: Any
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the ranks of a group run on.
-
-    Attributes
-    ----------
-    leaders : tuple of int
-        For each rank the lowest rank on its machine: equal for ranks on the same one.
-    n_threads : int
-        Cores that a rank has for itself (the least of all ranks; 1 where ranks share cores).
-    n_cores : int
-        Cores that the ranks of a machine have together (the least of all machines).
-    """
-
-    leaders: tuple[int, ...]
-    n_threads: int
-    n_cores: int
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Ranks on the fullest machine."""
-        return max(Counter(self.leaders).values())
-
-
-def _ranks_per_node() -> int:
-    """SHARDLOAD_RANKS_PER_NODE: every so many ranks count as a machine, to measure or test what happens between."""
-    text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
-    return int(text) if text.isdigit() else 0
 
 
 class Group:
@@ -161,17 +124,21 @@ class Group:
         This rank and how many there are.
     comm : mpi4py.MPI.Comm or None
         The private duplicate; None for a process alone, and for processes of JAX without MPI.
+    watch : Watch
+        Whether the ranks still move. Once it has found that they do not, every collective raises `StallError`.
     """
 
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None) -> None:
         self.comm = comm
-        self._collectives: Collectives
         if processes is not None:
-            self._collectives = JaxCollectives(*processes)
             _, self.rank, self.size = processes
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
-            self._collectives = MpiCollectives(comm, None if comm is None else self.mpi)
+        office = MpiOffice(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
+        # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
+        ends = None if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
+        self.watch = Watch(self.rank, self.size, office, on_verdict=ends)
+        self._collectives: Collectives = self._over(comm) if processes is None else JaxCollectives(*processes)
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -181,6 +148,9 @@ class Group:
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
         self._one_call = threading.Lock()
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
+
+    def _over(self, comm: Any) -> MpiCollectives:
+        return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
 
     @property
     def can_send(self) -> bool:
@@ -231,13 +201,13 @@ class Group:
             if self.comm is None:
                 self._node = Node(None, (self.rank,))
             else:
+                self.gather_int(0)  # what comes now waits spinning and for ever: only when all are there
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                pretended = _ranks_per_node()
+                pretended = pretended_ranks_per_node()
                 if pretended:
                     whole, comm = comm, comm.Split(self.rank // pretended, self.rank)
                     whole.Free()
-                ranks = np.empty(comm.size, dtype=np.int64)
-                comm.Allgather(np.array([self.rank], dtype=np.int64), ranks)
+                ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
                 self._node = Node(comm, tuple(int(r) for r in ranks))
         return self._node
 
@@ -250,8 +220,7 @@ class Group:
             n_alike = 1
             if node.comm is not None:
                 digest = np.array([_digest(repr(cores)) >> 1], dtype=np.int64)
-                everyone = np.empty(node.comm.size, dtype=np.int64)
-                node.comm.Allgather(digest, everyone)
+                everyone = self._over(node.comm).gather(digest)[:, 0]
                 n_alike = int((everyone == digest[0]).sum())  # ranks bound to cores of their own share them with nobody
             leaders = self.gather_int(node.ranks[0])
             if not self.can_send:
@@ -274,28 +243,27 @@ class Group:
             return {}
         # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
         state = np.array([nbytes > self._shared_nbytes or not self._segments, nbytes], dtype=np.int64)
-        state = MpiCollectives(node.comm, self.mpi).reduce(state, "max")
+        state = self._over(node.comm).reduce(state, "max")
         if state[0] and state[1]:
             self._make_segments(node, nbytes)
         return self._segments
 
     def _make_segments(self, node: Node, nbytes: int) -> None:
         self._segments = {}
+        over = self._over(node.comm)
         own, problem = None, False
         try:
             own = Segment.create(max(nbytes, self._shared_nbytes))
         except (OSError, AttributeError):
             problem = True
-        handles = np.zeros((len(node.ranks), HANDLE_SIZE), dtype=np.int64)
-        node.comm.Allgather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle, handles)
+        handles = over.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle)
         found: dict[int, Segment] = {}
         try:
             for rank, handle in zip(node.ranks, handles, strict=True):
                 found[rank] = own if rank == self.rank and own is not None else Segment.attach(handle)
         except (OSError, ValueError):
             problem = True
-        failed = np.array([problem], dtype=np.int64)
-        node.comm.Allreduce(self.mpi.IN_PLACE, failed, op=self.mpi.MAX)
+        failed = over.reduce(np.array([problem], dtype=np.int64), "max")
         if own is not None:
             own.seal()
         self._can_share = not failed[0]

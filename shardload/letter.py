@@ -7,11 +7,11 @@ import json
 
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
 
 __all__ = ["as_shardload", "from_json", "to_json"]
 
-_TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, VerifyError)
+_TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
 _ERRORS = {e.__name__: e for e in _TYPES}
 _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dataset", "chunk"), VerifyError: ("index",)}
 

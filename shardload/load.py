@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.cost import ROOT
 from shardload.errors import ConfigError
 from shardload.execute import Plan
-from shardload.options import AUTO, FILE, FULL, Progress
+from shardload.options import AUTO, FILE, FULL, TIMEOUT, Progress
 from shardload.prepare import Call, Request, plan_file, plan_memory
 from shardload.region import Region
 from shardload.sources import find_array, read_small
@@ -45,6 +45,7 @@ def load(
     verify: str = "index",
     comm: Any = None,
     progress: Progress = None,
+    timeout: float | None = TIMEOUT,
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -82,6 +83,9 @@ def load(
         The ranks that take part: at least every process of the mesh. Default: COMM_WORLD.
     progress : bool or callable, optional
         Show a progress bar on rank 0 (default: for large loads in a terminal), or a function ``(done_nbytes, total_nbytes)``.
+    timeout : float or None
+        Seconds: if nothing has moved on any rank for so long, every rank raises `StallError`, which names who is late. None:
+        never.
 
     Returns
     -------
@@ -96,13 +100,17 @@ def load(
         The file is missing, damaged or not loadable.
     PeerError
         Ranks disagree, or one failed for a reason of its own.
+    StallError
+        Nothing moved for `timeout` seconds. The ranks can make no call together any more, and the job ends when the first of
+        them does.
 
     Examples
     --------
     >>> x = shardload.load("data.h5", mesh, P("a", "b"))  # doctest: +SKIP
     """
     options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify, progress=progress
+        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
+        progress=progress, timeout=timeout,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
 
@@ -136,6 +144,7 @@ def plan(
     verify: str = "index",
     comm: Any = None,
     progress: Progress = None,
+    timeout: float | None = TIMEOUT,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
@@ -155,7 +164,8 @@ def plan(
         As `load` does.
     """
     options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify, progress=progress
+        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
+        progress=progress, timeout=timeout,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
     return request.plan(
@@ -176,6 +186,7 @@ def scatter(
     verify: str = "index",
     comm: Any = None,
     progress: Progress = None,
+    timeout: float | None = TIMEOUT,
 ) -> jax.Array:
     """Give every process its shard of an array that one rank has or makes.
 
@@ -189,7 +200,7 @@ def scatter(
     array : array_like or callable
         On `root`: the array, or a function without arguments that returns it (called on `root` alone). Elsewhere: anything,
         usually None.
-    mesh, spec, dtype, pad, staging, verify, comm, progress
+    mesh, spec, dtype, pad, staging, verify, comm, progress, timeout
         As in `load`.
     root : int
         The rank that has the array.
@@ -206,7 +217,7 @@ def scatter(
     """
     if verify in (FILE, FULL):
         raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT)
+    options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT, timeout=timeout)
     request = Request.check(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
     group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
     if group is None:

@@ -5,6 +5,7 @@ Pure: no JAX, no MPI, no files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,11 @@ from shardload.errors import ConfigError
 from shardload.sources.base import native_dtype, refusal
 from shardload.units import parse_nbytes
 
-__all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "Options", "Progress", "pad_value"]
+__all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "TIMEOUT", "Options", "Progress", "pad_value"]
 
 AUTO = "auto"
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each with what those before it prove
+TIMEOUT = 900.0  # a minute's hiccup of a busy file system is none; a night of a job that stands still is avoided
 Progress = bool | Callable[[int, int], None] | None
 
 
@@ -45,6 +47,8 @@ class Options:
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
     progress : bool, callable or None
         Whether to show progress; None: where standard error is a terminal.
+    timeout : float or None
+        Seconds without progress on any rank after which a call fails; None: never.
     """
 
     dataset: str | None
@@ -55,6 +59,7 @@ class Options:
     staging_nbytes: int
     verify: str
     progress: Progress
+    timeout: float | None
 
     @property
     def checksums(self) -> bool:
@@ -73,6 +78,7 @@ class Options:
         staging: Any = "256MiB",
         verify: Any = "index",
         progress: Any = None,
+        timeout: Any = TIMEOUT,
     ) -> Options:
         """Check each argument by itself.
 
@@ -101,6 +107,7 @@ class Options:
             staging_nbytes=parse_nbytes(staging),
             verify=verify,
             progress=progress,
+            timeout=_seconds(timeout),
         )
 
     def describe(self) -> dict[str, str]:
@@ -113,7 +120,17 @@ class Options:
             "readers": repr(self.readers),
             "staging": str(self.staging_nbytes),
             "verify": self.verify,
+            "timeout": repr(self.timeout),
         }
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever")
+    return float(timeout)
 
 
 def _dtype(dtype: Any) -> np.dtype[Any] | None:

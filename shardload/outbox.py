@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.errors import PeerError
 from shardload.node import Segment
 from shardload.plan import Part
 from shardload.region import Region
@@ -119,9 +120,16 @@ class Outbox:
             if part.rank != self._rank:
                 self.sent.setdefault(part.rank, _Sent())
 
-    def answered(self, note: int) -> None:
-        """A receiver has what a note named."""
-        self._looking.pop(note)()
+    def answered(self, rank: int, note: int) -> None:
+        """A receiver has what a note named. PeerError if there is no such note."""
+        done = self._looking.pop(note, None)
+        if done is None:
+            raise PeerError(
+                f"rank {rank} answers note {note}, which rank {self._rank} did not send or which was answered before. Nothing "
+                "was loaded. This is a defect in shardload; please report it with the shape, the mesh and the spec",
+                rank=rank,
+            )
+        done()
 
     def send_receipts(self, went_well: bool) -> None:
         """Nothing more will come."""

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
+from shardload.describe import describe_job
 from shardload.errors import ConfigError, ShardloadError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
@@ -33,7 +34,7 @@ from shardload.layout import (
     read_spec,
     verify_layout,
 )
-from shardload.options import AUTO, Options, pad_value
+from shardload.options import AUTO, TIMEOUT, Options, pad_value
 from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
 from shardload.region import Selection, select_axes
 from shardload.sources.base import ArrayInfo
@@ -97,14 +98,12 @@ class Request:
     def check(cls, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]) -> Request:
         """Check the arguments on this rank. Collective the first time that ranks make a call together."""
         given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-        group = None if isinstance(given, AbstractMesh) else group_of(comm)
-        if group is not None:
-            _ = group.machine  # asked for where no rank can be missing
         what = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
         try:
-            call = Call(read_sharding(mesh, spec), Options.check(**options), group)
+            call = Call(read_sharding(mesh, spec), Options.check(**options), None)
         except ConfigError as error:
-            return cls(group, what, None, error)
+            return cls(None if isinstance(given, AbstractMesh) else _begin(comm, TIMEOUT, what["path"]), what, None, error)
+        group = call.group = None if isinstance(given, AbstractMesh) else _begin(comm, call.options.timeout, what["path"])
         return cls(group, what | {"sharding": describe_sharding(call.sharding), **call.options.describe()}, call, None)
 
     def agree(self) -> Call:
@@ -138,27 +137,35 @@ class Request:
 
     def _plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int) -> Plan:
         text, made = "", None
+        self._enter("metadata")
         unfound: ShardloadError | None = None
         error: BaseException | None = None
         try:
             text = self._find(find, root)
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
+        self._enter("plan")
         if error is None:
             try:
                 made = None if self.call is None else make(self.call, text)
             except Exception as found:
                 error = found
-        planned = {_PLAN: "" if made is None else _describe_job(made)}
+        planned = {_PLAN: "" if made is None else describe_job(made)}
         if self.group is None or not self.group.all_same({**self.what, **planned}, made is not None):
             self.agree()
             if unfound is not None:
                 raise unfound
             if self.group is not None:
                 self.group.agree_same(planned, error)
+        if self.group is not None:
+            self.group.watch.close()
         if made is None:
             raise error or ConfigError("nothing was planned")
         return made
+
+    def _enter(self, phase: str) -> None:
+        if self.group is not None:
+            self.group.watch.enter(phase)
 
     def _find(self, find: Callable[[Call], str], root: int) -> str:
         def run() -> str:
@@ -169,12 +176,11 @@ class Request:
         return run() if self.group is None else self.group.tell(run, root)
 
 
-def _describe_job(made: Plan) -> str:
-    p = made.read_plan
-    return (
-        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
-        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
-    )
+def _begin(comm: Any, timeout: float | None, what: str) -> Group:
+    group = group_of(comm, timeout)
+    group.watch.begin(what, timeout)
+    _ = group.machine  # asked for where no rank can be missing
+    return group
 
 
 def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Plan:

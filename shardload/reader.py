@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,39 +25,23 @@ from typing import Any
 import numpy as np
 
 from shardload.cast import cast_into
-from shardload.errors import PeerError, ShardloadError, SourceError
+from shardload.errors import PeerError, ShardloadError, StallError
+from shardload.naming import Naming
 from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import ChunkReader, Source
 from shardload.staging import Block, Piece, Slots, Tile, aligned
+from shardload.tally import Tally
+from shardload.threads import Pool, done_here
 from shardload.wire import checksum, sendable
 
-__all__ = ["Reading", "SourceReader", "Tally"]
+__all__ = ["Reading", "SourceReader"]
 
 _INLINE_NBYTES = 1 << 14
 _MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass
-class Tally:
-    """What reading cost: seconds are summed over the threads."""
-
-    chunks_decoded: int = 0
-    nbytes_read: int = 0
-    nbytes_stored: int = 0
-    read_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    copy_seconds: float = 0.0
-    nbytes_copied: int = 0
-    n_checksums: int = 0
-
-    def add(self, other: Tally) -> None:
-        """Add what one task counted."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass
@@ -124,12 +109,16 @@ class SourceReader:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
         self._bell, self._checksums = bell, checksums
+        self._names = Naming(source, selection, chunks if has_chunks else None)
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
         self._chunk_reader = self._find_chunk_reader()
         self._n_threads = n_threads if self._chunk_reader is not None else 1  # `read_into` is promised one at a time
-        self._pool = ThreadPoolExecutor(self._n_threads, thread_name_prefix="shardload-read")
+        self._pool = Pool(self._n_threads, "shardload-read")
         self._latest: list[Future[None]] = []
+        self._asked: tuple[Read | None, bool] = (None, False)
+        self._reading: dict[int, Region] = {}  # by thread: what it is at
+        self._n_read = 0
         self._own = threading.local()
         self._lock = threading.Lock()
         self.tally = Tally()
@@ -141,8 +130,15 @@ class SourceReader:
     def __enter__(self) -> SourceReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After a stall a thread may be held up in a read for ever: it is left behind.
+        self._pool.close(wait=kind is None or not issubclass(kind, StallError))
+
+    def now(self) -> tuple[int, str]:
+        """How many chunks and blocks have been read, and what is being read (that which was begun first; empty: nothing)."""
+        for region in [*self._reading.values()][:1]:
+            return self._n_read, self._names.being_read(region)
+        return self._n_read, ""
 
     @property
     def n_at_once(self) -> int:
@@ -173,7 +169,7 @@ class SourceReader:
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
         is_free = self._chunk_reader is not None or all(task.done() for task in self._latest)  # one at a time in the library
         if is_free and read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
-            return Reading(block, [_done_here(self._run, task, read) for task in work])
+            return Reading(block, [done_here(self._run, task, read) for task in work])
         tasks = [self._pool.submit(self._run, task, read) for task in work]
         for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once
             task.add_done_callback(self._tell)
@@ -185,9 +181,13 @@ class SourceReader:
             self._bell.ring()
 
     def _needs_slot(self, read: Read) -> bool:
-        if self._chunk_reader is not None:
-            return any(part.rank != self._rank for part in read.parts)
-        return self._own_piece(read) is None and self._view(read) is None
+        if self._asked[0] is not read:  # asked again and again while no slot is free
+            if self._chunk_reader is not None:
+                needs = any(part.rank != self._rank for part in read.parts)
+            else:
+                needs = self._own_piece(read) is None and self._view(read) is None
+            self._asked = (read, needs)
+        return self._asked[1]
 
     def _run(self, work: Callable[[Tally], None], read: Read) -> None:
         tally = Tally()
@@ -196,10 +196,22 @@ class SourceReader:
         except (ShardloadError, MemoryError):
             raise
         except Exception as error:
-            raise self._explain(error, read.region) from error
+            raise self._names.explain(error, read.region) from error
         finally:
             with self._lock:
                 self.tally.add(tally)
+
+    @contextmanager
+    def _at(self, region: Region) -> Iterator[None]:
+        """While this thread reads a region of the file, the others can ask for it."""
+        thread = threading.get_ident()
+        self._reading[thread] = region
+        try:
+            yield
+        finally:
+            del self._reading[thread]
+            with self._lock:
+                self._n_read += 1
 
     # --- chunk by chunk
 
@@ -208,13 +220,14 @@ class SourceReader:
             region = self._chunks.region(number).intersect(block.read.region)
             if region is None:
                 continue
-            index = self._file_index(region)
+            index = self._names.index(region)
             try:
-                self._read_chunk(block, reader, place, region, index, tally)
+                with self._at(region):
+                    self._read_chunk(block, reader, place, region, index, tally)
             except (ShardloadError, MemoryError):
                 raise
             except Exception as error:
-                raise self._unreadable(error, self._selection.to_file(region), index) from error
+                raise self._names.unreadable(error, region, index) from error
 
     def _read_chunk(
         self, block: Block, reader: ChunkReader, place: int, region: Region, index: tuple[int, ...], tally: Tally
@@ -248,7 +261,7 @@ class SourceReader:
                     if travels
                     else self._scratch("cast", region.shape, self._dtype)
                 )
-                cast_into(values, cast, self._name(box))
+                cast_into(values, cast, self._names.elements(box))
                 values = cast
             if travels:
                 with self._lock:
@@ -291,10 +304,6 @@ class SourceReader:
     def _stored(self, nbytes: int) -> Array:
         return self._scratch("stored", (nbytes,), np.dtype(np.uint8))
 
-    def _file_index(self, region: Region) -> tuple[int, ...]:
-        box = self._selection.to_file(region)
-        return tuple(a // c for a, c in zip(box.start, self._chunk_shape, strict=True))
-
     # --- by the library, block by block
 
     def _read_block(self, block: Block, tally: Tally) -> None:
@@ -334,13 +343,14 @@ class SourceReader:
             return data
         raw = self._scratch("block", region.shape, self._source.dtype)
         self._read(region, raw, tally)
-        cast_into(raw, data, self._name(self._selection.to_file(region)))
+        cast_into(raw, data, self._names.elements(self._selection.to_file(region)))
         return data
 
     def _read(self, region: Region, out: Array, tally: Tally) -> None:
         box = self._selection.to_file(region)
         started = time.perf_counter()
-        self._source.read_into(box, out.reshape(box.shape))
+        with self._at(region):
+            self._source.read_into(box, out.reshape(box.shape))
         seconds = time.perf_counter() - started
         if self._has_chunks:
             tally.chunks_decoded += self._chunks.n_meeting(region)
@@ -378,42 +388,3 @@ class SourceReader:
         index: Any = (*(slice(None) if k in kept else 0 for k in range(view.ndim)), ...)  # an array, also when 0-d
         values: Array = view[index]
         return values
-
-    def _name(self, box: Region) -> str:
-        return f"{self._source.info}, elements {box},"
-
-    def _explain(self, error: Exception, region: Region) -> SourceError:
-        """What went wrong, with the chunk it went wrong in."""
-        for number in self._chunks.meeting(region) if self._has_chunks else ():
-            cell = self._chunks.region(number).intersect(region)
-            if cell is None:
-                continue
-            box = self._selection.to_file(cell)
-            try:
-                self._source.read_into(box, np.empty(box.shape, dtype=self._source.dtype))
-            except Exception as closer:
-                return self._unreadable(closer, box, self._file_index(cell))
-        return self._unreadable(error, self._selection.to_file(region), None)
-
-    def _unreadable(self, error: Exception, box: Region, chunk: tuple[int, ...] | None) -> SourceError:
-        info = self._source.info
-        what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
-        return SourceError(
-            f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. The file is damaged, incomplete or "
-            "out of reach there; nothing was loaded. Copy it again or make it anew",
-            path=info.path,
-            dataset=info.dataset,
-            chunk=chunk,
-        )
-
-
-def _done_here(run: Callable[..., None], *arguments: Any) -> Future[None]:
-    """The same as a thread would do, at once: starting one takes longer than a small read."""
-    future: Future[None] = Future()
-    try:
-        run(*arguments)
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-    return future

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardload.exchange import Moved
 from shardload.options import INDEX
-from shardload.reader import Tally
+from shardload.tally import Tally
 from shardload.units import format_nbytes
 from shardload.verify import VerifyReport
 

@@ -106,7 +106,7 @@ class Ranks:
         self.here.messages.clear()
         assert all(answer[:2] == (0, ACK) for answer in found)
         for *_, number in found:
-            self.outbox.answered(number)
+            self.outbox.answered(1, number)
         return [number for *_, number in found]
 
 
@@ -275,3 +275,17 @@ def test_a_note_says_what_it_is() -> None:
     notes = ranks.put()
     assert [note[:3].tolist() for note in notes] == [[LOOK, 1, 1], [LOOK, 2, 1]]
     assert [rank for rank, _ in ranks.there.messages] == [1, 1]
+
+
+def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:
+    """Wrong if it were a KeyError, which says nothing, or were believed."""
+    ranks = Ranks()
+    ranks.put()
+    for note in (3, 0, -1):
+        with pytest.raises(PeerError, match=rf"^rank 1 answers note {note}, which rank 0 did not send.*defect") as found:
+            ranks.outbox.answered(1, note)
+        assert found.value.rank == 1
+    ranks.outbox.answered(1, 2)
+    with pytest.raises(PeerError, match="answered before"):
+        ranks.outbox.answered(1, 2)
+    assert ranks.outbox.n_looking == 1

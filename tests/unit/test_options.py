@@ -22,14 +22,15 @@ def test_defaults() -> None:
     assert (options.dataset, options.select, options.dtype, options.pad) == (None, None, None, None)
     assert options.readers == "auto" and options.staging_nbytes == 256 << 20
     assert options.verify == "index" and options.checksums is False and options.progress is None
+    assert options.timeout == 900
 
 
 def test_what_is_given_is_kept() -> None:
     options = Options.check(
         dataset="/rho", select=(0, ...), dtype=">f4", pad=0, readers=np.int64(3), staging="1kB", verify="checksum",
-        progress=False,
+        progress=False, timeout=60,
     )  # fmt: skip
-    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, "checksum", False)
+    assert options == Options("/rho", (0, ...), np.dtype("f4"), 0, 3, 1000, "checksum", False, 60.0)
     assert options.checksums
     assert options.dtype is not None and options.dtype.isnative and type(options.readers) is int
 
@@ -51,6 +52,20 @@ def test_bad_verify(verify: Any) -> None:
     text = f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'"
     with pytest.raises(ConfigError, match=re.escape(text)):
         Options.check(verify=verify)
+
+
+@pytest.mark.parametrize("timeout", [None, 1, 0.25, np.float32(0.5), np.int64(3)])
+def test_timeout(timeout: Any) -> None:
+    found = Options.check(timeout=timeout).timeout
+    assert found == timeout and type(found) in (float, type(None))
+    assert Options.check(timeout=timeout).describe() != Options.check().describe(), "ranks must pass the same"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, True, "900", [1], 1j])
+def test_bad_timeout(timeout: Any) -> None:
+    text = f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Options.check(timeout=timeout)
 
 
 @pytest.mark.parametrize("dataset", ["", 3, b"rho", ["rho"], True])
@@ -106,7 +121,7 @@ def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
 
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
-    assert set(base) == {"dataset", "select", "dtype", "pad", "readers", "staging", "verify"}
+    assert set(base) == {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout"}
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
         dataset="a", select=slice(0, 1), dtype="f4", pad=0, readers="root", staging=1, verify="checksum"

@@ -1,0 +1,26 @@
+"""What did reading cost? Each task counts for itself, and the reader adds it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Tally"]
+
+
+@dataclass
+class Tally:
+    """What reading cost: seconds are summed over the threads."""
+
+    chunks_decoded: int = 0
+    nbytes_read: int = 0
+    nbytes_stored: int = 0
+    read_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    nbytes_copied: int = 0
+    n_checksums: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add what one task counted."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)

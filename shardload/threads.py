@@ -1,0 +1,108 @@
+"""Who does what may block? A few daemon threads, which a process can leave behind.
+
+Python's own pool joins its threads when the interpreter exits: a thread that a file system never lets go keeps the whole job
+from ending. These end with the process, whatever they do, unless `Pool.close` has waited for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+__all__ = ["Pool", "done_here"]
+
+
+class _Task:
+    """One call, and where its result goes."""
+
+    def __init__(self, future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.future, self.call, self.arguments = future, call, arguments
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            found = self.call(*self.arguments)
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(found)
+
+
+class Pool:
+    """Threads that are started when they are first needed, and take what is submitted in order.
+
+    Parameters
+    ----------
+    n : int
+        How many there are at most.
+    name : str
+        Of each thread, before its number.
+    """
+
+    def __init__(self, n: int, name: str) -> None:
+        self._n, self._name = n, name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._waiting = threading.Semaphore(0)  # threads that have nothing to do
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        # Who drops a pool without closing it must not leave sleeping threads behind.
+        self._end = weakref.finalize(self, _end, self._tasks, self._threads)
+        self._end.atexit = False
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have a thread call this. RuntimeError after `close`."""
+        if self._is_closed:
+            raise RuntimeError("the pool is closed")
+        future: Future[Any] = Future()
+        self._tasks.put(_Task(future, call, arguments))
+        if not self._waiting.acquire(blocking=False) and len(self._threads) < self._n:
+            # The thread knows the queue and not the pool, so that a pool nobody holds is found to be one.
+            thread = threading.Thread(
+                target=_work, args=(self._tasks, self._waiting), name=f"{self._name}_{len(self._threads)}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self, wait: bool = True) -> None:
+        """Cancel what no thread has begun, and end the threads; with `wait`, return when they have ended.
+
+        Without it, a thread that is held up in its task ends when it gets out of it, or with the process.
+        """
+        self._is_closed = True
+        while not self._tasks.empty():
+            task = self._tasks.get()
+            if task is not None:
+                task.future.cancel()
+        self._end()
+        for thread in self._threads if wait else ():
+            thread.join()
+
+
+def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # or what it holds lives until the next one comes
+        waiting.release()
+
+
+def _end(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        tasks.put(None)
+
+
+def done_here(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """The same as a thread would do, at once: waking one takes longer than a small read. Ctrl-C is raised, not kept."""
+    future: Future[Any] = Future()
+    try:
+        found = call(*arguments)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(found)
+    return future

@@ -1,0 +1,125 @@
+"""What is said when nothing moves any more? Who is late, with what, and what to do. The same text on every rank.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["State", "text_before_first", "text_of", "text_without_warden"]
+
+_MOST_NAMED = 4
+_WAITING = {"exchange": "for parts", "agree": "for all to be done"}
+_END = (
+    "Nothing was loaded, and these processes can make no call together any more: end the job. If it was only slow, pass a "
+    "longer timeout= (in seconds; None waits for ever)"
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a rank is.
+
+    Attributes
+    ----------
+    call, count : int
+        Number of the call, and what has been done in it.
+    phase : str
+        What the rank is at.
+    reading : str
+        What it is reading from the file; empty: nothing.
+    """
+
+    call: int
+    count: int
+    phase: str = ""
+    reading: str = ""
+
+    @property
+    def place(self) -> str:
+        """The phase, or that it reads."""
+        return "read" if self.reading else self.phase
+
+
+def text_of(what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, State], heard: Mapping[int, State]) -> str:
+    """The verdict on a call.
+
+    Parameters
+    ----------
+    what : str
+        That it does.
+    timeout : float
+        Seconds in which nothing has moved.
+    absent : sequence of int
+        Ranks that never said anything in this call.
+    lost : mapping of int to State
+        Ranks that say nothing any more, and where they were.
+    heard : mapping of int to State
+        The others.
+
+    Examples
+    --------
+    >>> wait, read = State(1, 2, "exchange"), State(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
+    >>> print(text_of("'f.h5'", 30, [], {}, {0: wait, 1: wait, 2: read}))  # doctest: +ELLIPSIS
+    nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5' (phase: read); 2 other ranks
+    wait for parts (phase: exchange). ...
+    """
+    said = []
+    if absent:
+        said.append(f"{_names(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
+    for phase in dict.fromkeys(state.phase for state in lost.values()):
+        those = [rank for rank, state in lost.items() if state.phase == phase]
+        said.append(f"{_names(those)} {_is(those)} held up or gone: not heard of any more (last phase: {phase})")
+    reading = {rank: state for rank, state in heard.items() if state.reading}
+    for rank, state in [*reading.items()][:_MOST_NAMED]:
+        said.append(f"rank {rank} is reading {state.reading} (phase: {state.place})")
+    if len(reading) > _MOST_NAMED:
+        said.append(f"{len(reading) - _MOST_NAMED} more ranks are reading")
+    other = "other " if said else ""
+    for phase in dict.fromkeys(state.phase for state in heard.values() if not state.reading):
+        n = sum(state.phase == phase and not state.reading for state in heard.values())
+        ranks = f"{n} {other}ranks wait" if n > 1 else f"{n} {other}rank waits"
+        said.append(f"{ranks}{_WAITING.get(phase, '') and ' ' + _WAITING[phase]} (phase: {phase})")
+    advice = _advice(bool(absent or lost), bool(reading))
+    return f"nothing has moved for {timeout:g} s (call: {what}): {'; '.join(said)}. {advice}"
+
+
+def text_without_warden(what: str, timeout: float) -> str:
+    """The verdict of those who hear nothing of rank 0, which should give it."""
+    return (
+        f"nothing was heard of rank 0, which watches over the others, for {timeout:g} s (call: {what}): it did not come to "
+        f"this call, is held up in it, or is gone. {_advice(True, False)}"
+    )
+
+
+def text_before_first(timeout: float) -> str:
+    """The verdict where some ranks never made their first call: nobody knows which."""
+    return (
+        f"not all ranks of this communicator have made their first call within {timeout:g} s: some did not come to it, are "
+        f"held up, or are gone. {_advice(True, False)}"
+    )
+
+
+def _advice(has_silent: bool, has_reading: bool) -> str:
+    advice = []
+    if has_silent:
+        advice.append("Look whether that process still runs, and where (py-spy dump --pid ...); all ranks must make the call.")
+    if has_reading:
+        advice.append("Look whether the file can be read there, and whether its file system answers.")
+    return " ".join([*advice, _END])
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """For a person.
+
+    >>> _names([3]), _names([3, 5]), _names(range(9))
+    ('rank 3', 'ranks 3, 5', 'ranks 0, 1, 2, 3 and 5 more')
+    """
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -1,0 +1,222 @@
+"""Hold one rank up and see what all of them do; print it, one line of JSON per rank and step.
+
+``stall.py FOLDER CASE [READERS]``. After a stall each rank calls once more, and then lets the error end it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import shardload
+from tests.mpi.support import check, mesh_of, on_root, ramp
+
+SHAPE, CHUNKS = (24, 36, 40), (4, 6, 10)
+TIMEOUT = 4.0
+BEATS_A_CHUNK = 1
+
+comm = MPI.COMM_WORLD
+execute, reader = importlib.import_module("shardload.execute"), importlib.import_module("shardload.reader")
+reader._MIN_CHUNK_NBYTES = 1  # chunks are small here
+execute._WORTH_SHARING_NBYTES = 0
+if "inline" not in sys.argv[2]:
+    reader._INLINE_NBYTES = -1
+
+cases: dict[str, Callable[[Any], object]] = {}
+again_on: dict[str, Any] = {}  # the communicator of the call after the stall, if not the usual one
+
+
+def case(make: Callable[[Any], object]) -> Callable[[Any], object]:
+    cases[make.__name__] = make
+    return make
+
+
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def hold(*_: Any) -> Any:
+    """What a file system that does not answer does."""
+    say(held=comm.rank)
+    threading.Event().wait()
+
+
+def load(readers: Any = "parallel", **more: Any) -> Any:
+    return shardload.load("x.h5", mesh_of(), P("a", "b"), readers=readers, timeout=TIMEOUT, **more)
+
+
+class Chunks:
+    """The chunks of a source, with something to wait for before each."""
+
+    def __init__(self, chunks: Any, wait: Callable[..., None]) -> None:
+        self.fetches, self.decode, self.wait = chunks.fetch, chunks.decode, wait
+
+    def fetch(self, index: tuple[int, ...], *room: Any) -> Any:
+        self.wait(index)
+        return self.fetches(index, *room)
+
+
+class Source:
+    """A source of which every chunk has to be waited for."""
+
+    def __init__(self, source: Any, wait: Callable[..., None]) -> None:
+        self._source, self._wait = source, wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def chunk_reader(self) -> Chunks:
+        return Chunks(self._source.chunk_reader(), self._wait)
+
+    def read_into(self, region: Any, out: Any) -> None:
+        self._wait(region)
+        self._source.read_into(region, out)
+
+
+def slow_source(wait: Callable[..., None]) -> None:
+    opens = execute.open_source
+    execute.open_source = lambda *arguments: Source(opens(*arguments), wait)
+
+
+@case
+def thread(readers: Any) -> None:
+    """The last rank that reads is held up in a thread, at its second chunk (where it is to be found again in the text)."""
+    plan = shardload.plan("x.h5", mesh_of(), P("a", "b"), readers=readers, timeout=TIMEOUT).read_plan
+    late = max(rank for rank in range(min(comm.size, 3)) if plan.is_reader(rank))
+    seen: list[Any] = []
+
+    def second(index: Any) -> None:
+        seen.append(index)
+        if len(seen) == 2:
+            say(held=comm.rank, chunk=index)
+            threading.Event().wait()
+
+    if comm.rank == late:
+        slow_source(second)
+    load(readers)
+
+
+@case
+def library(readers: Any) -> None:
+    """Held up in the library's own read of a block."""
+    reader._MIN_CHUNK_NBYTES = 1 << 30
+    if comm.rank == 1:
+        slow_source(hold)
+    load(readers)
+
+
+@case
+def inline(readers: Any) -> None:
+    """A read so small that the thread that calls MPI does it: that rank says nothing any more."""
+    if comm.rank == 2:
+        slow_source(hold)
+    load(readers)
+
+
+@case
+def metadata(_: Any) -> None:
+    if comm.rank == 0:
+        importlib.import_module("shardload.load").find_array = hold
+    load()
+
+
+@case
+def absent(_: Any) -> None:
+    load()
+    if comm.rank == 3:
+        hold()
+    load()
+
+
+@case
+def absent_at_first(_: Any) -> None:
+    """Before there is a communicator to ask each other on."""
+    mine, _ = comm.Dup(), mesh_of()  # JAX itself waits for all processes when it is first asked for devices
+    if comm.rank == 1:
+        hold()
+    again_on["comm"] = mine
+    load(comm=mine)
+
+
+@case
+def absent_root(_: Any) -> None:
+    load()
+    if comm.rank == 0:
+        hold()
+    load()
+
+
+@case
+def scatter(_: Any) -> None:
+    shardload.scatter(hold if comm.rank == 1 else None, mesh_of(), P("a"), root=1, timeout=TIMEOUT)
+
+
+class Beats(logging.Handler):
+    """Counts what the log says of beats."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.n, self.changed = 0, threading.Condition()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.DEBUG and record.getMessage().startswith(f"rank {comm.rank}, call "):
+            with self.changed:
+                self.n += 1
+                self.changed.notify_all()
+
+
+@case
+def slow(readers: Any) -> None:
+    """Each chunk of rank 0 takes a few beats; all of them together more than the timeout."""
+    beats, log = Beats(), logging.getLogger("shardload")
+    log.addHandler(beats)
+    log.setLevel(logging.DEBUG)
+
+    def wait(_: Any) -> None:
+        with beats.changed:
+            goal = beats.n + BEATS_A_CHUNK
+            beats.changed.wait_for(lambda: beats.n >= goal)
+
+    if comm.rank == 0:
+        slow_source(wait)
+    check(load(readers), ramp(SHAPE), mesh_of(), P("a", "b"))
+    say(beats=beats.n)
+
+
+def prepare() -> None:
+    with h5py.File("x.h5", "w") as file:
+        file.create_dataset("x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip")
+
+
+def main(folder: str, name: str, readers: str = "parallel") -> None:
+    os.chdir(folder)
+    shardload.initialize()
+    on_root(comm, prepare)
+    started, worked = time.monotonic(), time.process_time()
+    try:
+        cases[name](int(readers) if readers.isdigit() else readers)
+    except shardload.StallError as error:
+        say(
+            type=type(error).__name__, text=str(error), rank=error.rank,
+            seconds=time.monotonic() - started, cpu_seconds=time.process_time() - worked,
+        )  # fmt: skip
+        try:
+            load(comm=again_on.get("comm"))
+        except shardload.PeerError as again:
+            say(again=type(again).__name__, same=str(again) == str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
