@@ -7,7 +7,7 @@ A `Source` is one open array of it. Sources know nothing of ranks, devices or pl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -118,6 +118,15 @@ class Source(Protocol):
         """
         ...
 
+    def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
+        """The chunks that meet `region` and are not stored, so that it has the fill value there; ``[()]`` if an array without
+        chunks has no values at all.
+
+        Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the format's
+        library hides it, less than all is returned.
+        """
+        ...
+
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
         ...
@@ -189,15 +198,15 @@ class Format(Protocol):
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
         ...
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
-        """Every array in the file, in its own order."""
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
+        """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused."""
         ...
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
         ...
 
-    def open_object(self, obj: Any) -> Source:
+    def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
 

@@ -26,8 +26,11 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
+from shardload.sources.hdf5_links import Others, follow, look_through
+from shardload.sources.hdf5_missing import Unwritten, Whole
 from shardload.sources.hdf5_raw import RawFile
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
@@ -80,12 +83,15 @@ class Hdf5Source:
         Open; one that `info.refused` does not refuse.
     info : ArrayInfo
         What `describe` says of it.
+    others : Others
+        The other files that its values are in.
     file : h5py.File, optional
         The file to close with this source; None where the dataset is the caller's.
     """
 
-    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, file: h5py.File | None = None) -> None:
-        self._dataset, self._info, self._file = dataset, info, file
+    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, file: h5py.File | None = None) -> None:
+        self._dataset, self._info, self._others, self._file = dataset, info, others, file
+        self._whole = Whole.of(dataset)
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
         # convert to from the complex type of HDF5 2.0 in the other byte order.
@@ -117,10 +123,20 @@ class Hdf5Source:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         if region.ndim == 0:
             identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
-            return
-        space = identifier.get_space()
-        space.select_hyperslab(region.start, region.shape)
-        identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+        else:
+            space = identifier.get_space()
+            space.select_hyperslab(region.start, region.shape)
+            identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+        self._whole.check()
+        self._others.check_whole()
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
+        return [] if region.size == 0 or not self._dataset.id.valid else self._unwritten.meeting(region)
+
+    @functools.cached_property
+    def _unwritten(self) -> Unwritten:
+        return Unwritten(self._dataset)
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""
@@ -130,7 +146,7 @@ class Hdf5Source:
         """Single chunks, decoded past HDF5; None where only HDF5 can."""
         if self._info.refused is not None or self._info.chunks is None or self._raw is None:
             return None
-        return open_chunks(self._dataset, self._dtype, self._raw)
+        return open_chunks(self._dataset, self._dtype, self._raw, self._whole)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
@@ -178,22 +194,23 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path))
+            return list(_describe_all(file, path, Fence.around_file(path, outside)))
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = _open_file(path)
+        file, fence = _open_file(path), Fence.around_file(path, outside)
         try:
-            found = _look_up(file, path, dataset)
-            return Hdf5Source(found, describe(found, path, dataset), file)
+            found = _look_up(file, path, dataset, fence)
+            others = look_through(found, fence)
+            return Hdf5Source(found, describe(found, path, dataset, others), others, file)
         except BaseException:
             file.close()
             raise
 
-    def open_object(self, obj: Any) -> Source:
+    def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -201,12 +218,14 @@ class Hdf5Format:
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         path = str(obj.file.filename)
+        fence = Fence.around_file(path, outside)
         if isinstance(obj, h5py.Group):
-            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
+            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path, fence)) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>")))
+        others = look_through(obj, fence)
+        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>"), others), others)
 
 
 FORMAT = Hdf5Format()
@@ -232,10 +251,15 @@ def _open_file(path: str) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
 
 
-def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
-    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere."""
+def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> h5py.Dataset:
+    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere, or outside."""
     try:
+        follow(file, name, fence)
         found = file[name]
+        if not fence.holds(str(found.file.filename)):
+            raise OutsideError(f"'{name}' is in '{found.file.filename}', outside the folder of this file; {TARGET_HINT}")
+    except OutsideError as error:
+        raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
     except (KeyError, OSError, RuntimeError) as error:
         try:
             link = file.get(name, getlink=True)
@@ -260,7 +284,7 @@ def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
     return found
 
 
-def _describe_all(group: h5py.Group, path: str) -> Iterator[ArrayInfo]:
+def _describe_all(group: h5py.Group, path: str, fence: Fence) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
     names: list[str] = []
     group.visit(names.append)
@@ -270,12 +294,12 @@ def _describe_all(group: h5py.Group, path: str) -> Iterator[ArrayInfo]:
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield describe(found, path, full)
+                yield describe(found, path, full, look_through(found, fence))
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
 
 
-def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
+def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> ArrayInfo:
     """What is known of a dataset without reading its values.
 
     Parameters
@@ -284,6 +308,8 @@ def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
         Open.
     path, name : str
         As the user named the file and the dataset.
+    others : Others
+        The other files that its values are in.
     """
     creation = dataset.id.get_create_plist()
     filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
@@ -292,7 +318,7 @@ def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = _missing_filter(filters) or (_missing_source(dataset, path) if is_virtual else None)
+        refused = _missing_filter(filters) or others.refused
     chunked = creation.get_layout() == h5py.h5d.CHUNKED
     has_attributes = h5py.h5a.get_num_attrs(dataset.id) > 0
     return ArrayInfo(
@@ -334,21 +360,6 @@ def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
                 f"chunks encoded with HDF5 filter {number} ({known}), which the HDF5 library here cannot decode: "
                 "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
             )
-    return None
-
-
-def _missing_source(dataset: h5py.Dataset, path: str) -> str | None:
-    """What is said of the first file that a virtual dataset maps to and that is not there.
-
-    HDF5 delivers fill values in its place without a word. Names with ``%b`` stand for as many files as there are, so a
-    missing one is no error there. HDF5 looks beside the virtual file, under HDF5_VDS_PREFIX, and in the working folder.
-    """
-    beside = os.path.dirname(str(dataset.file.filename))
-    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", beside or ".")
-    for name in {str(source.file_name) for source in dataset.virtual_sources()}:
-        places = [os.path.join(folder, name) for folder in (prefix, beside, "")]
-        if name != "." and "%" not in name and not any(map(os.path.exists, places)):
-            return f"values of another file, '{name}', which is not there (HDF5 would deliver fill values in its place)"
     return None
 
 

@@ -1,0 +1,100 @@
+"""What of an HDF5 dataset is not in the file, where HDF5 delivers something in its place without a word?
+
+1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
+2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its header
+   says only when it opens the file; later it delivers zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+
+import h5py
+import numpy as np
+from h5py._objects import phil
+
+from shardload.region import Region
+
+__all__ = ["UNWRITTEN_WORDS", "Unwritten", "Whole"]
+
+UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
+
+
+class Unwritten:
+    """Which chunks of a dataset were never written?
+
+    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, each chunk that is asked for
+    is looked up by itself: HDF5 is asked to read it into a buffer that is too small, and says so before it reads.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self._identifier = dataset.id
+        creation = dataset.id.get_create_plist()
+        self._layout, self._chunk = creation.get_layout(), ()
+        self._none = self._all = False
+        if self._layout == h5py.h5d.CHUNKED:
+            self._chunk = tuple(creation.get_chunk())
+            n_chunks = math.prod(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
+            n_written = dataset.id.get_num_chunks()
+            self._none, self._all = n_written >= n_chunks, n_written == 0
+        elif self._layout == h5py.h5d.CONTIGUOUS:
+            self._all = dataset.id.get_offset() is None and creation.get_external_count() == 0
+
+    def meeting(self, region: Region) -> list[tuple[int, ...]]:
+        """Those that meet `region`, which is not empty; ``[()]`` for data without chunks that was never written."""
+        if self._layout != h5py.h5d.CHUNKED:
+            return [()] if self._all else []
+        if self._none:
+            return []
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, self._chunk, strict=True)]
+        indices = itertools.product(*axes)
+        return list(indices) if self._all else [index for index in indices if self._is_unwritten(index)]
+
+    def _is_unwritten(self, index: tuple[int, ...]) -> bool:
+        offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
+        try:
+            with phil:
+                self._identifier.read_direct_chunk(offsets, out=np.empty(0, dtype=np.uint8))
+        except (MemoryError, OSError, RuntimeError, ValueError) as error:
+            said = str(error)
+            if "buffer is only" in said:
+                return False
+            return any(words in said for words in UNWRITTEN_WORDS) or (
+                self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None
+            )
+        return False
+
+
+class Whole:
+    """Whether a file that HDF5 has open is still as long as it was when HDF5 opened it.
+
+    Parameters
+    ----------
+    descriptor : int or None
+        HDF5's own; None where it has none.
+    nbytes : int
+        How long it was.
+    """
+
+    def __init__(self, descriptor: int | None, nbytes: int) -> None:
+        self._descriptor, self._nbytes = descriptor, nbytes
+
+    @classmethod
+    def of(cls, dataset: h5py.Dataset) -> Whole:
+        """The file that `dataset` is in."""
+        file = dataset.file
+        plain = file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
+        reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer's file may yet have to grow
+        return cls(file.id.get_vfd_handle() if plain and reading else None, file.id.get_filesize())
+
+    def check(self) -> None:
+        """Raise OSError if it was cut. Call it after a read, while the file is open."""
+        if self._descriptor is not None and (found := os.fstat(self._descriptor).st_size) < self._nbytes:
+            raise OSError(f"the file was cut to {found} bytes from {self._nbytes} since it was opened")
