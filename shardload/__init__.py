@@ -7,7 +7,7 @@
 Nothing else than what is named here is public.
 """
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.errors import ConfigError, MissingChunksWarning, PeerError, ShardloadError, SourceError
 from shardload.execute import LoadReport, Plan
 from shardload.launch import initialize
 from shardload.load import load, plan, scatter
@@ -15,6 +15,7 @@ from shardload.load import load, plan, scatter
 __all__ = [
     "ConfigError",
     "LoadReport",
+    "MissingChunksWarning",
     "PeerError",
     "Plan",
     "ShardloadError",

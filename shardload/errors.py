@@ -15,7 +15,7 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError"]
+__all__ = ["ConfigError", "MissingChunksWarning", "PeerError", "ShardloadError", "SourceError"]
 
 
 class ShardloadError(Exception):
@@ -68,3 +68,7 @@ class SourceError(ShardloadError, OSError):
 
 class PeerError(ShardloadError, RuntimeError):
     """A rank's error: the ranks disagree, or one failed for a reason that is neither the call nor the file."""
+
+
+class MissingChunksWarning(UserWarning):
+    """Chunks of the file that was loaded are not stored: their values are its fill value. Raised once in the job, on rank 0."""

@@ -23,6 +23,7 @@ from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError
 from shardload.exchange import Moved, exchange
 from shardload.group import Group
+from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
@@ -66,6 +67,9 @@ class LoadReport:
         does both), ``"exchange"`` (copies into the pieces), ``"device"`` (handing the pieces to JAX). They overlap.
     peak_staging_nbytes : int
         Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
+    chunks_missing : int
+        Chunks of the selection that are not stored in the file, whose values are its fill value: in the whole job, each once.
+        1 for an array without chunks that was never written.
     """
 
     seconds: float
@@ -73,13 +77,15 @@ class LoadReport:
     nbytes_read: int
     phases: Mapping[str, Phase]
     peak_staging_nbytes: int
+    chunks_missing: int = 0
 
     def __str__(self) -> str:
         """For a person: one line."""
         parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
+        missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         return (
-            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded and {format_nbytes(self.nbytes_read)} read in "
-            "the job; "
+            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded{missing} and {format_nbytes(self.nbytes_read)} read "
+            "in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}"
         )
 
@@ -240,8 +246,8 @@ class Job:
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
         array, report = None, None
         error: BaseException | None = None
+        ready: _Ready | None = None
         with ExitStack() as opened:
-            ready: _Ready | None = None
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
             except Exception as found:
@@ -253,10 +259,20 @@ class Job:
                     array, report, error = self._fill(made, ready, group, tags, segments)
                 except Exception as found:
                     error = found
-        sums = group.agree(error, [0, 0] if report is None else [report.chunks_decoded, report.nbytes_read])
-        if array is None or report is None:
+        done = (0, 0, 0) if report is None else (report.chunks_decoded, report.nbytes_read, report.chunks_missing)
+        sums = group.agree(error, [*done])
+        if array is None or report is None or ready is None:
             raise ConfigError("nothing was loaded")
-        return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1])
+        if sums[2]:
+            self._settle_missing(made.info, group, sums[2], ready.reader.tally.missing)
+        return array, replace(report, chunks_decoded=sums[0], nbytes_read=sums[1], chunks_missing=sums[2])
+
+    def _settle_missing(self, info: ArrayInfo, group: Group, n: int, found: list[int]) -> None:
+        """Warn or raise, as the caller asked, now that all ranks know how many chunks are not stored. Collective."""
+        if self.options.missing != "fill":
+            first = unfold_first(group.least_ints(fold_first(found)))
+            text = describe_missing(n, first, info, self.selection, self.chunks)
+            settle_missing(text, self.options.missing, group.rank, info)
 
     def _shares(self) -> bool:
         """Whether the ranks of a machine hand blocks over in shared memory."""
@@ -287,6 +303,7 @@ class Job:
             bell=bell,
             n_threads=staging.n_threads,
             checksums=self.options.checksums,
+            counts=counter_of(self.read_plan, rank),
         )
         opened.enter_context(reader)
         early = EarlyPieces(made.shape_global, made.sharding)
@@ -300,7 +317,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        source = open_source(self.handle, info.dataset)
+        source = open_source(self.handle, info.dataset, self.options.outside)
         found = source.info
         if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
             source.close()
@@ -372,7 +389,7 @@ def _report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
         "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
         "device": device,
     }
-    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes)
+    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, tally.chunks_missing)
 
 
 def _nothing_to_read(info: ArrayInfo) -> Source:

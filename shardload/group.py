@@ -282,6 +282,13 @@ class Group:
             self._finish(self.comm.Iallreduce(self.mpi.IN_PLACE, total))
         return [int(v) for v in total]
 
+    def least_ints(self, values: list[int]) -> list[int]:
+        """The least of each over the ranks, on every rank. Collective."""
+        least = np.array(values, dtype=np.int64)
+        if self.size > 1:
+            self._finish(self.comm.Iallreduce(self.mpi.IN_PLACE, least, self.mpi.MIN))
+        return [int(v) for v in least]
+
     def send_text(self, text: str | None, root: int) -> str:
         """A text of `root`, on every rank. Collective."""
         if self.size == 1:

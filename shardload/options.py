@@ -20,6 +20,7 @@ __all__ = ["AUTO", "Options", "Progress", "pad_value"]
 
 AUTO = "auto"
 VERIFY = ("index", "checksum")
+MISSING = ("warn", "error", "fill")
 Progress = bool | Callable[[int, int], None] | None
 
 
@@ -45,6 +46,10 @@ class Options:
         Whether each part is checksummed from block to piece.
     progress : bool, callable or None
         Whether to show progress; None: where standard error is a terminal.
+    missing : str
+        ``"warn"``, ``"error"`` or ``"fill"``: what is done about chunks that are not stored.
+    outside : bool
+        Whether the file may lead outside of its folder.
     """
 
     dataset: str | None
@@ -55,6 +60,8 @@ class Options:
     staging_nbytes: int
     checksums: bool
     progress: Progress
+    missing: str = "warn"
+    outside: bool = False
 
     @classmethod
     def check(
@@ -68,6 +75,8 @@ class Options:
         staging: Any = "256MiB",
         verify: Any = "index",
         progress: Any = None,
+        missing: Any = "warn",
+        outside: Any = False,
     ) -> Options:
         """Check each argument by itself.
 
@@ -87,6 +96,10 @@ class Options:
             raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens) or 'checksum'")
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
             raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
+        if not isinstance(missing, str) or missing not in MISSING:
+            raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about absent chunks")
+        if not isinstance(outside, bool):
+            raise ConfigError(f"outside is {outside!r}; expected True or False: may the file lead outside of its folder?")
         return cls(
             dataset=dataset,
             select=select,
@@ -96,6 +109,8 @@ class Options:
             staging_nbytes=parse_nbytes(staging),
             checksums=verify == "checksum",
             progress=progress,
+            missing=missing,
+            outside=outside,
         )
 
     def describe(self) -> dict[str, str]:
@@ -108,6 +123,8 @@ class Options:
             "readers": repr(self.readers),
             "staging": str(self.staging_nbytes),
             "verify": "checksum" if self.checksums else "index",
+            "missing": self.missing,
+            "outside": str(self.outside),
         }
 
 

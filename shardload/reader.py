@@ -25,6 +25,7 @@ import numpy as np
 
 from shardload.cast import cast_into
 from shardload.errors import PeerError, ShardloadError, SourceError
+from shardload.missing import MOST_NAMED, Counter, chunk_number
 from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
@@ -51,11 +52,14 @@ class Tally:
     decode_seconds: float = 0.0
     copy_seconds: float = 0.0
     nbytes_copied: int = 0
+    chunks_missing: int = 0
+    missing: list[int] = field(default_factory=list)  # the first few, by their number
 
     def add(self, other: Tally) -> None:
         """Add what one task counted."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+        self.missing = sorted(self.missing)[:MOST_NAMED]
 
 
 @dataclass
@@ -103,6 +107,8 @@ class SourceReader:
         How many chunks are decoded at once. (The library reads in one thread, beside the one that calls MPI.)
     checksums : bool
         Whether each part that stays here is compared with what it was copied from.
+    counts : callable, optional
+        Whether this rank counts a chunk that is not stored and that a read met (`missing.counter_of`).
     """
 
     def __init__(
@@ -119,10 +125,11 @@ class SourceReader:
         bell: Bell | None = None,
         n_threads: int = 1,
         checksums: bool = False,
+        counts: Counter = lambda read, chunk: True,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
-        self._bell, self._checksums = bell, checksums
+        self._bell, self._checksums, self._counts = bell, checksums, counts
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
         self._chunk_reader = self._find_chunk_reader()
@@ -259,7 +266,17 @@ class SourceReader:
         tally.decode_seconds += decoded - fetched
         tally.chunks_decoded += 1
         tally.nbytes_read += region.size * self._source.dtype.itemsize
-        tally.nbytes_stored += 0 if encoded is None else len(encoded.data)
+        if encoded is None:
+            self._note_missing(block.read, next(self._chunks.meeting(region)), tally)
+        else:
+            tally.nbytes_stored += len(encoded.data)
+
+    def _note_missing(self, read: Read, number: int, tally: Tally) -> None:
+        """Count a chunk that is not stored, if nobody else does."""
+        if self._counts(read, self._chunks.region(number)):
+            tally.chunks_missing += 1
+            if len(tally.missing) < MOST_NAMED:  # they come in ascending order
+                tally.missing.append(number)
 
     def _in_place(self, parts: list[Any], region: Region) -> Array | None:
         """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
@@ -300,7 +317,7 @@ class SourceReader:
         read = block.read
         own = self._own_piece(read)
         if own is not None:
-            self._read(read.region, own, tally)
+            self._read(read, own, tally)
             return
         values = self._view(read)
         if values is None:
@@ -329,15 +346,15 @@ class SourceReader:
         region = block.read.region
         data = block.slot.data[: region.size * self._dtype.itemsize].view(self._dtype).reshape(region.shape)
         if not self._casts:
-            self._read(region, data, tally)
+            self._read(block.read, data, tally)
             return data
         raw = self._scratch("block", region.shape, self._source.dtype)
-        self._read(region, raw, tally)
+        self._read(block.read, raw, tally)
         cast_into(raw, data, self._name(self._selection.to_file(region)))
         return data
 
-    def _read(self, region: Region, out: Array, tally: Tally) -> None:
-        box = self._selection.to_file(region)
+    def _read(self, read: Read, out: Array, tally: Tally) -> None:
+        region, box = read.region, self._selection.to_file(read.region)
         started = time.perf_counter()
         self._source.read_into(box, out.reshape(box.shape))
         seconds = time.perf_counter() - started
@@ -347,6 +364,10 @@ class SourceReader:
         else:
             tally.read_seconds += seconds
         tally.nbytes_read += region.size * self._source.dtype.itemsize
+        for index in self._source.missing(box):
+            # An array without chunks has one, number 0, whose first element is the array's.
+            number = chunk_number(index, self._selection, self._chunk_shape, self._chunks) if self._has_chunks else 0
+            self._note_missing(read, number, tally)
 
     # --- both
 

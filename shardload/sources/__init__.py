@@ -83,7 +83,7 @@ def split_path(path: str) -> tuple[str, str | None]:
 def list_arrays(path: str, outside: bool = False) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. What is `outside`: there.
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
 
     Raises
     ------

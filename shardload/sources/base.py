@@ -122,8 +122,8 @@ class Source(Protocol):
         """The chunks that meet `region` and are not stored, so that it has the fill value there; ``[()]`` if an array without
         chunks has no values at all.
 
-        Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the format's
-        library hides it, less than all is returned.
+        Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the
+        format's library hides it, less than all is returned.
         """
         ...
 

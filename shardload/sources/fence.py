@@ -10,7 +10,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-__all__ = ["Fence", "OutsideError", "TARGET_HINT"]
+__all__ = ["TARGET_HINT", "Fence", "OutsideError"]
 
 TARGET_HINT = "pass outside=True if you trust it"
 

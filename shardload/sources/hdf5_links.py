@@ -4,9 +4,9 @@
 2. A virtual dataset is made of datasets in other files, and they may be so again: `look_through` goes through all of them.
 3. The values may be in files without any structure (external storage): `look_through` too.
 
-Each other file has to be inside the fence, there, whole, and hold what it should: HDF5 delivers fill values for a part of a virtual
-dataset that it cannot open, and zeros for what is past the end of a file. Where HDF5 looks for a file that is named without a
-folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working folder) is
+Each other file has to be inside the fence, there, whole, and hold what it should: HDF5 delivers fill values for a part of a
+virtual dataset that it cannot open, and zeros for what is past the end of a file. Where HDF5 looks for a file that is named
+without a folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working folder) is
 looked at in the same order.
 """
 
@@ -219,7 +219,9 @@ def _place(name: str, variable: str, file: h5py.File) -> str:
     """Where HDF5 finds the file `name` that `file` names: the first place where there is one, or else beside `file`."""
     beside = os.path.dirname(str(file.filename)) or "."
     prefixes = [text.replace("${ORIGIN}", beside) for text in os.environ.get(variable, "").split(":") if text]
-    places = [os.path.join(folder, name) for folder in (*prefixes, beside, "", os.path.dirname(os.path.realpath(file.filename)))]
+    places = [
+        os.path.join(folder, name) for folder in (*prefixes, beside, "", os.path.dirname(os.path.realpath(file.filename)))
+    ]
     if os.path.isabs(name):  # HDF5 looks for its last part elsewhere, if it is not where it should be
         last = os.path.basename(name)
         places = [name, *(os.path.join(folder, last) for folder in (*prefixes, beside, ""))]

@@ -1,8 +1,8 @@
 """What of an HDF5 dataset is not in the file, where HDF5 delivers something in its place without a word?
 
 1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
-2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its header
-   says only when it opens the file; later it delivers zeros.
+2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its
+   header says only when it opens the file; later it delivers zeros.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for
 class Unwritten:
     """Which chunks of a dataset were never written?
 
-    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, each chunk that is asked for
-    is looked up by itself: HDF5 is asked to read it into a buffer that is too small, and says so before it reads.
+    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, each chunk that is asked
+    for is looked up by itself: HDF5 is asked to read it into a buffer that is too small, and says so before it reads.
 
     Parameters
     ----------
@@ -37,7 +37,8 @@ class Unwritten:
     def __init__(self, dataset: h5py.Dataset) -> None:
         self._identifier = dataset.id
         creation = dataset.id.get_create_plist()
-        self._layout, self._chunk = creation.get_layout(), ()
+        self._layout = creation.get_layout()
+        self._chunk: tuple[int, ...] = ()
         self._none = self._all = False
         if self._layout == h5py.h5d.CHUNKED:
             self._chunk = tuple(creation.get_chunk())

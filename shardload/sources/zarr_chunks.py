@@ -173,7 +173,9 @@ class ZarrChunks:
             starts = tuple(i * c for i, c in zip(index, shape, strict=True))
             box = Region(starts, tuple(a + c for a, c in zip(starts, shape, strict=True))).intersect(region)
             if box is not None:
-                out[(*box.slices(region.start), ...)] = whole[(*box.slices(starts), ...)]
+                into: Any = (*box.slices(region.start), ...)
+                part: Any = (*box.slices(starts), ...)
+                out[into] = whole[part]
         return absent
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What does zarr-python get from a store, and where does that come from? Looked at on its way.
 
-1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys and
-   symbolic links that lead out of the store, and values that are longer than a stored chunk can be.
+1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys
+   and symbolic links that lead out of the store, and values that are longer than a stored chunk can be.
 2. `open_store` makes a path, a zip file or a URL into one; `watch` puts one under an array that is open already.
 """
 
@@ -142,7 +142,9 @@ def check_zip(array: Any, most_nbytes: int) -> None:
         for entry in archive.infolist():
             name = entry.filename
             if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
-                raise ValueError(f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most")
+                raise ValueError(
+                    f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most"
+                )
 
 
 def close_store(store: Any) -> None:
