@@ -1,4 +1,4 @@
-"""Can a damaged or hostile file crash shardload, hang it, fill the memory, or give wrong values? Thousands of mutations of good files.
+"""Can a damaged file crash shardload, hang it, fill the memory, or give wrong values? Thousands of mutations of good files.
 
 1. Workers (`fuzz_worker`) are processes that take numbers of cases and say what came out. A number is all that makes a case.
 2. A worker that dies, or takes longer than the deadline, is one outcome more; the next case gets a new worker.

@@ -1,7 +1,7 @@
 """Which files are damaged, and how? Small good files of many kinds, and mutations of them that follow from a number alone.
 
-A `Kind` is a good file (or store) in memory, with what is known of it: its values, and which of its bytes hold which chunk. A `Case` is one
-mutation of it, which knows which chunks it touched, so that every other value can still be compared.
+A `Kind` is a good file (or store) in memory, with what is known of it: its values, and which of its bytes hold which chunk. A
+`Case` is one mutation of it, which knows which chunks it touched, so that every other value can still be compared.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kind:
 
 @dataclass
 class Case:
-    """One damaged file. `links` are made beside the files: (name, what); `touched` is None where more than values was changed."""
+    """One damaged file. `touched`: the chunks; None where more than values was changed. `links` are made too: (name, what)."""
 
     number: int
     kind: Kind

@@ -2,8 +2,9 @@
 
 Reads numbers of cases from standard input, one a line, and writes one line of JSON for each. ``right``: the values are the good
 file's. ``value``: those of a damaged chunk without a checksum are not, all others are. ``as said``: the metadata says
-something else now, and what is loaded is what h5py (zarr-python) reads too. ``lost``: a chunk is gone, its values are the fill value,
-and the report counts it. ``refused``: a ShardloadError. All other outcomes are defects.
+something else now, and what is loaded is what h5py (zarr-python) reads too. ``lost``: a chunk is gone, its values are the fill
+value, and the report counts it. ``large``: a shape is declared that is not loaded here, only planned. ``refused``: a
+ShardloadError. All other outcomes are defects.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ A `Source` is one open array of it. Sources know nothing of ranks, devices or pl
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,6 +27,7 @@ __all__ = [
     "fresh",
     "json_value",
     "native_dtype",
+    "read_by_chunks",
     "refusal",
 ]
 
@@ -183,6 +185,34 @@ class Encoded:
 
     data: Any
     skipped: frozenset[int] = frozenset()
+
+
+def read_by_chunks(
+    reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
+) -> list[tuple[int, ...]]:
+    """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns the chunks that are not stored."""
+    whole, absent = np.empty(chunk_shape, out.dtype), []
+    memory = fresh(0)
+
+    def room(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        nonlocal memory
+        if len(memory) < nbytes:
+            memory = fresh(nbytes)
+        return memory[:nbytes]
+
+    axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
+    for index in itertools.product(*axes):
+        encoded = reader.fetch(index, room)
+        if encoded is None:
+            absent.append(index)
+        reader.decode(encoded, whole)
+        start = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
+        box = Region(start, tuple(a + c for a, c in zip(start, chunk_shape, strict=True))).intersect(region)
+        if box is not None:
+            into: Any = (*box.slices(region.start), ...)
+            part: Any = (*box.slices(start), ...)
+            out[into] = whole[part]
+    return absent
 
 
 class Format(Protocol):

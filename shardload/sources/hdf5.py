@@ -25,12 +25,20 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import (
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    check_request,
+    native_dtype,
+    read_by_chunks,
+)
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
+from shardload.sources.hdf5_describe import describe, filters_of
 from shardload.sources.hdf5_links import Others, follow, look_through
-from shardload.sources.hdf5_missing import Unwritten, Whole
+from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
 from shardload.sources.hdf5_raw import RawFile
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
@@ -40,38 +48,8 @@ with contextlib.suppress(ImportError):  # importing it registers its filters wit
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
-# Names people use. The numbers below 32000 are HDF5's own, those above are registered with the HDF Group.
-_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32017: "sz",
-    32024: "sz3",
-    32026: "blosc2",
-}
-_HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
-
-_REFUSED_CLASSES = {
-    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
-    h5py.h5t.STRING: ("string", "strings"),
-    h5py.h5t.BITFIELD: ("bitfield", "bit fields"),
-    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
-    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
-    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
-    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
-}
+_UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
-_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
 
 class Hdf5Source:
@@ -92,6 +70,7 @@ class Hdf5Source:
     def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, file: h5py.File | None = None) -> None:
         self._dataset, self._info, self._others, self._file = dataset, info, others, file
         self._whole = Whole.of(dataset)
+        self._absent: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
         # convert to from the complex type of HDF5 2.0 in the other byte order.
@@ -119,6 +98,11 @@ class Hdf5Source:
         if identifier.valid and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
+        self._absent = None
+        if identifier.valid and self._bounded is not None:
+            self._absent = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
+            return
+        self._sizes.check()
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         if region.ndim == 0:
@@ -132,7 +116,19 @@ class Hdf5Source:
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
-        return [] if region.size == 0 or not self._dataset.id.valid else self._unwritten.meeting(region)
+        if region.size == 0 or not self._dataset.id.valid:
+            return []
+        return self._unwritten.meeting(region) if self._absent is None else self._absent
+
+    @functools.cached_property
+    def _bounded(self) -> ChunkReader | None:
+        """Single chunks, where HDF5's filters take as much memory as the file says."""
+        numbers = {number for number, *_ in filters_of(self._dataset)}
+        return self.chunk_reader() if numbers & _UNBOUNDED and not self._info.refused else None
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self._dataset)
 
     @functools.cached_property
     def _unwritten(self) -> Unwritten:
@@ -297,92 +293,3 @@ def _describe_all(group: h5py.Group, path: str, fence: Fence) -> Iterator[ArrayI
                 yield describe(found, path, full, look_through(found, fence))
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
-
-
-def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> ArrayInfo:
-    """What is known of a dataset without reading its values.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Open.
-    path, name : str
-        As the user named the file and the dataset.
-    others : Others
-        The other files that its values are in.
-    """
-    creation = dataset.id.get_create_plist()
-    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    dtype, refused = _type_of(dataset.id.get_type())
-    is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
-    if dataset.shape is None:
-        refused = "nothing: its dataspace is null, which is neither an array nor a number"
-    elif refused is None:
-        refused = _missing_filter(filters) or others.refused
-    chunked = creation.get_layout() == h5py.h5d.CHUNKED
-    has_attributes = h5py.h5a.get_num_attrs(dataset.id) > 0
-    return ArrayInfo(
-        path=path,
-        dataset=name,
-        format=_flavour(dataset),
-        shape=tuple(dataset.shape or ()),
-        dtype=dtype,
-        chunks=tuple(creation.get_chunk()) if chunked else None,
-        codec=_codec(filters),
-        nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
-        refused=refused,
-        is_coordinate=has_attributes and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs} if has_attributes else {},
-    )
-
-
-def _type_of(file_type: Any) -> tuple[str, str | None]:
-    """Name of the values' type, and why it is refused."""
-    if file_type.get_class() in _REFUSED_CLASSES:
-        return _REFUSED_CLASSES[file_type.get_class()]
-    try:
-        dtype = file_type.dtype
-    except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
-        return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
-    refused = refusal(dtype)
-    if file_type.get_class() == h5py.h5t.COMPOUND and refused is not None:
-        return "compound", refused
-    return (dtype.name if refused else native_dtype(dtype).name), refused
-
-
-def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
-    """What is said of the first filter that this HDF5 cannot undo."""
-    for number, _, _, label in filters:
-        decodes = h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED)
-        if not decodes:
-            known = _FILTERS.get(number) or label.decode(errors="replace") or "unnamed"
-            return (
-                f"chunks encoded with HDF5 filter {number} ({known}), which the HDF5 library here cannot decode: "
-                "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
-            )
-    return None
-
-
-def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
-    """The filter pipeline for people: what compresses first, then what helps it."""
-    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(_FILTERS.get(n) or f"{label.decode(errors='replace')}#{n}" for n, _, _, label in ordered) or "none"
-
-
-def _flavour(dataset: h5py.Dataset) -> str:
-    """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
-    file = dataset.file
-    marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
-    marked = any(h5py.h5a.get_num_attrs(owner.id) and key in owner.attrs for owner, key in marks)
-    return "netCDF4" if marked else "HDF5"
-
-
-def _attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as plain Python; None where there is none, words where h5py cannot read it."""
-    if key not in dataset.attrs:
-        return None
-    try:
-        value = dataset.attrs[key]
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        return f"unreadable ({error})"
-    return None if isinstance(value, h5py.Empty) else json_value(value)

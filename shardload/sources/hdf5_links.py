@@ -6,8 +6,8 @@
 
 Each other file has to be inside the fence, there, whole, and hold what it should: HDF5 delivers fill values for a part of a
 virtual dataset that it cannot open, and zeros for what is past the end of a file. Where HDF5 looks for a file that is named
-without a folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working folder) is
-looked at in the same order.
+without a folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working
+folder) is looked at in the same order.
 """
 
 from __future__ import annotations

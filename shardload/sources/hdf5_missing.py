@@ -1,8 +1,9 @@
-"""What of an HDF5 dataset is not in the file, where HDF5 delivers something in its place without a word?
+"""What does HDF5 not say about a dataset? What is not in the file, in whose place it delivers something, and what is too long.
 
 1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
 2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its
    header says only when it opens the file; later it delivers zeros.
+3. `Sizes`: chunks that are stored in more bytes than their filters can make of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,8 +19,9 @@ from h5py._objects import phil
 
 from shardload.region import Region
 
-__all__ = ["UNWRITTEN_WORDS", "Unwritten", "Whole"]
+__all__ = ["UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole"]
 
+_MOST_LISTED = 1 << 21  # chunks
 UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
 
 
@@ -71,6 +74,34 @@ class Unwritten:
                 self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None
             )
         return False
+
+
+class Sizes:
+    """Whether a chunk that HDF5 is to decode is stored in no more bytes than it can have.
+
+    HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored bytes. All chunks' sizes are
+    listed once, a microsecond each, unless all of them together are few.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        identifier, creation = dataset.id, dataset.id.get_create_plist()
+        self._longest, self._most = 0, 0
+        if creation.get_layout() != h5py.h5d.CHUNKED or not creation.get_nfilters():
+            return
+        nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
+        self._most = nbytes + nbytes // 2 + 4096  # no filter makes a chunk longer than that
+        listable = hasattr(identifier, "chunk_iter") and identifier.get_storage_size() > self._most
+        if listable and identifier.get_num_chunks() <= _MOST_LISTED:
+            with phil:
+                identifier.chunk_iter(self._keep)
+
+    def _keep(self, stored: Any) -> None:
+        self._longest = max(self._longest, stored.size)
+
+    def check(self) -> None:
+        """Raise ValueError if one is longer."""
+        if self._longest > self._most:
+            raise ValueError(f"the file declares a stored chunk of {self._longest} bytes, {self._most} are the most")
 
 
 class Whole:

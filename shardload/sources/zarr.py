@@ -31,7 +31,16 @@ import zarr.storage
 
 from shardload.errors import ConfigError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import (
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    check_request,
+    json_value,
+    native_dtype,
+    read_by_chunks,
+    refusal,
+)
 from shardload.sources.fence import Fence
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader, most_stored_nbytes
 from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
@@ -84,7 +93,7 @@ class ZarrSource:
         if region.size == 0:
             return
         if self._chunks is not None:
-            self._absent = self._chunks.read_into(region, out)
+            self._absent = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
         store = self._array.store
         self._check_once()

@@ -12,7 +12,6 @@ allocated for them. Measured against zarr-python, zarrs and TensorStore in docs/
 from __future__ import annotations
 
 import errno
-import itertools
 import math
 import os
 import stat
@@ -24,7 +23,6 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
 from shardload.sources.codecs import Chain
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
@@ -151,32 +149,6 @@ class ZarrChunks:
             np.copyto(out, self._fill)
         else:
             self._chain.decode(encoded.data, out, encoded.skipped)
-
-    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> list[tuple[int, ...]]:
-        """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns those that are not stored."""
-        shape, absent = self._layout.chunk_shape, []
-        whole = np.empty(shape, self._dtype)
-        stored = fresh(0)
-
-        def room(nbytes: int) -> Bytes:
-            nonlocal stored
-            if len(stored) < nbytes:
-                stored = fresh(nbytes)
-            return stored[:nbytes]
-
-        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, shape, strict=True)]
-        for index in itertools.product(*axes):
-            encoded = self.fetch(index, room)
-            if encoded is None:
-                absent.append(index)
-            self.decode(encoded, whole)
-            starts = tuple(i * c for i, c in zip(index, shape, strict=True))
-            box = Region(starts, tuple(a + c for a, c in zip(starts, shape, strict=True))).intersect(region)
-            if box is not None:
-                into: Any = (*box.slices(region.start), ...)
-                part: Any = (*box.slices(starts), ...)
-                out[into] = whole[part]
-        return absent
 
     def close(self) -> None:
         """Close the shards that are kept open."""

@@ -70,6 +70,8 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         self._check_key(key)
         found = await self._store.get(key, prototype, byte_range)
         if found is None:
+            if self._folder is not None and os.path.exists(os.path.join(self._folder, key)):
+                raise OSError(f"'{os.path.join(self._folder, key)}' is no file")  # zarr-python takes a folder for a lost chunk
             self.absent.add(key)
         elif self.most_nbytes is not None and len(found) > self.most_nbytes and key.rpartition("/")[2] not in _METADATA:
             raise ValueError(f"'{key}' has {len(found)} bytes, what is stored of this array {self.most_nbytes} at most")
