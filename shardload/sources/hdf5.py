@@ -102,7 +102,8 @@ class Hdf5Source:
         if identifier.valid and self._bounded is not None:
             self._absent = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
             return
-        self._sizes.check()
+        if identifier.valid:
+            self._sizes.check()
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         if region.ndim == 0:

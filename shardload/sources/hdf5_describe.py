@@ -86,6 +86,7 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> Arr
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
+    """The filters of a dataset: number, flags, values, name."""
     creation = dataset.id.get_create_plist()
     return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
