@@ -164,7 +164,7 @@ def _look_at_source(
         raise
     except (KeyError, OSError, RuntimeError, ValueError) as error:
         raise _RefusedError(
-            f"{what}, whose '{inside}' cannot be opened (HDF5 would deliver fill values in its place; it says: {error})"
+            f"{what}, whose '{inside}' cannot be opened (HDF5 may deliver fill values in its place; it says: {error})"
         ) from None
     raise _RefusedError(f"{what}, whose '{inside}' is a group (HDF5 would deliver fill values in its place)")
 

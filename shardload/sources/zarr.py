@@ -42,13 +42,15 @@ from shardload.sources.base import (
     refusal,
 )
 from shardload.sources.fence import Fence
-from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader, most_stored_nbytes
+from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
 from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
 _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+# How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
+_LONGEST, _HEAD_NBYTES = 8, 4096
 # What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
@@ -74,7 +76,7 @@ class ZarrSource:
         self._fence = Fence.around_store(path, outside) if (path := _folder_of(array.store)) is not None else Fence()
         self._absent: list[tuple[int, ...]] = []
         self._is_checked = False
-        self._array.store.most_nbytes = None if info.chunks is None else most_stored_nbytes(self._stored_nbytes())
+        self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
     def info(self) -> ArrayInfo:
