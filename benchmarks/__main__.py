@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from benchmarks import cells as c
 from benchmarks.environments import make_heat
 from benchmarks.extras import measure_memory, measure_scatter, measure_small
+from benchmarks.fuzz import fuzz
 from benchmarks.layouts import default_folder, field, make
 from benchmarks.measure import default_ways, measure, write_record
 from benchmarks.plot import plot
@@ -110,6 +112,23 @@ def memory(
     record = measure_memory(data, size, _known(layouts.split(","), c.LAYOUTS), ranks, spec, parse_nbytes(staging), say)
     write_record(results / "memory.json", record)
     if not all(cell.get("ok") for cell in record["cells"]):
+        raise typer.Exit(1)
+
+
+@app.command("fuzz")
+def fuzz_command(
+    cases: Annotated[int, typer.Option(min=1, help="Damaged files that are loaded.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the mutations; the same seed makes the same files.")] = 1,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first case: to repeat one.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "fuzz.json",
+) -> None:
+    """Load damaged files: right values or an error, never a crash, a hang, wrong values. Status 1 if there is one."""
+    found = fuzz(seed, cases, first=first, n_workers=workers, say=say)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found.record(), indent=1) + "\n")
+    typer.echo(found.table())
+    if found.bad:
         raise typer.Exit(1)
 
 

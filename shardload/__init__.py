@@ -7,7 +7,15 @@
 Nothing else than what is named here is public.
 """
 
-from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
+from shardload.errors import (
+    ConfigError,
+    MissingChunksWarning,
+    PeerError,
+    ShardloadError,
+    SourceError,
+    StallError,
+    VerifyError,
+)
 from shardload.execute import LoadReport, Plan, VerifyReport
 from shardload.launch import initialize
 from shardload.load import load, plan, scatter, verify
@@ -15,6 +23,7 @@ from shardload.load import load, plan, scatter, verify
 __all__ = [
     "ConfigError",
     "LoadReport",
+    "MissingChunksWarning",
     "PeerError",
     "Plan",
     "ShardloadError",

@@ -17,7 +17,15 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "PeerError", "ShardloadError", "SourceError", "StallError", "VerifyError"]
+__all__ = [
+    "ConfigError",
+    "MissingChunksWarning",
+    "PeerError",
+    "ShardloadError",
+    "SourceError",
+    "StallError",
+    "VerifyError",
+]
 
 
 class ShardloadError(Exception):
@@ -92,3 +100,7 @@ class StallError(PeerError):
     The ranks are then in different places, and cannot agree on anything again: every later call over the same communicator
     raises this error at once, and the job ends when the first process does.
     """
+
+
+class MissingChunksWarning(UserWarning):
+    """Chunks of the file that was loaded are not stored: their values are its fill value. Raised once in the job, on rank 0."""

@@ -24,6 +24,7 @@ from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group
+from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
 from shardload.plan import Grid, ReadPlan
@@ -203,7 +204,7 @@ class Job:
             seed=seed,
             staging_nbytes=self.options.staging_nbytes,
             name=str(info),
-            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info),
+            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options.outside),
         )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
@@ -223,8 +224,8 @@ class Job:
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
         array, report, checked, held = None, None, Checked(), {}
         error: BaseException | None = None
+        ready: _Ready | None = None
         with ExitStack() as opened:
-            ready: _Ready | None = None
             group.watch.enter("open")
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
@@ -248,13 +249,24 @@ class Job:
             except Exception as found:
                 error = found
         group.watch.enter("agree")
-        counts = [0] * 3 if report is None else [report.chunks_decoded, report.nbytes_read, report.proven.n_parts]
-        n_chunks, nbytes, n_parts, *sums = group.agree(error, counts + checked.counts)
-        group.watch.close()
-        if array is None or report is None:
+        counts = [0] * 4
+        if report is not None:
+            counts = [report.chunks_decoded, report.nbytes_read, report.chunks_missing, report.proven.n_parts]
+        n_chunks, nbytes, n_missing, n_parts, *sums = group.agree(error, counts + checked.counts)
+        if array is None or report is None or ready is None:
             raise ConfigError("nothing was loaded")
+        if n_missing:
+            self._settle_missing(made.info, group, n_missing, ready.reader.tally.missing)
+        group.watch.close()
         proven = verifier.agree(group, checked, sums, n_parts)
-        return array, replace(report, chunks_decoded=n_chunks, nbytes_read=nbytes, proven=proven)
+        return array, replace(report, chunks_decoded=n_chunks, nbytes_read=nbytes, chunks_missing=n_missing, proven=proven)
+
+    def _settle_missing(self, info: ArrayInfo, group: Group, n: int, found: list[int]) -> None:
+        """Warn or raise, as the caller asked, now that all ranks know how many chunks are not stored. Collective."""
+        if self.options.missing != "fill":
+            first = unfold_first([int(v) for v in group.least_ints(np.array(fold_first(found), dtype=np.int64))])
+            text = describe_missing(n, first, info, self.selection, self.chunks)
+            settle_missing(text, self.options.missing, group.rank, info)
 
     def _shares(self) -> bool:
         """Whether the ranks of a machine hand blocks over in shared memory."""
@@ -285,6 +297,7 @@ class Job:
             bell=bell,
             n_threads=staging.n_threads,
             checksums=self.options.checksums,
+            counts=counter_of(self.read_plan, rank),
         )
         opened.enter_context(reader)
         early = EarlyPieces(made.shape_global, made.sharding)
@@ -298,7 +311,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        return _open(self.handle, info)
+        return _open(self.handle, info, self.options.outside)
 
     def _fill(
         self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
@@ -354,9 +367,9 @@ class Job:
                 piece.data[tuple(tail)] = value
 
 
-def _open(handle: Any, info: ArrayInfo) -> Source:
+def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset)
+    source = open_source(handle, info.dataset, outside)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()

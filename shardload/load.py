@@ -46,6 +46,8 @@ def load(
     comm: Any = None,
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
+    missing: str = "warn",
+    outside: bool = False,
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -86,6 +88,12 @@ def load(
     timeout : float or None
         Seconds: if nothing has moved on any rank for so long, every rank raises `StallError`, which names who is late. None:
         never.
+    missing : {"warn", "error", "fill"}
+        What to do about chunks that are not stored, whose values are then the file's fill value: one `MissingChunksWarning` on
+        rank 0, a SourceError on every rank, or nothing. They are counted in `LoadReport.chunks_missing`.
+    outside : bool
+        Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
+        external storage or symbolic links. Without it such a file is refused.
 
     Returns
     -------
@@ -110,13 +118,13 @@ def load(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout,
+        progress=progress, timeout=timeout, missing=missing, outside=outside,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
 
     def find(call: Call) -> str:
-        info = find_array(path, call.options.dataset)
-        values = read_small(path, info) if call.options.readers == AUTO else None
+        info = find_array(path, call.options.dataset, call.options.outside)
+        values = read_small(path, info, call.options.outside) if call.options.readers == AUTO else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -145,6 +153,8 @@ def plan(
     comm: Any = None,
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
+    missing: str = "warn",
+    outside: bool = False,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
@@ -165,11 +175,11 @@ def plan(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout,
+        progress=progress, timeout=timeout, missing=missing, outside=outside,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
     return request.plan(
-        lambda call: find_array(path, call.options.dataset).to_json(),
+        lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
         lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
     )
 

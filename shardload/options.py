@@ -21,6 +21,7 @@ __all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "TIMEOUT", "Options", "P
 
 AUTO = "auto"
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each with what those before it prove
+MISSING = ("warn", "error", "fill")
 TIMEOUT = 900.0  # a minute's hiccup of a busy file system is none; a night of a job that stands still is avoided
 Progress = bool | Callable[[int, int], None] | None
 
@@ -49,6 +50,10 @@ class Options:
         Whether to show progress; None: where standard error is a terminal.
     timeout : float or None
         Seconds without progress on any rank after which a call fails; None: never.
+    missing : str
+        ``"warn"``, ``"error"`` or ``"fill"``: what is done about chunks that are not stored.
+    outside : bool
+        Whether the file may lead outside of its folder.
     """
 
     dataset: str | None
@@ -59,7 +64,9 @@ class Options:
     staging_nbytes: int
     verify: str
     progress: Progress
-    timeout: float | None
+    timeout: float | None = TIMEOUT
+    missing: str = "warn"
+    outside: bool = False
 
     @property
     def checksums(self) -> bool:
@@ -79,6 +86,8 @@ class Options:
         verify: Any = "index",
         progress: Any = None,
         timeout: Any = TIMEOUT,
+        missing: Any = "warn",
+        outside: Any = False,
     ) -> Options:
         """Check each argument by itself.
 
@@ -98,6 +107,10 @@ class Options:
             raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'")
         if progress is not None and not isinstance(progress, bool) and not callable(progress):
             raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
+        if not isinstance(missing, str) or missing not in MISSING:
+            raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about absent chunks")
+        if not isinstance(outside, bool):
+            raise ConfigError(f"outside is {outside!r}; expected True or False: may the file lead outside of its folder?")
         return cls(
             dataset=dataset,
             select=select,
@@ -108,6 +121,8 @@ class Options:
             verify=verify,
             progress=progress,
             timeout=_seconds(timeout),
+            missing=missing,
+            outside=outside,
         )
 
     def describe(self) -> dict[str, str]:
@@ -121,6 +136,8 @@ class Options:
             "staging": str(self.staging_nbytes),
             "verify": self.verify,
             "timeout": repr(self.timeout),
+            "missing": self.missing,
+            "outside": str(self.outside),
         }
 
 

@@ -26,13 +26,14 @@ import numpy as np
 
 from shardload.cast import cast_into
 from shardload.errors import PeerError, ShardloadError, StallError
+from shardload.missing import Counter, chunk_number
 from shardload.naming import Naming
 from shardload.node import Bell
 from shardload.plan import Grid, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import ChunkReader, Source
 from shardload.staging import Block, Piece, Slots, Tile, aligned
-from shardload.tally import Tally
+from shardload.tally import MOST_NAMED, Tally
 from shardload.threads import Pool, done_here
 from shardload.wire import checksum, sendable
 
@@ -89,6 +90,8 @@ class SourceReader:
         How many chunks are decoded at once. (The library reads in one thread, beside the one that calls MPI.)
     checksums : bool
         Whether each part that stays here is compared with what it was copied from.
+    counts : callable, optional
+        Whether this rank counts a chunk that is not stored and that a read met (`missing.counter_of`).
     """
 
     def __init__(
@@ -105,10 +108,11 @@ class SourceReader:
         bell: Bell | None = None,
         n_threads: int = 1,
         checksums: bool = False,
+        counts: Counter = lambda read, chunk: True,
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
-        self._bell, self._checksums = bell, checksums
+        self._bell, self._checksums, self._counts = bell, checksums, counts
         self._names = Naming(source, selection, chunks if has_chunks else None)
         self._casts = source.dtype != dtype
         self._chunk_shape = source.info.chunks or ()
@@ -273,7 +277,17 @@ class SourceReader:
         tally.decode_seconds += decoded - fetched
         tally.chunks_decoded += 1
         tally.nbytes_read += region.size * self._source.dtype.itemsize
-        tally.nbytes_stored += 0 if encoded is None else len(encoded.data)
+        if encoded is None:
+            self._note_missing(block.read, next(self._chunks.meeting(region)), tally)
+        else:
+            tally.nbytes_stored += len(encoded.data)
+
+    def _note_missing(self, read: Read, number: int, tally: Tally) -> None:
+        """Count a chunk that is not stored, if nobody else does."""
+        if self._counts(read, self._chunks.region(number)):
+            tally.chunks_missing += 1
+            if len(tally.missing) < MOST_NAMED:  # they come in ascending order
+                tally.missing.append(number)
 
     def _in_place(self, parts: list[Any], region: Region) -> Array | None:
         """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
@@ -310,7 +324,7 @@ class SourceReader:
         read = block.read
         own = self._own_piece(read)
         if own is not None:
-            self._read(read.region, own, tally)
+            self._read(read, own, tally)
             return
         values = self._view(read)
         if values is None:
@@ -339,15 +353,15 @@ class SourceReader:
         region = block.read.region
         data = block.slot.data[: region.size * self._dtype.itemsize].view(self._dtype).reshape(region.shape)
         if not self._casts:
-            self._read(region, data, tally)
+            self._read(block.read, data, tally)
             return data
         raw = self._scratch("block", region.shape, self._source.dtype)
-        self._read(region, raw, tally)
+        self._read(block.read, raw, tally)
         cast_into(raw, data, self._names.elements(self._selection.to_file(region)))
         return data
 
-    def _read(self, region: Region, out: Array, tally: Tally) -> None:
-        box = self._selection.to_file(region)
+    def _read(self, read: Read, out: Array, tally: Tally) -> None:
+        region, box = read.region, self._selection.to_file(read.region)
         started = time.perf_counter()
         with self._at(region):
             self._source.read_into(box, out.reshape(box.shape))
@@ -358,6 +372,10 @@ class SourceReader:
         else:
             tally.read_seconds += seconds
         tally.nbytes_read += region.size * self._source.dtype.itemsize
+        for index in self._source.missing(box):
+            # An array without chunks has one, number 0, whose first element is the array's.
+            number = chunk_number(index, self._selection, self._chunk_shape, self._chunks) if self._has_chunks else 0
+            self._note_missing(read, number, tally)
 
     # --- both
 

@@ -41,6 +41,9 @@ class LoadReport:
         Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
     proven : VerifyReport
         What was proven of the array.
+    chunks_missing : int
+        Chunks of the selection that are not stored in the file, whose values are its fill value: in the whole job, each once.
+        1 for an array without chunks that was never written.
     """
 
     seconds: float
@@ -49,13 +52,15 @@ class LoadReport:
     phases: Mapping[str, Phase]
     peak_staging_nbytes: int
     proven: VerifyReport
+    chunks_missing: int = 0
 
     def __str__(self) -> str:
         """For a person: one line."""
         parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
+        missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         return (
-            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded and {format_nbytes(self.nbytes_read)} read in "
-            "the job; "
+            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded{missing} and {format_nbytes(self.nbytes_read)} read "
+            "in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )
@@ -70,4 +75,4 @@ def make_report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
         "device": device,
     }
     proven = VerifyReport(INDEX, n_parts=tally.n_checksums + moved.n_checksums)  # the rest is for all ranks together
-    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven)
+    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven, tally.chunks_missing)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["Tally"]
+__all__ = ["MOST_NAMED", "Tally"]
+
+MOST_NAMED = 3  # of the chunks that are not stored
 
 
 @dataclass
@@ -19,8 +21,11 @@ class Tally:
     copy_seconds: float = 0.0
     nbytes_copied: int = 0
     n_checksums: int = 0
+    chunks_missing: int = 0
+    missing: list[int] = field(default_factory=list)  # the first few, by their number
 
     def add(self, other: Tally) -> None:
         """Add what one task counted."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+        self.missing = sorted(self.missing)[:MOST_NAMED]

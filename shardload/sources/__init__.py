@@ -80,10 +80,10 @@ def split_path(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def list_arrays(path: str) -> list[ArrayInfo]:
+def list_arrays(path: str, outside: bool = False) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
 
     Raises
     ------
@@ -92,10 +92,10 @@ def list_arrays(path: str) -> list[ArrayInfo]:
     """
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path)
+        return file_format.list_arrays(path, outside)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None) -> ArrayInfo:
+def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
     """The one array that is meant, from metadata alone.
 
     Collective: no. One rank runs it, and the others are told.
@@ -107,6 +107,9 @@ def find_array(path_or_object: Any, dataset: str | None = None) -> ArrayInfo:
     dataset : str, optional
         Name of the array, with or without the leading ``/``. Without it the file must hold exactly one array that can
         be loaded and is not a coordinate of another.
+    outside : bool
+        Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
+        storage or symbolic links lead.
 
     Returns
     -------
@@ -122,23 +125,23 @@ def find_array(path_or_object: Any, dataset: str | None = None) -> ArrayInfo:
     """
     path = _as_path(path_or_object)
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset))
+        return _loadable(_info_of_object(path_or_object, dataset, outside))
     if dataset is None:
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        return _only_array(path, list_arrays(path))
+        return _only_array(path, list_arrays(path, outside))
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
-            source = file_format.open_path(path, name)
+            source = file_format.open_path(path, name, outside)
     except KeyError:
-        raise _no_such_array(path, name, list_arrays(path)) from None
+        raise _no_such_array(path, name, list_arrays(path, outside)) from None
     source.close()
     return _loadable(source.info)
 
 
-def open_source(path_or_object: Any, dataset: str) -> Source:
+def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Source:
     """Open for reading the array that `find_array` found.
 
     Collective: no. Each rank that reads opens its own, and closes it.
@@ -149,6 +152,8 @@ def open_source(path_or_object: Any, dataset: str) -> Source:
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
+    outside : bool
+        As given to `find_array`.
 
     Raises
     ------
@@ -157,14 +162,14 @@ def open_source(path_or_object: Any, dataset: str) -> Source:
     """
     path = _as_path(path_or_object)
     if path is None:
-        source = _format_of_object(path_or_object).open_object(path_or_object)
+        source = _format_of_object(path_or_object).open_object(path_or_object, outside)
     else:
         path = split_path(path)[0]
         file_format = _format_of(path)
         name = _full_name(dataset)
         try:
             with _as_source_error(path, name):
-                source = file_format.open_path(path, name)
+                source = file_format.open_path(path, name, outside)
         except KeyError:
             raise SourceError(
                 f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
@@ -180,7 +185,7 @@ def open_source(path_or_object: Any, dataset: str) -> Source:
     return source
 
 
-def read_small(path_or_object: Any, info: ArrayInfo) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -188,15 +193,18 @@ def read_small(path_or_object: Any, info: ArrayInfo) -> bytes | None:
     Returns
     -------
     bytes or None
-        None where the array is large, empty or open already, or cannot be read: whoever reads it then says why.
+        None where the array is large, empty or open already, or cannot be read, or not all of it is stored: whoever reads it
+        then says so.
     """
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
-        source = open_source(path_or_object, info.dataset)
+        source = open_source(path_or_object, info.dataset, outside)
         try:
             values = np.empty(info.shape, dtype=source.dtype)
             source.read_into(Region.whole(info.shape), values)
+            if source.missing(Region.whole(info.shape)):
+                return None
         finally:
             source.close()
     except Exception:
@@ -336,9 +344,9 @@ def _format_of_object(obj: Any) -> Format:
     )
 
 
-def _info_of_object(obj: Any, dataset: str | None) -> ArrayInfo:
+def _info_of_object(obj: Any, dataset: str | None, outside: bool) -> ArrayInfo:
     """The metadata of an open array; a name beside it must be its own."""
-    info = _format_of_object(obj).open_object(obj).info
+    info = _format_of_object(obj).open_object(obj, outside).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."

@@ -6,8 +6,9 @@ A `Source` is one open array of it. Sources know nothing of ranks, devices or pl
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,7 @@ __all__ = [
     "fresh",
     "json_value",
     "native_dtype",
+    "read_by_chunks",
     "refusal",
 ]
 
@@ -125,6 +127,15 @@ class Source(Protocol):
         """
         ...
 
+    def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
+        """The chunks that meet `region` and are not stored, so that it has the fill value there; ``[()]`` if an array without
+        chunks has no values at all.
+
+        Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the
+        format's library hides it, less than all is returned.
+        """
+        ...
+
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
         ...
@@ -183,6 +194,34 @@ class Encoded:
     skipped: frozenset[int] = frozenset()
 
 
+def read_by_chunks(
+    reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
+) -> list[tuple[int, ...]]:
+    """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns the chunks that are not stored."""
+    whole, absent = np.empty(chunk_shape, out.dtype), []
+    memory = fresh(0)
+
+    def room(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        nonlocal memory
+        if len(memory) < nbytes:
+            memory = fresh(nbytes)
+        return memory[:nbytes]
+
+    axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
+    for index in itertools.product(*axes):
+        encoded = reader.fetch(index, room)
+        if encoded is None:
+            absent.append(index)
+        reader.decode(encoded, whole)
+        start = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
+        box = Region(start, tuple(a + c for a, c in zip(start, chunk_shape, strict=True))).intersect(region)
+        if box is not None:
+            into: Any = (*box.slices(region.start), ...)
+            part: Any = (*box.slices(start), ...)
+            out[into] = whole[part]
+    return absent
+
+
 class Format(Protocol):
     """One file format. Each module of this package that has one exposes it as `FORMAT`."""
 
@@ -196,15 +235,15 @@ class Format(Protocol):
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
         ...
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
-        """Every array in the file, in its own order."""
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
+        """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused."""
         ...
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
         ...
 
-    def open_object(self, obj: Any) -> Source:
+    def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
 

@@ -11,7 +11,9 @@ libraries: docs/design/decode.md.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,8 +142,39 @@ def inflate() -> Stage:
 
 
 def gunzip() -> Stage:
-    """Zarr's gzip: a gzip stream, its CRC-32 checked. By libdeflate."""
-    return Stage("gzip", _inflater(deflate.gzip_decompress), None)
+    """Zarr's gzip: one gzip member, its CRC-32 checked, by libdeflate; several members one after the other by zlib."""
+    first = _inflater(deflate.gzip_decompress)
+
+    def undo(data: Bytes, out: Bytes) -> Bytes | None:
+        # libdeflate stops after the first member. The last one ends with its size, so a single one shows at once.
+        if len(data) >= 4 and int.from_bytes(data[-4:].tobytes(), "little") == len(out) & 0xFFFFFFFF:
+            with contextlib.suppress(ValueError):
+                found = first(data, out)
+                if len(found) == len(out):
+                    return found
+        _gunzip_members(data, out)
+        return None
+
+    return Stage("gzip", undo, None)
+
+
+def _gunzip_members(data: Bytes, out: Bytes) -> None:
+    """Decode gzip members (RFC 1952) one after the other, which together must fill `out`; zeros may follow them."""
+    rest, done = data.tobytes(), 0
+    try:
+        while rest.strip(b"\0"):
+            member = zlib.decompressobj(wbits=31)
+            found = member.decompress(rest, len(out) - done + 1)  # one byte too many, if there are any: 0 would be no limit
+            if done + len(found) > len(out):
+                raise ValueError(f"the gzip stream is longer than the chunk, which has {len(out)} bytes")
+            if not member.eof:
+                raise ValueError("the gzip stream is damaged (it ends too early)")
+            out[done : done + len(found)] = np.frombuffer(found, dtype=np.uint8)
+            done, rest = done + len(found), member.unused_data
+    except zlib.error as error:
+        raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
+    if done != len(out):
+        raise ValueError(f"the gzip stream is damaged: it gives {done} bytes, the chunk has {len(out)}")
 
 
 def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, Bytes], Bytes]:
@@ -206,18 +239,16 @@ def crc32c() -> Stage:
 
 
 def unzstd() -> Stage:
-    """Zstandard frames. By numcodecs, which would leave the end of the buffer as it was where a frame holds less."""
+    """Zstandard frames. By numcodecs, which would leave the end of the buffer as it was where a frame declares less."""
     codec = numcodecs.Zstd()
 
-    def undo(data: Bytes, out: Bytes) -> Bytes | None:
+    def undo(data: Bytes, out: Bytes) -> None:
         size = _zstd_size(data)
         if size is not None and size != len(out):
             raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {len(out)}")
         try:
-            if size is not None:
-                codec.decode(data, out=out)
-                return None
-            return np.frombuffer(codec.decode(data), dtype=np.uint8)  # written as a stream: it does not say how long it is
+            # Always into `out`: a frame written as a stream declares no size, and would get as much memory as it asks for.
+            codec.decode(data, out=out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
 

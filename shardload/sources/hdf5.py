@@ -25,9 +25,20 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import (
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    check_request,
+    native_dtype,
+    read_by_chunks,
+)
+from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
+from shardload.sources.hdf5_describe import describe, filters_of
+from shardload.sources.hdf5_links import Others, follow, look_through
+from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
 from shardload.sources.hdf5_raw import RawFile
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
@@ -37,38 +48,8 @@ with contextlib.suppress(ImportError):  # importing it registers its filters wit
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
-# Names people use. The numbers below 32000 are HDF5's own, those above are registered with the HDF Group.
-_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32017: "sz",
-    32024: "sz3",
-    32026: "blosc2",
-}
-_HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
-
-_REFUSED_CLASSES = {
-    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
-    h5py.h5t.STRING: ("string", "strings"),
-    h5py.h5t.BITFIELD: ("bitfield", "bit fields"),
-    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
-    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
-    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
-    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
-}
+_UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
-_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
 
 class Hdf5Source:
@@ -80,12 +61,16 @@ class Hdf5Source:
         Open; one that `info.refused` does not refuse.
     info : ArrayInfo
         What `describe` says of it.
+    others : Others
+        The other files that its values are in.
     file : h5py.File, optional
         The file to close with this source; None where the dataset is the caller's.
     """
 
-    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, file: h5py.File | None = None) -> None:
-        self._dataset, self._info, self._file = dataset, info, file
+    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, file: h5py.File | None = None) -> None:
+        self._dataset, self._info, self._others, self._file = dataset, info, others, file
+        self._whole = Whole.of(dataset)
+        self._absent: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
         # convert to from the complex type of HDF5 2.0 in the other byte order.
@@ -113,14 +98,45 @@ class Hdf5Source:
         if identifier.valid and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
+        self._absent = None
+        if identifier.valid and self._bounded is not None:
+            self._absent = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
+            return
+        if identifier.valid:
+            self._sizes.check()
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
-        if region.ndim == 0:
-            identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
-            return
-        space = identifier.get_space()
-        space.select_hyperslab(region.start, region.shape)
-        identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+        try:
+            if region.ndim == 0:
+                identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
+            else:
+                space = identifier.get_space()
+                space.select_hyperslab(region.start, region.shape)
+                identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+        finally:  # where the file was cut, that is the better reason
+            if identifier.valid:
+                self._whole.check()
+                self._others.check_whole()
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
+        if region.size == 0 or not self._dataset.id.valid:
+            return []
+        return self._unwritten.meeting(region) if self._absent is None else self._absent
+
+    @functools.cached_property
+    def _bounded(self) -> ChunkReader | None:
+        """Single chunks, where HDF5's filters take as much memory as the file says."""
+        numbers = {number for number, *_ in filters_of(self._dataset)}
+        return self.chunk_reader() if numbers & _UNBOUNDED and not self._info.refused else None
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self._dataset)
+
+    @functools.cached_property
+    def _unwritten(self) -> Unwritten:
+        return Unwritten(self._dataset)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
@@ -134,7 +150,7 @@ class Hdf5Source:
         """Single chunks, decoded past HDF5; None where only HDF5 can."""
         if self._info.refused is not None or self._info.chunks is None or self._raw is None:
             return None
-        return open_chunks(self._dataset, self._dtype, self._raw)
+        return open_chunks(self._dataset, self._dtype, self._raw, self._whole)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
@@ -182,22 +198,23 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path))
+            return list(_describe_all(file, path, Fence.around_file(path, outside)))
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = _open_file(path)
+        file, fence = _open_file(path), Fence.around_file(path, outside)
         try:
-            found = _look_up(file, path, dataset)
-            return Hdf5Source(found, describe(found, path, dataset), file)
+            found = _look_up(file, path, dataset, fence)
+            others = look_through(found, fence)
+            return Hdf5Source(found, describe(found, path, dataset, others), others, file)
         except BaseException:
             file.close()
             raise
 
-    def open_object(self, obj: Any) -> Source:
+    def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -205,12 +222,14 @@ class Hdf5Format:
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         path = str(obj.file.filename)
+        fence = Fence.around_file(path, outside)
         if isinstance(obj, h5py.Group):
-            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
+            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path, fence)) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>")))
+        others = look_through(obj, fence)
+        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>"), others), others)
 
 
 FORMAT = Hdf5Format()
@@ -236,10 +255,15 @@ def _open_file(path: str) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
 
 
-def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
-    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere."""
+def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> h5py.Dataset:
+    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere, or outside."""
     try:
+        follow(file, name, fence)
         found = file[name]
+        if not fence.holds(str(found.file.filename)):
+            raise OutsideError(f"'{name}' is in '{found.file.filename}', outside the folder of this file; {TARGET_HINT}")
+    except OutsideError as error:
+        raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
     except (KeyError, OSError, RuntimeError) as error:
         try:
             link = file.get(name, getlink=True)
@@ -264,7 +288,7 @@ def _look_up(file: h5py.File, path: str, name: str) -> h5py.Dataset:
     return found
 
 
-def _describe_all(group: h5py.Group, path: str) -> Iterator[ArrayInfo]:
+def _describe_all(group: h5py.Group, path: str, fence: Fence) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
     names: list[str] = []
     group.visit(names.append)
@@ -274,108 +298,6 @@ def _describe_all(group: h5py.Group, path: str) -> Iterator[ArrayInfo]:
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield describe(found, path, full)
+                yield describe(found, path, full, look_through(found, fence))
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
-
-
-def describe(dataset: h5py.Dataset, path: str, name: str) -> ArrayInfo:
-    """What is known of a dataset without reading its values.
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Open.
-    path, name : str
-        As the user named the file and the dataset.
-    """
-    creation = dataset.id.get_create_plist()
-    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
-    dtype, refused = _type_of(dataset.id.get_type())
-    is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
-    if dataset.shape is None:
-        refused = "nothing: its dataspace is null, which is neither an array nor a number"
-    elif refused is None:
-        refused = _missing_filter(filters) or (_missing_source(dataset, path) if is_virtual else None)
-    chunked = creation.get_layout() == h5py.h5d.CHUNKED
-    has_attributes = h5py.h5a.get_num_attrs(dataset.id) > 0
-    return ArrayInfo(
-        path=path,
-        dataset=name,
-        format=_flavour(dataset),
-        shape=tuple(dataset.shape or ()),
-        dtype=dtype,
-        chunks=tuple(creation.get_chunk()) if chunked else None,
-        codec=_codec(filters),
-        nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
-        refused=refused,
-        is_coordinate=has_attributes and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs} if has_attributes else {},
-    )
-
-
-def _type_of(file_type: Any) -> tuple[str, str | None]:
-    """Name of the values' type, and why it is refused."""
-    if file_type.get_class() in _REFUSED_CLASSES:
-        return _REFUSED_CLASSES[file_type.get_class()]
-    try:
-        dtype = file_type.dtype
-    except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
-        return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
-    refused = refusal(dtype)
-    if file_type.get_class() == h5py.h5t.COMPOUND and refused is not None:
-        return "compound", refused
-    return (dtype.name if refused else native_dtype(dtype).name), refused
-
-
-def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
-    """What is said of the first filter that this HDF5 cannot undo."""
-    for number, _, _, label in filters:
-        decodes = h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED)
-        if not decodes:
-            known = _FILTERS.get(number) or label.decode(errors="replace") or "unnamed"
-            return (
-                f"chunks encoded with HDF5 filter {number} ({known}), which the HDF5 library here cannot decode: "
-                "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
-            )
-    return None
-
-
-def _missing_source(dataset: h5py.Dataset, path: str) -> str | None:
-    """What is said of the first file that a virtual dataset maps to and that is not there.
-
-    HDF5 delivers fill values in its place without a word. Names with ``%b`` stand for as many files as there are, so a
-    missing one is no error there. HDF5 looks beside the virtual file, under HDF5_VDS_PREFIX, and in the working folder.
-    """
-    beside = os.path.dirname(str(dataset.file.filename))
-    prefix = os.environ.get("HDF5_VDS_PREFIX", "").replace("${ORIGIN}", beside or ".")
-    for name in {str(source.file_name) for source in dataset.virtual_sources()}:
-        places = [os.path.join(folder, name) for folder in (prefix, beside, "")]
-        if name != "." and "%" not in name and not any(map(os.path.exists, places)):
-            return f"values of another file, '{name}', which is not there (HDF5 would deliver fill values in its place)"
-    return None
-
-
-def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
-    """The filter pipeline for people: what compresses first, then what helps it."""
-    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(_FILTERS.get(n) or f"{label.decode(errors='replace')}#{n}" for n, _, _, label in ordered) or "none"
-
-
-def _flavour(dataset: h5py.Dataset) -> str:
-    """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
-    file = dataset.file
-    marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
-    marked = any(h5py.h5a.get_num_attrs(owner.id) and key in owner.attrs for owner, key in marks)
-    return "netCDF4" if marked else "HDF5"
-
-
-def _attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as plain Python; None where there is none, words where h5py cannot read it."""
-    if key not in dataset.attrs:
-        return None
-    try:
-        value = dataset.attrs[key]
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        return f"unreadable ({error})"
-    return None if isinstance(value, h5py.Empty) else json_value(value)

@@ -23,6 +23,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 
 from shardload.sources.base import Encoded, Room, fresh
 from shardload.sources.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.sources.hdf5_missing import UNWRITTEN_WORDS, Whole
 from shardload.sources.hdf5_raw import RawFile, swap_size
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
@@ -32,11 +33,10 @@ _LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when a
 _MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
 _NOWHERE = 2**64 - 1
 
-_UNWRITTEN = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
 _COMPRESSORS = (1, 32001, 32015)
 
 
-def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Chunks | None:
+def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
     """A reader for the chunks of `dataset` as values of `dtype` (a native one); None where only HDF5 may decode them."""
     creation = dataset.id.get_create_plist()
     swap = swap_size(dataset, dtype)
@@ -51,7 +51,7 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hd
         return None  # no values at all: HDF5 raises an error
     chunk = tuple(creation.get_chunk())
     chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
-    return Hdf5Chunks(dataset, dtype, raw, chain, len(filters))
+    return Hdf5Chunks(dataset, dtype, raw, whole, chain, len(filters))
 
 
 def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -112,18 +112,22 @@ class Hdf5Chunks:
         Of the decoded values, in native byte order.
     raw : RawFile
         The file it is in.
+    whole : Whole
+        Whether that is still all there.
     chain : Chain
         The inverse of its filters, the last one first, and what comes after.
     n_filters : int
         How many of the chain's stages are filters.
     """
 
-    def __init__(self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, chain: Chain, n_filters: int) -> None:
+    def __init__(
+        self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, chain: Chain, n_filters: int
+    ) -> None:
+        self._whole = whole
         self._identifier, self._dtype, self._raw, self._chain, self._n_filters = dataset.id, dtype, raw, chain, n_filters
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
-        self._nbytes_file = raw.nbytes
         self._is_empty = _is_empty(dataset)
         self._fill = fill_value(dataset, dtype)
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter known here makes a chunk longer than that
@@ -195,15 +199,14 @@ class Hdf5Chunks:
             # Versions of HDF5 differ in what they do about a chunk that was never written: one of several errors, or a
             # size that is not one. The slow question is sure.
             said = str(error)
-            if any(words in said for words in _UNWRITTEN):
+            if any(words in said for words in UNWRITTEN_WORDS):
                 return None
             if self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None:
                 return None
             if isinstance(error, ValueError) and "buffer is only" in said:
                 raise self._too_long() from None
             raise OSError(said) from error
-        if self._raw.nbytes < self._nbytes_file:  # HDF5 gives zeros for what is past the end
-            raise OSError(f"the file was cut to {self._raw.nbytes} bytes from {self._nbytes_file} since it was opened")
+        self._whole.check()  # HDF5 gives zeros for what is past the end
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
 
     def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
@@ -214,6 +217,7 @@ class Hdf5Chunks:
         in_file.select_hyperslab(offsets, shape)
         in_memory.select_hyperslab((0,) * len(shape), shape)
         self._identifier.read(in_memory, in_file, out, self._identifier.get_type())
+        self._whole.check()
         return out.reshape(-1).view(np.uint8)
 
     def _places(self) -> tuple[array[int], array[int], array[int]] | None:

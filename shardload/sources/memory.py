@@ -78,6 +78,10 @@ class MemorySource:
         """What NumPy gives for these slices."""
         return np.asarray(self._array[region.slices()])
 
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """None: all is in memory."""
+        return []
+
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values of `region` themselves, with the array's own strides; None if their bytes need swapping."""
         if not Region.whole(self._info.shape).contains(region):
@@ -107,15 +111,15 @@ class MemoryFormat:
         """Whether `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """KeyError: there is no file."""
         raise KeyError(dataset)
 
-    def open_object(self, obj: np.ndarray[Any, Any]) -> Source:
+    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False) -> Source:
         """Wrap a NumPy array."""
         return MemorySource(obj)
 

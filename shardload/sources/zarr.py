@@ -1,19 +1,23 @@
 """How do I obtain values from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
 
-1. `_open_store` makes a path, a zip file or a URL into what zarr-python opens.
+1. `open_store` makes a path, a zip file or a URL into what zarr-python opens.
 2. `describe` turns an array's metadata into an `ArrayInfo`, without touching chunks.
-3. `ZarrSource.read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
+3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `zarr_chunks`. Where there is one,
+   `read_into` uses it too.
+4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
    once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
-4. `ZarrSource.chunk_reader` is the faster way, for stores that are folders with the usual codecs: see `zarr_chunks`.
 
 A chunk that is not in the store is the array's fill value: Zarr does not tell one that was never written from one
-that was lost.
+that was lost. `ZarrSource.missing` says which they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
+import math
 import os
 import warnings
 import zipfile
@@ -27,13 +31,28 @@ import zarr.storage
 
 from shardload.errors import ConfigError
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, ChunkReader, Source, check_request, json_value, native_dtype, refusal
+from shardload.sources.base import (
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    check_request,
+    json_value,
+    native_dtype,
+    read_by_chunks,
+    refusal,
+)
+from shardload.sources.fence import Fence
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
+from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
 _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+# How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
+_LONGEST, _HEAD_NBYTES = 8, 4096
+# What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
+_OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
 
 class ZarrSource:
@@ -45,14 +64,19 @@ class ZarrSource:
         Open; one that `info.refused` does not refuse.
     info : ArrayInfo
         What `describe` says of it.
-    store : str or zarr.storage.ZipStore, optional
-        What `_open_store` gave, to close with this source; None where the array is the caller's.
+    store : str or WatchedStore, optional
+        What `open_store` gave, to close with this source; None where the array is the caller's.
+    outside : bool
+        Whether a folder may have links that lead out of it.
     """
 
-    def __init__(self, array: Any, info: ArrayInfo, store: Any = None) -> None:
-        self._array, self._info, self._store = array, info, store
+    def __init__(self, array: Any, info: ArrayInfo, store: Any = None, outside: bool = False) -> None:
+        self._array, self._info, self._store = watch(array, outside), info, store
         self._dtype = native_dtype(array.dtype)
-        self._chunks: ZarrChunks | None = None
+        self._fence = Fence.around_store(path, outside) if (path := _folder_of(array.store)) is not None else Fence()
+        self._absent: list[tuple[int, ...]] = []
+        self._is_checked = False
+        self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
     def info(self) -> ArrayInfo:
@@ -67,10 +91,52 @@ class ZarrSource:
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes where it must."""
         check_request(self._info, self._dtype, region, out)
+        self._absent = []
         if region.size == 0:
             return
+        if self._chunks is not None:
+            self._absent = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
+            return
+        store = self._array.store
+        self._check_once()
+        store.absent.clear()
         buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out)
         self._array.get_basic_selection(region.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
+        if store.absent:
+            self._absent = self._absent_chunks(region)
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks that `read_into` of this region did not find."""
+        return self._absent
+
+    def _absent_chunks(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks in `region` whose file, or whose shard's, the store was asked for in vain."""
+        chunks = self._info.chunks or ()
+        outer = self._info.shards or chunks
+        keys, prefix = self._array.store.absent, f"{self._array.path}/" if self._array.path else ""
+        cells = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunks, strict=True)]
+
+        def is_absent(index: tuple[int, ...]) -> bool:
+            at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
+            return prefix + self._array.metadata.encode_chunk_key(at) in keys
+
+        return [index for index in itertools.product(*cells) if is_absent(index)]
+
+    def _stored_nbytes(self) -> int:
+        """Bytes of one chunk, or of one shard with its index."""
+        inner, outer = self._info.chunks or (), self._info.shards or self._info.chunks or ()
+        index = 16 * math.prod(-(-n // m) for n, m in zip(outer, inner, strict=True)) if self._info.shards else 0
+        return math.prod(outer) * self._dtype.itemsize + index
+
+    @functools.cached_property
+    def _chunks(self) -> ZarrChunks | None:
+        return chunk_reader(self._array, self._info, self._dtype, self._fence)
+
+    def _check_once(self) -> None:
+        """What a zip file declares, before anything of it is unpacked."""
+        if not self._is_checked and self._array.store.most_nbytes is not None:
+            check_zip(self._array, self._array.store.most_nbytes)
+        self._is_checked = True
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What zarr-python gives for these slices."""
@@ -82,15 +148,14 @@ class ZarrSource:
 
     def chunk_reader(self) -> ChunkReader | None:
         """The chunks of a local folder, where their encoding is one that `zarr_chunks` knows; else None."""
-        if self._chunks is None:
-            self._chunks = chunk_reader(self._array, self._info, self._dtype)
         return self._chunks
 
     def close(self) -> None:
         """Close the store, where this object opened it, and the shards that its chunk reader keeps open."""
-        if self._chunks is not None:
-            self._chunks.close()
-        _close_store(self._store)
+        chunks = self.__dict__.get("_chunks")
+        if chunks is not None:
+            chunks.close()
+        close_store(self._store)
         self._store = None
 
 
@@ -117,38 +182,38 @@ class ZarrFormat:
         """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
         with _quiet():
             if os.path.isdir(path):
-                return list(_describe_folder(path))
-            store = _open_store(path)
+                return list(_describe_folder(path, Fence.around_store(path, outside), frozenset()))
+            store = open_store(path)
             try:
                 root = zarr.open(store, mode="r")
                 return [describe(root, path, "/")] if isinstance(root, zarr.Array) else list(_describe_all(root, path))
             finally:
-                _close_store(store)
+                close_store(store)
 
-    def open_path(self, path: str, dataset: str) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open an array by its name; KeyError if there is none."""
         parts = dataset.strip("/").split("/")
         if parts != [""] and any(part in ("", ".", "..") for part in parts):
             raise KeyError(dataset)  # Zarr has no such names, and says so with a ValueError
-        store = _open_store(path)
+        store = open_store(path, outside)
         try:
             with _quiet():
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset), store)
+            return ZarrSource(found, describe(found, path, dataset), store, outside)
         except FileNotFoundError as error:
-            _close_store(store)
+            close_store(store)
             raise KeyError(dataset) from error
         except BaseException:
-            _close_store(store)
+            close_store(store)
             raise
 
-    def open_object(self, obj: Any) -> Source:
+    def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
@@ -156,23 +221,16 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name))
+        return ZarrSource(obj, describe(obj, path, obj.name), None, outside)
 
 
 FORMAT = ZarrFormat()
 
 
-def _open_store(path: str) -> Any:
-    """What `zarr.open` takes for `path`: the path itself, or an open zip file."""
-    if "://" in path or os.path.isdir(path):
-        return path
-    return zarr.storage.ZipStore(path, mode="r", read_only=True)
-
-
-def _close_store(store: Any) -> None:
-    """Close what `_open_store` opened."""
-    if isinstance(store, zarr.storage.ZipStore):
-        store.close()
+def _folder_of(store: Any) -> str | None:
+    """The folder that a store is, where it is one."""
+    below = inner_store(store)
+    return os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
 
 
 @contextlib.contextmanager
@@ -186,6 +244,7 @@ def _quiet() -> Iterator[None]:
 
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
+    store = inner_store(store)
     for attribute in ("root", "path"):
         if isinstance(getattr(store, attribute, None), str | os.PathLike):
             return str(getattr(store, attribute))
@@ -200,16 +259,20 @@ def _describe_all(group: Any, path: str) -> Iterator[ArrayInfo]:
             yield describe(member, path, f"{base.rstrip('/')}/{name}")
 
 
-def _describe_folder(path: str, name: str = "/") -> Iterator[ArrayInfo]:
+def _describe_folder(path: str, fence: Fence, above: frozenset[str], name: str = "/") -> Iterator[ArrayInfo]:
     """The same for a store that is a folder, by walking it down to its arrays.
 
     zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
-    such an array is listed with its reason, and the others can be loaded.
+    such an array is listed with its reason, and the others can be loaded. Links that lead out of the store are not
+    followed, nor are those that lead to a folder that this one is in.
     """
     folder = os.path.join(path, name.strip("/"))
-    if _is_array(folder):
+    real = os.path.realpath(folder)
+    if real in above or not fence.holds(folder):
+        return
+    if _is_array(folder, fence):
         try:
-            array = zarr.open_array(folder, mode="r")
+            array = zarr.open_array(WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence), mode="r")
         except Exception as error:
             if name == "/":
                 raise
@@ -221,14 +284,16 @@ def _describe_folder(path: str, name: str = "/") -> Iterator[ArrayInfo]:
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
-            yield from _describe_folder(path, f"{name.rstrip('/')}/{entry}")
+            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
 
 
-def _is_array(folder: str) -> bool:
+def _is_array(folder: str, fence: Fence) -> bool:
     """Whether a folder of a store is an array, by its metadata; broken metadata counts, so as not to be passed over."""
     file = os.path.join(folder, "zarr.json")
     if not os.path.exists(file):
         return os.path.exists(os.path.join(folder, ".zarray"))
+    if not fence.holds(file):
+        return True
     try:
         with open(file, "rb") as opened:
             return bool(json.load(opened)["node_type"] == "array")
@@ -246,7 +311,7 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
     path, name : str
         As the user named the store and the array.
     """
-    refused = refusal(array.dtype)
+    refused = refusal(array.dtype) or _unsafe(array)
     grid = array.metadata.to_dict().get("chunk_grid")
     if isinstance(grid, dict) and grid.get("name") != "regular":
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
@@ -268,6 +333,12 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
         is_coordinate=array.ndim == 1 and list(dimensions or ()) == [name.rpartition("/")[2]],
         attributes={key: json_value(array.attrs[key]) for key in _TOLD if key in array.attrs},
     )
+
+
+def _unsafe(array: Any) -> str | None:
+    """What is said of an array whose values are Python objects as stored, whatever type it declares."""
+    names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
+    return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
 
 
 def _codec(array: Any) -> str:

@@ -25,7 +25,9 @@ import zarr.storage
 
 from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
 from shardload.sources.codecs import Chain
+from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.zarr_layout import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
+from shardload.sources.zarr_store import inner_store
 
 __all__ = ["ZarrChunks", "chunk_reader"]
 
@@ -47,7 +49,7 @@ def most_stored_nbytes(nbytes: int) -> int:
     return 2 * nbytes + 2**16
 
 
-def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any]) -> ZarrChunks | None:
+def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence) -> ZarrChunks | None:
     """The chunks of an open array, where they can be read without zarr-python; else None.
 
     Parameters
@@ -58,9 +60,12 @@ def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any]) -> ZarrChunk
         What the source says of it.
     dtype : dtype
         Of the values that are wanted: the array's, in native byte order.
+    fence : Fence
+        Where its files may be.
     """
+    store = inner_store(array.store)
     # A class derived from LocalStore may keep chunks elsewhere, or change them.
-    if type(array.store) is not zarr.storage.LocalStore:
+    if type(store) is not zarr.storage.LocalStore:
         return None
     # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
     settings = getattr(array, "config", None)
@@ -73,8 +78,8 @@ def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any]) -> ZarrChunk
         return None
     if layout.chunk_shape != info.chunks or fill.shape != ():
         return None
-    folder = os.path.join(os.fspath(array.store.root), array.path)
-    return ZarrChunks(folder, layout, info.shape, dtype, fill)
+    folder = os.path.join(os.fspath(store.root), array.path)
+    return ZarrChunks(folder, layout, info.shape, dtype, fill, fence)
 
 
 class ZarrChunks:
@@ -92,16 +97,25 @@ class ZarrChunks:
         Of the decoded values, in native byte order.
     fill : ndarray
         The value of what was never written, without axes.
+    fence : Fence
+        Where its files may be.
     """
 
     def __init__(
-        self, folder: str, layout: Layout, shape: tuple[int, ...], dtype: np.dtype[Any], fill: np.ndarray[Any, Any]
+        self,
+        folder: str,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        fill: np.ndarray[Any, Any],
+        fence: Fence,
     ) -> None:
+        self._fence = fence
         self._folder, self._layout, self._dtype, self._fill = folder, layout, dtype, fill
         self._n_chunks = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
         self._chain = Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize)
         self._most = most_stored_nbytes(self._chain.nbytes)
-        self._shards = None if layout.per_shard is None else _Shards(folder, layout)
+        self._shards = None if layout.per_shard is None else _Shards(folder, layout, fence)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -124,7 +138,7 @@ class ZarrChunks:
         if self._shards is not None:
             data = self._shards.read(index, self._most, room)
         else:
-            data = _read_file(os.path.join(self._folder, self._layout.key(index)), self._most, room)
+            data = _read_file(os.path.join(self._folder, self._layout.key(index)), self._most, room, self._fence)
         return None if data is None else Encoded(data)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
@@ -191,8 +205,8 @@ class _Slot:
 class _Shards:
     """The shards of one array: the last few that were used stay open."""
 
-    def __init__(self, folder: str, layout: Layout) -> None:
-        self._folder, self._layout = folder, layout
+    def __init__(self, folder: str, layout: Layout, fence: Fence) -> None:
+        self._folder, self._layout, self._fence = folder, layout, fence
         self._per_shard = layout.per_shard or ()
         self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
         self._lock = threading.Lock()  # of the table, never held while a file is read
@@ -219,33 +233,37 @@ class _Shards:
         with slot.lock:
             if not slot.is_opened:
                 path = os.path.join(self._folder, self._layout.key(at))
-                fd = _open_file(path)
+                fd = _open_file(path, self._fence)
                 slot.shard = None if fd is None else _Shard(fd, path, self._layout, self._per_shard)
                 slot.is_opened = True
             return slot.shard
 
 
-def _open_file(path: str) -> int | None:
-    """Open a file for reading; None where there is none. OSError where something else has its name.
+def _open_file(path: str, fence: Fence) -> int | None:
+    """Open a file for reading; None where there is none. OSError where something else has its name, or it is outside.
 
     zarr-python takes a folder in the place of a chunk for a missing chunk. Here it is an error: values would be lost.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
     except FileNotFoundError:
+        if os.path.islink(path):  # it was there, and is lost
+            raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
         return None
     try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        raise OSError(errno.EINVAL, "not a regular file", path)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        if not fence.holds_open(fd, path):
+            raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
+        return fd
     except BaseException:
         os.close(fd)
         raise
 
 
-def _read_file(path: str, most: int, room: Room) -> Bytes | None:
+def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
     """All of a file of at most `most` bytes; None where there is none."""
-    fd = _open_file(path)
+    fd = _open_file(path, fence)
     if fd is None:
         return None
     try:

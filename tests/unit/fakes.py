@@ -86,6 +86,7 @@ class FakeSource:
     stored: FakeChunks | None = None
     reads: list[Region] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
+    lost: tuple[tuple[int, ...], ...] = ()
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -109,6 +110,9 @@ class FakeSource:
             out[...] = self.data[region.slices()]
         finally:
             self.one_at_a_time.release()
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        return list(self.lost)
 
     def view(self, region: Region) -> Array | None:
         return None if self.shows is None else self.shows[region.slices()]

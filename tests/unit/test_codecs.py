@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +174,56 @@ def test_another_size_than_the_chunk(name: str, n: int) -> None:
         Chain([stage], 1200).decode(encode(values(n).tobytes()), out)
     with pytest.raises(ValueError, match=r"longer than|bytes"):
         Chain([stage, unshuffle(4)], 1200).decode(encode(values(n).tobytes()), out)
+
+
+def zstd_stream(*blocks: bytes | tuple[int, int]) -> bytes:
+    """A Zstandard frame (RFC 8878) without a declared size, of plain blocks and of (byte, times)."""
+    frame = b"\x28\xb5\x2f\xfd\x00\x58"
+    for k, block in enumerate(blocks):
+        length, kind, data = (len(block), 0, block) if isinstance(block, bytes) else (block[1], 1, bytes([block[0]]))
+        frame += (length << 3 | kind << 1 | (k == len(blocks) - 1)).to_bytes(3, "little") + data
+    return frame
+
+
+def test_zstd_without_a_declared_size_is_bounded_by_the_chunk() -> None:
+    raw, out = values().tobytes(), np.zeros(300, "<i4")
+    chain = Chain([unzstd()], 1200)
+    for good in (zstd_stream(raw), zstd_stream(raw[:500], raw[500:]), zstd_stream(raw[:500]) + zstd_stream(raw[500:])):
+        out[:] = 0
+        chain.decode(good, out)
+        np.testing.assert_array_equal(out, values())
+    bomb = zstd_stream(*[(7, 1 << 17)] * 4096)  # half a GiB in 16 KiB
+    assert len(bomb) < 1 << 15
+    tracemalloc.start()
+    for bad in (bomb, zstd_stream(raw[:1199]), zstd_stream(raw, b"x"), zstd_stream(raw) + zstd_stream(raw)):
+        with pytest.raises(ValueError, match="zstd data is damaged"):
+            chain.decode(bad, out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_gzip_of_several_members() -> None:
+    raw = values().tobytes()
+    chain, out = Chain([gunzip()], 1200), np.zeros(300, "<i4")
+    parts = [gzip.compress(raw[a:b]) for a, b in ((0, 400), (400, 404), (404, 1200))]
+    for good in (parts, [gzip.compress(raw), gzip.compress(b"")], [gzip.compress(raw), bytes(5)]):
+        assert gzip.decompress(b"".join(good)) == raw
+        out[:] = 0
+        chain.decode(b"".join(good), out)
+        np.testing.assert_array_equal(out, values())
+    bomb = gzip.compress(bytes(1 << 22))
+    for bad in (
+        [*parts, gzip.compress(b"more")],
+        parts[:2],
+        [gzip.compress(raw), b"rest"],
+        [gzip.compress(raw), bomb],
+        [bomb],
+        [parts[0], parts[1], parts[2][:-9]],
+        [parts[0], parts[1][:-5] + b"\x99" + parts[1][-4:], parts[2]],
+    ):
+        with pytest.raises(ValueError, match="gzip stream is"):
+            chain.decode(b"".join(bad), out)
 
 
 def test_sizes_that_do_not_come_out() -> None:

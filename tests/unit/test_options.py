@@ -119,12 +119,27 @@ def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
     assert found is not None and found.isnative and found == np.dtype(dtype).newbyteorder("=")
 
 
+@pytest.mark.parametrize("wrong", [{"missing": "ignore"}, {"missing": None}, {"outside": 1}, {"outside": "yes"}])
+def test_missing_and_outside_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is .*; expected"):
+        Options.check(**wrong)
+
+
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
-    assert set(base) == {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout"}
+    names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside"}
+    assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
-        dataset="a", select=slice(0, 1), dtype="f4", pad=0, readers="root", staging=1, verify="checksum"
+        dataset="a",
+        select=slice(0, 1),
+        dtype="f4",
+        pad=0,
+        readers="root",
+        staging=1,
+        verify="checksum",
+        missing="error",
+        outside=True,
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}

@@ -1,0 +1,103 @@
+"""Which chunks were not stored, so that their values are the file's fill value, and what is done about it?
+
+A file that lost chunks looks like one that never had them: only who made it knows. So the job counts them, each once, however
+many ranks read it: the rank counts whose block has the chunk's first element (of those that are selected); where every rank
+reads what it holds, the first of those that hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+
+from shardload.errors import MissingChunksWarning, SourceError
+from shardload.plan import Grid, Read, ReadPlan
+from shardload.region import Region, Selection
+from shardload.sources.base import ArrayInfo
+from shardload.tally import MOST_NAMED
+
+__all__ = ["chunk_number", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
+
+_NONE = 2**63 - 1
+
+Counter = Callable[[Read, Region], bool]
+
+
+def counter_of(plan: ReadPlan, rank: int) -> Counter:
+    """Whether `rank` counts a chunk (its selected elements) that it met in a read: true on one rank, in one of its reads."""
+
+    def counts(read: Read, chunk: Region) -> bool:
+        if not all(a <= at < b for at, a, b in zip(chunk.start, read.region.start, read.region.stop, strict=True)):
+            return False
+        return not plan.is_direct or plan.shards.holders(read.parts[0].shard)[0] == rank
+
+    return counts
+
+
+def chunk_number(index: Sequence[int], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> int:
+    """The number, in the selected array's grid, of a chunk of the file.
+
+    >>> from shardload.region import select_axes
+    >>> selection = select_axes((5, slice(4, 12)), (8, 16))
+    >>> chunk_number((1, 2), selection, (4, 4), Grid((8,), (4,), (0,)))
+    1
+    """
+    number = 0
+    for k, count in zip(selection.kept, chunks.counts, strict=True):
+        number = number * count + index[k] - selection.region.start[k] // file_chunk[k]
+    return number
+
+
+def fold_first(numbers: Sequence[int]) -> list[int]:
+    """The first few numbers, as many integers on every rank, of which the least over the ranks is taken."""
+    return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
+
+
+def unfold_first(least: Sequence[int]) -> list[int]:
+    """The inverse: each is a number that some rank had, the first one the least of all."""
+    return [n for n in least if n != _NONE]
+
+
+def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
+    """How many of how many, and where."""
+    advice = (
+        "Pass missing='error' to refuse such a file, missing='fill' if you know that they were never written "
+        "(writers leave out chunks that are all fill value, too)"
+    )
+    if info.chunks is None:
+        return f"{info} was made but never written: every value is its fill value. {advice}"
+    places = []
+    for number in first:
+        box = selection.to_file(chunks.region(number))
+        index = tuple(a // c for a, c in zip(box.start, info.chunks, strict=True))
+        places.append(f"{index} (elements {box})")
+    more = ", ..." if n > len(places) else ""
+    verb = "chunk is" if n == 1 else "chunks are"
+    return (
+        f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}. {advice}"
+    )
+
+
+def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
+    """Say it, once in the job, or raise it on every rank.
+
+    Raises
+    ------
+    SourceError
+        If `missing` is "error".
+    """
+    if missing == "error":
+        raise SourceError(f"{text}. Nothing was loaded", path=info.path, dataset=info.dataset)
+    if missing == "warn" and rank == 0:
+        warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """How many calls above `settle_missing` the caller of shardload is."""
+    here, level = os.path.dirname(__file__) + os.sep, 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    return level

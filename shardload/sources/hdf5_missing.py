@@ -1,0 +1,140 @@
+"""What does HDF5 not say about a dataset? What is not in the file, in whose place it delivers something, and what is too long.
+
+1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
+2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its
+   header says only when it opens the file; later it delivers zeros.
+3. `Sizes`: chunks that are stored in more bytes than their filters can make of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from array import array
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py._objects import phil
+
+from shardload.region import Region
+
+__all__ = ["UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole"]
+
+_MOST_LISTED = 1 << 21  # chunks
+UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
+
+
+class Unwritten:
+    """Which chunks of a dataset were never written?
+
+    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, those that are there are
+    listed once, a microsecond each. (Asked for single chunks, HDF5 takes one that it made for a read for one that is there.)
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        self._identifier = dataset.id
+        creation = dataset.id.get_create_plist()
+        self._layout = creation.get_layout()
+        self._chunk: tuple[int, ...] = ()
+        self._grid: tuple[int, ...] = ()
+        self._none = self._all = False
+        if self._layout == h5py.h5d.CHUNKED:
+            self._chunk = tuple(creation.get_chunk())
+            self._grid = tuple(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
+            n_written = dataset.id.get_num_chunks()
+            self._none, self._all = n_written >= math.prod(self._grid), n_written == 0
+        elif self._layout == h5py.h5d.CONTIGUOUS:
+            self._all = dataset.id.get_offset() is None and creation.get_external_count() == 0
+
+    def meeting(self, region: Region) -> list[tuple[int, ...]]:
+        """Those that meet `region`, which is not empty; ``[()]`` for data without chunks that was never written."""
+        if self._layout != h5py.h5d.CHUNKED:
+            return [()] if self._all else []
+        if self._none:
+            return []
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, self._chunk, strict=True)]
+        indices = list(itertools.product(*axes))
+        if self._all:
+            return indices
+        numbers = np.ravel_multi_index(np.array(indices).T.reshape(len(axes), -1), self._grid)
+        return [indices[k] for k in np.flatnonzero(~np.isin(numbers, self._written)).tolist()]
+
+    @functools.cached_property
+    def _written(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The numbers, in the grid, of the chunks that were."""
+        numbers = array("Q")
+        steps = [math.prod(self._grid[k + 1 :]) for k in range(len(self._grid))]
+        axes = list(zip(self._chunk, self._grid, steps, strict=True))
+
+        def keep(stored: Any) -> None:
+            at = [offset // length for offset, (length, _, _) in zip(stored.chunk_offset, axes, strict=True)]
+            if all(k < n for k, (_, n, _) in zip(at, axes, strict=True)):  # a damaged index may have others
+                numbers.append(sum(k * step for k, (_, _, step) in zip(at, axes, strict=True)))
+
+        with phil:
+            self._identifier.chunk_iter(keep)
+        return np.frombuffer(numbers, dtype=np.uint64)
+
+
+class Sizes:
+    """Whether a chunk that HDF5 is to decode is stored in no more bytes than it can have.
+
+    HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored bytes. All chunks' sizes
+    are listed once, a microsecond each, unless all of them together are few.
+    """
+
+    def __init__(self, dataset: h5py.Dataset) -> None:
+        identifier, creation = dataset.id, dataset.id.get_create_plist()
+        self._longest, self._most = 0, 0
+        if creation.get_layout() != h5py.h5d.CHUNKED or not creation.get_nfilters():
+            return
+        nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
+        self._most = nbytes + nbytes // 2 + 4096  # no filter makes a chunk longer than that
+        listable = hasattr(identifier, "chunk_iter") and identifier.get_storage_size() > self._most
+        if listable and identifier.get_num_chunks() <= _MOST_LISTED:
+            with phil:
+                identifier.chunk_iter(self._keep)
+
+    def _keep(self, stored: Any) -> None:
+        self._longest = max(self._longest, stored.size)
+
+    def check(self) -> None:
+        """Raise ValueError if one is longer."""
+        if self._longest > self._most:
+            raise ValueError(f"the file declares a stored chunk of {self._longest} bytes, {self._most} are the most")
+
+
+class Whole:
+    """Whether a file that HDF5 has open is still as long as it was when HDF5 opened it.
+
+    Parameters
+    ----------
+    descriptor : int or None
+        HDF5's own; None where it has none.
+    nbytes : int
+        How long it was.
+    """
+
+    def __init__(self, descriptor: int | None, nbytes: int) -> None:
+        self._descriptor, self._nbytes = descriptor, nbytes
+
+    @classmethod
+    def of(cls, dataset: h5py.Dataset) -> Whole:
+        """The file that `dataset` is in."""
+        file = dataset.file
+        plain = file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
+        reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer's file may yet have to grow
+        return cls(file.id.get_vfd_handle() if plain and reading else None, file.id.get_filesize())
+
+    def check(self) -> None:
+        """Raise OSError if it was cut. Call it after a read, while the file is open."""
+        if self._descriptor is not None and (found := os.fstat(self._descriptor).st_size) < self._nbytes:
+            raise OSError(f"the file was cut to {found} bytes from {self._nbytes} since it was opened")

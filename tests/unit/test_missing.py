@@ -1,0 +1,172 @@
+"""Are chunks that are not stored counted, each once, by whichever way they are read?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+
+from shardload.errors import MissingChunksWarning, SourceError
+from shardload.missing import chunk_number, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.plan import Grid
+from shardload.region import Region, select_axes
+from shardload.sources import open_source, read_small
+from shardload.sources.base import ArrayInfo
+from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, whole
+from tests.unit.files import flat
+from tests.unit.planning import Case, cases
+
+SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
+    """Wrong if a chunk that several ranks, or blocks, read is counted twice, or one that no block holds wholly not at all."""
+    plan, counted = case.plan(), Counter[int]()
+    for rank in range(case.n_ranks):
+        counts = counter_of(plan, rank)
+        for read in plan.reads(rank):
+            counted.update(n for n in case.chunks.meeting(read.region) if counts(read, case.chunks.region(n)))
+    assert counted == Counter(range(case.chunks.n_cells))
+
+
+@pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])
+def test_number_of_a_chunk_in_the_selection(select: Any) -> None:
+    selection = select_axes(select, SHAPE)
+    cell = tuple(CHUNKS[k] for k in selection.kept)
+    chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+    for number in range(chunks.n_cells):
+        box = selection.to_file(chunks.region(number))
+        index = tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True))
+        assert chunk_number(index, selection, CHUNKS, chunks) == number
+
+
+def test_first_few_numbers_travel() -> None:
+    assert unfold_first(fold_first([5, 9])) == [5, 9] and unfold_first(fold_first([])) == []
+    least = [min(pair) for pair in zip(fold_first([4, 6, 8]), fold_first([5]), strict=True)]
+    assert unfold_first(least) == [4, 6, 8]
+
+
+def test_what_is_said() -> None:
+    info, selection = ArrayInfo("f.h5", "/a", "HDF5", SHAPE, "float32", CHUNKS), select_axes(None, SHAPE)
+    chunks = Grid(SHAPE, CHUNKS, (0, 0, 0))
+    text = describe_missing(5, [1, 11], info, selection, chunks)
+    assert "5 of 12 chunks are not stored in '/a' in 'f.h5'" in text
+    assert "(0, 1, 0) (elements [0:2, 4:8, 0:3]), (3, 2, 0) (elements [6:7, 8:10, 0:3]), ..." in text
+    assert "1 of 12 chunk is" in describe_missing(1, [1], info, selection, chunks)
+    settle_missing(text, "fill", 0, info)
+    settle_missing(text, "warn", 1, info)
+    with pytest.warns(MissingChunksWarning, match="5 of 12") as found:
+        settle_missing(text, "warn", 0, info)
+    assert found[0].filename == __file__
+    with pytest.raises(SourceError, match=r"5 of 12 .* Nothing was loaded") as error:
+        settle_missing(text, "error", 1, info)
+    assert error.value.path == "f.h5" and error.value.dataset == "/a"
+
+
+# --- the reader counts
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.reader._MIN_CHUNK_NBYTES", 1)
+    monkeypatch.setattr("shardload.reader._INLINE_NBYTES", -1)
+    data = np.arange(48, dtype="f4").reshape(12, 4)
+    source = chunked(data, (3, 2), missing=frozenset({(0, 1), (2, 0), (3, 1)}))
+    with reader_of(source, n_threads=n_threads) as reader:
+        fetch(reader, whole(Region.whole(data.shape), rank=1))
+    assert reader.tally.chunks_missing == 3 and reader.tally.missing == [1, 4, 7]
+
+
+def test_chunks_that_the_library_did_not_find_are_counted() -> None:
+    data = np.arange(48, dtype="f4").reshape(12, 4)
+    source = FakeSource(data, (3, 2), lost=((1, 0), (1, 1)))
+    with reader_of(source, counts=lambda read, chunk: chunk.start != (3, 2)) as reader:
+        fetch(reader, whole(Region((3, 0), (6, 4)), rank=1))
+    assert reader.tally.chunks_missing == 1 and reader.tally.missing == [2]
+
+
+# --- sources say which
+
+
+def hdf5(path: Path, rows: int, **options: Any) -> str:
+    with h5py.File(path, "w", libver=options.pop("libver", "earliest")) as file:
+        made = file.create_dataset("a", SHAPE, "f4", chunks=CHUNKS, fillvalue=-1, **options)
+        made[:rows] = flat(SHAPE)[:rows]
+    return str(path)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}])
+@pytest.mark.parametrize("rows", [0, 4, 7])
+def test_hdf5_chunks_never_written(tmp_path: Path, libver: str, growing: bool, filters: dict[str, Any], rows: int) -> None:
+    more = {"maxshape": (None, None, 3)} if growing else {}
+    path = hdf5(tmp_path / "a.h5", rows, libver=libver, **filters, **more)
+    source = open_source(path, "/a")
+    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((2, 2, 2), (2, 3, 3))):
+        source.read_into(region, np.empty(region.shape, "f4"))
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
+        expected = [(i, j, 0) for i in axes[0] for j in axes[1] if i >= rows / 2 and region.size]
+        assert list(source.missing(region)) == expected
+    reader = source.chunk_reader()
+    if reader is not None:
+        absent = [(i, j, 0) for i in range(4) for j in range(3) if reader.fetch((i, j, 0)) is None]
+        assert absent == [(i, j, 0) for i in range(4) for j in range(3) if i >= rows / 2]
+    source.close()
+    assert (read_small(path, source.info) is None) == (rows < 7)
+
+
+def test_hdf5_contiguous_never_written(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", SHAPE, "f4", fillvalue=2)
+        file["b"] = flat(SHAPE)
+    for name, expected in (("/a", [()]), ("/b", [])):
+        source = open_source(tmp_path / "a.h5", name)
+        assert list(source.missing(Region.whole(SHAPE))) == expected
+        source.close()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("way", ["plain", "order F", "shards"])
+def test_zarr_chunks_that_are_not_there(tmp_path: Path, zarr_format: Any, zipped: bool, way: str) -> None:
+    """In folders by position, elsewhere and in layouts that only zarr-python reads by the keys that it asked for in vain."""
+    if way == "shards" and zarr_format == 2:
+        zarr_format = 3
+    more: dict[str, Any] = {"shards": (4, 8, 3)} if way == "shards" else {"order": "F"} if way == "order F" else {}
+    if way == "order F" and zarr_format == 3:
+        more = {"filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}
+    path = tmp_path / ("a.zip" if zipped else "a.zarr")
+    store: Any = zarr.storage.ZipStore(path, mode="w") if zipped else path
+    made = zarr.open_group(store, mode="w", zarr_format=zarr_format)
+    array = made.create_array("g/a", shape=SHAPE, dtype="f4", chunks=CHUNKS, fill_value=-1, **more)
+    array[:4, :8] = flat(SHAPE)[:4, :8]
+    if zipped:
+        store.close()
+    source = open_source(str(path), "/g/a")
+    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((0, 0, 0), (4, 8, 3))):
+        out = np.empty(region.shape, "f4")
+        source.read_into(region, out)
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
+        assert list(source.missing(region)) == [(i, j, 0) for i in axes[0] for j in axes[1] if i > 1 or j > 1]
+        full = np.full(SHAPE, -1, "f4")
+        full[:4, :8] = flat(SHAPE)[:4, :8]
+        np.testing.assert_array_equal(out, full[region.slices()])
+    source.close()
+    assert read_small(str(path), source.info) is None
+
+
+def test_open_zarr_arrays_too() -> None:
+    array = zarr.create_array(store=zarr.storage.MemoryStore(), shape=(6, 4), chunks=(2, 4), dtype="i4", fill_value=9)
+    array[2:4] = 1
+    source = open_source(array, "/")
+    source.read_into(Region.whole((6, 4)), np.empty((6, 4), "i4"))
+    assert list(source.missing(Region.whole((6, 4)))) == [(0, 0), (2, 0)]
