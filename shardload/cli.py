@@ -1,4 +1,4 @@
-"""What is in this file, what would loading it cost, and does it work here? The command line: info, plan, demo.
+"""What is in this file, what would loading it cost, and does it work here? The command line: info, plan, demo, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
 with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardload.errors import ConfigError, ShardloadError
+from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
     from shardload.sources.base import ArrayInfo
@@ -50,6 +51,10 @@ app = typer.Typer(
     [bold]See it work[/bold], checked element by element:
 
       mpiexec -n 4 python -m shardload demo
+
+    [bold]Was my job started right?[/bold] (under its own launcher):
+
+      srun --mpi=pmi2 -n 4 shardload doctor
     """,
 )
 
@@ -150,6 +155,25 @@ def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis
         except ModuleNotFoundError as error:
             raise ConfigError(f"the demo needs {error.name}. Type: pip install 'shardload[demo]'") from None
         raise typer.Exit(run(size))
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a rank that waits says for what, and ends.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say whether this job was started right: what each rank sees, what is wrong with it, and the flag that mends it.
+
+    Run it in place of your script, with the same launcher and flags. Exit status 0: loads will work; 1: they will not.
+
+    For example:
+
+      mpiexec -n 4 python -m shardload doctor --json
+    """
+    with _one_message():
+        from shardload.doctor import run
+
+        raise typer.Exit(run(timeout, as_json))
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -270,8 +294,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     table.add_column("stored", justify="right", no_wrap=True)
     table.add_column("notes", overflow="fold")
     for array in arrays:
-        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks)]
-        row += [_box(array.shards)] if sharded else []
+        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
         table.add_row(*map(escape, row), style="dim" if array.refused or array.is_coordinate else None)
     if arrays:
@@ -373,9 +396,4 @@ def human_size(nbytes: int | None) -> str:
     >>> human_size(512), human_size(64 * 2**20), human_size(None)
     ('512 B', '64.0 MiB', '-')
     """
-    if nbytes is None:
-        return "-"
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    power = min(int(math.log2(nbytes)) // 10, 5)
-    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB', 'PiB')[power - 1]}"
+    return "-" if nbytes is None else format_nbytes(nbytes)

@@ -353,6 +353,10 @@ class Group:
         self._collectives.broadcast(whole, root)
         return whole.tobytes().decode()
 
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank, on every rank. Collective."""
+        return [self.send_text(text, root) for root in range(self.size)]
+
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
         if self.size == 1:

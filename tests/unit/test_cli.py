@@ -308,6 +308,7 @@ def test_help_has_examples() -> None:
         (("info",), "shardload info run.h5:/fields/density"),
         (("plan",), "--mesh a=256,b=256 --spec -,a,b"),
         (("demo",), "--size 128"),
+        (("doctor",), "mpiexec -n 4 python -m shardload doctor --json"),
     ):
         done = shell(*args, "--help")
         assert done.returncode == 0

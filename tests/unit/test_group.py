@@ -27,6 +27,7 @@ def test_a_group_of_one_needs_no_mpi() -> None:
     assert alone.gather_int(7).tolist() == [7]
     assert alone.sum_ints([1, -2, 1 << 40]) == [1, -2, 1 << 40]
     assert alone.send_text("é", 0) == "é" and alone.send_text(None, 0) == ""
+    assert alone.gather_text("é") == ["é"] and alone.gather_text("") == [""]
     assert alone.processes(3) == (3,) and alone.processes(4) == (4,)
     assert alone.agree(None) == [] and alone.agree(None, [3, 4]) == [3, 4]
     assert alone.tell(lambda: "text", 0) == "text"
@@ -263,6 +264,13 @@ def test_all_well() -> None:
         assert on_ranks(3, lambda g, r=root: g.tell(lambda: f"made by {g.rank}", r)) == [f"made by {root}"] * 3  # type: ignore[misc]
     assert on_ranks(3, lambda g: g.agree_same({"path": "a", "é": "b"})) == [None] * 3
     assert on_ranks(3, lambda g: g.processes(2 - g.rank)) == [(2, 1, 0)] * 3
+
+
+def test_texts_of_all_ranks_come_whole_and_in_order() -> None:
+    """Wrong if a text were cut at the length of another's, or at that of its characters instead of its bytes."""
+    texts = ["é", "", "x" * 10_000, "日本 and more"]
+    assert on_ranks(4, lambda g: g.gather_text(texts[g.rank])) == [texts] * 4
+    assert on_ranks(3, lambda g: g.gather_text("")) == [["", "", ""]] * 3
 
 
 def test_one_rank_fails() -> None:

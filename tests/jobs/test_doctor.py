@@ -1,0 +1,248 @@
+"""`shardload doctor` under real launchers: in jobs that are well, in such that are not, and where a rank fails or hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.jobs.launch import ROOT, job_environment, mpiexec_of, run_job
+from tests.mpi.support import ramp
+from tests.unit.test_doctor import CASES
+
+DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
+ENV = {"PYTHONPATH": str(ROOT), "HDF5_USE_FILE_LOCKING": "FALSE"}
+
+
+def names(report: dict[str, Any], level: str = "error") -> list[str]:
+    return [finding["name"] for finding in report["findings"] if finding["level"] == level]
+
+
+def by_name(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in report["checks"]}
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_four_ranks_are_four_rows(mpi: str) -> None:
+    job = run_job(DOCTOR, 4, timeout=240, mpi=mpi, env=ENV).check()
+    assert [bool(out) for out in job.rank_stdout] == [True, False, False, False]
+    lines = job.stdout.splitlines()
+    assert lines[0].split()[:4] == ["host", "MPI", "JAX", "devices"]
+    for rank, line in enumerate(lines[2:6]):
+        assert line.split()[1:4] == [f"{rank}/4", f"{rank}/4", "cpu"]
+        assert line.endswith("0-3")
+    assert lines[6] == ""
+    for check in ("messages, same node", "shared memory", "all-reduce", "scatter"):
+        assert [line.startswith("ok ") for line in lines if f"  {check} " in line] == [True]
+    assert lines[-1].startswith("well: 4 ranks on 1 node, 4 devices")
+    assert "Gloo" not in job.stdout
+
+
+@pytest.mark.parametrize(("n", "devices", "per_node"), [(1, 3, ""), (3, 2, "2"), (5, 1, "1")])
+def test_json(n: int, devices: int, per_node: str) -> None:
+    env = {**ENV, "SHARDLOAD_RANKS_PER_NODE": per_node}
+    job = run_job([*DOCTOR, "--json"], n, timeout=240, devices_per_process=devices, env=env).check()
+    report = json.loads(job.stdout)
+    assert report["ok"] is True and names(report) == []
+    rows = report["ranks"]
+    assert [(row["rank"], row["jax_process"]) for row in rows] == [(k, k) for k in range(n)]
+    assert {(row["mpi_size"], row["jax_processes"], row["n_devices"]) for row in rows} == {(n, n, n * devices)}
+    assert {len(row["devices"]) for row in rows} == {devices}
+    ids = [device for row in rows for device in row["devices"]]
+    assert len(set(ids)) == n * devices
+    size = int(per_node or n)
+    assert [row["node"] for row in rows] == [[r for r in range(n) if r // size == k // size] for k in range(n)]
+    checks = by_name(report)
+    assert all(check["ok"] for check in checks.values())
+    assert f"sum over {n * devices} devices is {n * devices * (n * devices + 1) // 2}," in checks["all-reduce"]["text"]
+    expected = {"all-reduce", "scatter"} | ({"messages, other node"} if size < n else set())
+    expected |= {"messages, same node", "shared memory"} if 1 < size <= n and n > 1 else set()
+    assert set(checks) == expected
+
+
+# --- launches that cannot work
+
+
+def alone(**env: str) -> subprocess.CompletedProcess[str]:
+    """The doctor as one process without a launcher."""
+    return subprocess.run(
+        [sys.executable, *DOCTOR, "--json"],
+        env={**job_environment(1), **ENV, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("library", ["found", "missing"])
+def test_singletons_are_told_once(library: str) -> None:
+    """Wrong if srun without its flag gave four tables, or said that all is well."""
+    missing = {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"} if library == "missing" else {}
+    done = [alone(SLURM_STEP_NUM_TASKS="4", SLURM_PROCID=str(k), SLURM_JOB_ID="7", **missing) for k in range(2)]
+    assert [task.returncode for task in done] == [1, 1], done
+    assert [task.stderr for task in done] == ["", ""]
+    assert done[1].stdout == ""
+    report = json.loads(done[0].stdout)
+    assert names(report) == ["singletons" if library == "found" else "no-mpi"]
+    assert report["checks"] == [] and len(report["ranks"]) == 1
+    assert library == "missing" or "--mpi=pmi2" in report["findings"][0]["fix"]
+
+
+def test_one_process_in_a_batch_script() -> None:
+    done = alone(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="0")
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["ok"], names(report, "warning")) == (0, True, ["no-step"])
+
+
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_mpi_without_threads(level: str) -> None:
+    report = json.loads(alone(MPI4PY_RC_THREAD_LEVEL=level).stdout)
+    assert report["ranks"][0]["mpi_threads"] == level.upper()
+    assert (names(report), names(report, "warning")) == ([], ["mpi-threads"])
+
+
+def test_one_process_without_mpi() -> None:
+    done = alone(MPI4PY_LIBMPI="/nonexistent/libmpi.so")
+    report = json.loads(done.stdout)
+    assert (done.returncode, names(report), names(report, "note")) == (0, [], ["no-mpi"])
+    assert by_name(report)["scatter"]["ok"]
+
+
+def test_mpiexec_of_the_other_library() -> None:
+    """MPICH's mpiexec with Open MPI below mpi4py: singletons, as they really come about."""
+    env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
+    env |= {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(mpiexec_of("openmpi").parents[1] / "lib")}
+    job = run_job(DOCTOR, 2, timeout=120, env={**ENV, **env})
+    assert job.returncode == 1
+    assert [bool(out) for out in job.rank_stdout] == [True, False]
+    assert "singletons: mpiexec started 2 tasks" in job.stdout
+    assert "mpi4py uses Open MPI" in job.stdout
+    assert job.stdout.splitlines()[-1].startswith("NOT WELL: 2 tasks, of which each is alone; 1 error")
+
+
+def test_mpirun_of_the_other_library() -> None:
+    """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
+    # Without run_job's choice mpi4py takes what stands beside it: MPICH.
+    plain = ["-u", "MPI4PY_MPIABI", "-u", "MPI4PY_LIBMPI", sys.executable]
+    job = run_job([*plain, *DOCTOR], 2, timeout=120, mpi="openmpi", env=ENV, python="/usr/bin/env")
+    assert job.returncode != 0
+    assert job.stderr.count("MPI ended this process while it started") == 1
+    assert "--mpi=pmi2 for MPICH" in job.stderr
+
+
+# --- the page about it
+
+PAGE = ROOT / "docs" / "first-run.md"
+
+
+def test_the_page_knows_every_finding() -> None:
+    """Wrong if a misconfiguration were added without a line that says what it looks like."""
+    table = PAGE.read_text().partition("## Symptom, cause, flag")[2]
+    named = set(
+        re.findall(r"`([a-z0-9-]+)`", " ".join(line.split("|")[2] for line in table.splitlines() if line.count("|") == 5))
+    )
+    assert named == {case[0] for case in CASES}
+
+
+def test_the_first_load_of_the_page(tmp_path: Path) -> None:
+    script = re.search(r"<!-- first\.py[^\n]*\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert script is not None
+    (tmp_path / "first.py").write_text(script[1])
+    with h5py.File(tmp_path / "first.h5", "w") as file:
+        file.create_dataset("density", data=ramp((96, 64, 32)) % 1000, chunks=(1, 64, 32), compression=4)
+    job = run_job(tmp_path / "first.py", 4, timeout=120, env=ENV, cwd=tmp_path).check()
+    said = [[line for line in out.splitlines() if line.startswith("I am ")] for out in job.rank_stdout]
+    mean = (np.arange(96 * 64 * 32) % 1000).mean()
+    for rank, lines in enumerate(said):
+        assert lines == [f"I am {rank} of 4, I hold (96, 32, 16) of (96, 64, 32); the mean is {mean:.2f}"]
+
+
+# --- ranks that fail or hang in the middle
+
+SPOILED = """
+import sys, time
+from unittest import mock
+from mpi4py import MPI
+from shardload import doctor
+from shardload.doctor import checks
+
+def fail(*args, **more):
+    raise MemoryError("this rank has no memory left")
+
+spoil = {{
+    "devices": lambda: mock.patch.object(checks.jax, "devices", fail),
+    "look": lambda: mock.patch.object(checks.np, "copyto", fail),
+    "hang": lambda: mock.patch.object(checks, "_look", lambda group: time.sleep(600)),
+}}
+if MPI.COMM_WORLD.rank == {rank}:
+    spoil[{what!r}]().start()
+sys.exit(doctor.run({timeout}, json=True))
+"""
+
+
+def spoiled(what: str, rank: int, timeout: float = 100) -> list[str]:
+    return ["-W", "error", "-c", SPOILED.format(what=what, rank=rank, timeout=timeout)]
+
+
+@pytest.mark.parametrize(("what", "check", "rank"), [("devices", "all-reduce", 2), ("look", "shared memory", 0)])
+def test_a_rank_that_fails_fails_all_and_nobody_waits(what: str, check: str, rank: int) -> None:
+    job = run_job(spoiled(what, rank), 3, timeout=120, env=ENV)
+    assert job.returncode == 1
+    report = json.loads(job.stdout)
+    found = by_name(report)[check]
+    assert report["ok"] is False and found["ok"] is False
+    assert found["text"] == f"on rank {rank} of 3: MemoryError: this rank has no memory left"
+
+
+def test_a_rank_that_hangs_is_ended_and_named() -> None:
+    """Wrong if the others waited until the job's time is up, without a word of who keeps them waiting."""
+    job = run_job(spoiled("hang", 1, 10), 3, timeout=120, env=ENV)
+    assert job.returncode != 0
+    assert "still waiting for the check 'shared memory'" in job.stderr
+    assert job.stdout == ""
+
+
+def test_a_scatter_that_one_rank_cannot_do() -> None:
+    """Wrong if a root without values left the others waiting in the scatter."""
+    program = """
+import sys
+from mpi4py import MPI
+from shardload import doctor
+from shardload.doctor import checks
+
+right = checks.scatter
+
+def scatter(array, *args, **more):
+    if MPI.COMM_WORLD.rank == 0:
+        def array():
+            raise OSError(24, "Too many open files")
+    return right(array, *args, **more)
+
+checks.scatter = scatter
+sys.exit(doctor.run(100))
+"""
+    job = run_job(["-W", "error", "-c", program], 3, timeout=120, env=ENV)
+    assert job.returncode == 1
+    assert "FAILED  scatter" in job.stdout and "Too many open files" in job.stdout
+    assert job.stdout.splitlines()[-1].endswith("1 failed check")
+
+
+def test_no_time_at_all_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardload", "doctor", "--timeout", "0"],
+        env={**os.environ, **ENV},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "--timeout" in done.stderr
