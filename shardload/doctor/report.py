@@ -72,7 +72,8 @@ def as_text(report: Report) -> str:
         lines += _wrapped(f"{said}  {check.name.ljust(width)}  ", check.text)
     lines += [""] if report.checks else []
     for finding in report.findings:
-        where = "" if len(finding.ranks) == len(report.rows) else f" ({ranks_text(finding.ranks)})"
+        where = ranks_text(finding.ranks)
+        where = "" if len(finding.ranks) == len(report.rows) or where in finding.text else f" ({where})"
         lines += _wrapped(f"{finding.level}: ".ljust(9), finding.text + where)
         lines += _wrapped("   -> ".ljust(9), finding.fix)
     return "\n".join([*lines, *([""] if report.findings else []), _verdict(report)])

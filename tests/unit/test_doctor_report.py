@@ -96,13 +96,15 @@ def test_findings_with_where_and_what_to_type() -> None:
     findings = [
         Finding("a", ERROR, "word " * 60, "srun --gpus-per-task=1", (1, 2)),
         Finding("b", NOTE, "all of them", "nothing", (0, 1, 2, 3)),
+        Finding("c", NOTE, "ranks 2-3 on n1 do", "nothing", (2, 3)),
     ]
     text = as_text(Report(job(), findings, [Check("scatter", False, "on rank 2 of 4: no"), *CHECKS]))
     lines = text.splitlines()
     assert max(map(len, lines[8:])) <= 120
-    assert "(ranks 1-2)" in text and "all of them\n" in text and "   ->    srun --gpus-per-task=1" in lines
+    assert "(ranks 1-2)" in text and "all of them\n" in text and "on n1 do\n" in text, "where, once, unless it is everywhere"
+    assert "   ->    srun --gpus-per-task=1" in lines
     assert "FAILED  scatter" in text and "ok      scatter" in text and "-       all-reduce" in text
-    assert lines[-1] == "NOT WELL: 4 ranks on 2 nodes, 4 devices; 1 error, 1 note, 1 failed check"
+    assert lines[-1] == "NOT WELL: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
 
 
 @pytest.mark.parametrize(
