@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,6 +68,21 @@ def run(timeout: float, json: bool = False) -> int:
     return 0 if report.is_well else 1
 
 
+def _by_machine(rows: list[Facts]) -> list[Facts]:
+    """The rows, with what only the ranks of a machine together know."""
+    nodes: dict[object, list[Facts]] = defaultdict(list)
+    for row in rows:
+        nodes[row.host if row.mpi_problem else row.node].append(row)
+    found: dict[int, Facts] = {}
+    for node in nodes.values():
+        ranks = tuple(row.rank for row in node)
+        # Each looked at its own time, while others were making or giving back memory: the least is what can be counted on.
+        free = [row.shm_nbytes for row in node if row.shm_nbytes is not None]
+        least = min(free) if len(free) == len(node) else None
+        found |= {row.rank: replace(row, node=ranks, shm_nbytes=least) for row in node}
+    return [found[row.rank] for row in rows]
+
+
 def _let_the_first_print(group: Group, facts: Facts, watch: Watch) -> None:
     """Many launchers end all tasks as soon as one ends with 1: the one that prints must not be among those ended."""
     watch.at = "rank 0 to print"
@@ -102,9 +118,7 @@ def _examine(facts: Facts, watch: Watch) -> Report:
     watch.at, watch.problem = "what the other ranks found", facts.jax_problem
     group = group_of()
     texts = group.gather_text(to_json(replace(facts, rank=group.rank, size=group.size)))
-    rows = [from_json(text) for text in texts]
-    if group.comm is None:
-        rows = [replace(row, node=tuple(other.rank for other in rows if other.host == row.host)) for row in rows]
+    rows = _by_machine([from_json(text) for text in texts])
     findings = diagnose(rows)
     has_errors = any(finding.level == ERROR for finding in findings)
     return Report(rows, findings, run_checks(group, rows, watch, has_errors))

@@ -103,6 +103,35 @@ def test_one_process_in_a_batch_script() -> None:
     assert (done.returncode, report["ok"], names(report, "warning")) == (0, True, ["no-step"])
 
 
+def test_slurm_without_mpi() -> None:
+    """Wrong if tasks that do without MPI were called singletons, or waited for messages that nobody can send."""
+    step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "5", "SLURM_STEP_NUM_TASKS": "3"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_NODEID": "0"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *DOCTOR, "--json"],
+            env={**job_environment(1), **ENV, **step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for k in range(3)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in started] == [0, 0, 0]
+    assert outputs[1:] == ["", ""]
+    report = json.loads(outputs[0])
+    assert [(row["rank"], row["jax_process"], row["node"]) for row in report["ranks"]] == [(k, k, [0, 1, 2]) for k in range(3)]
+    assert names(report) == [] and "no-mpi" in names(report, "note")
+    checks = by_name(report)
+    assert {name: check["ok"] for name, check in checks.items()} == {"all-reduce": True, "scatter": None}
+
+
 @pytest.mark.parametrize("level", ["single", "funneled"])
 def test_mpi_without_threads(level: str) -> None:
     report = json.loads(alone(MPI4PY_RC_THREAD_LEVEL=level).stdout)

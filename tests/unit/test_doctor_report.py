@@ -65,6 +65,20 @@ def test_whatever_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row.versions) == {"python", "shardload"}
 
 
+def test_what_a_machine_has_is_the_same_for_its_ranks() -> None:
+    """Wrong if free memory that changed between two looks were a difference between ranks of one node."""
+    rows = [replace(row, shm_nbytes=100 - row.rank) for row in job(5, 3)]
+    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [98, 98, 98, 96, 96]
+    assert [row.node for row in doctor._by_machine(rows)] == [row.node for row in rows]
+    rows[1] = replace(rows[1], shm_nbytes=None)
+    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [None, None, None, 96, 96]
+
+
+def test_without_mpi_the_names_of_hosts_say_who_shares_one() -> None:
+    rows = [replace(row, mpi_problem="off", host=f"n{row.rank % 2}", node=(row.rank,)) for row in job(5, 1)]
+    assert [row.node for row in doctor._by_machine(rows)] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
+
+
 # --- the report
 
 CHECKS = [Check("scatter", True, "1.0 MiB"), Check("all-reduce", None, "not tried")]
