@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.plan import Grid, Read, ReadPlan
@@ -90,8 +91,10 @@ def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
     """
     if missing == "error":
         raise SourceError(f"{text}. Nothing was loaded", path=info.path, dataset=info.dataset)
-    if missing == "warn" and rank == 0:
-        warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())
+    if missing == "warn":
+        # Said by rank 0 alone; but where the user has warnings raised, every rank must raise this one.
+        with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+            warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())
 
 
 def _levels_to_caller() -> int:
