@@ -120,7 +120,7 @@ class Cluster:
         *options: str,
         env: Mapping[str, str] | None = None,
         arguments: tuple[str, ...] = (),
-        seconds: float = 90.0,
+        seconds: float = 240.0,
         cwd: Path = ROOT,
     ) -> Done:
         """Submit a script, with more options for sbatch and variables on top of this process's, and wait for its end.

@@ -43,7 +43,7 @@ def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path
         file["x"] = ramp((8, 12, 20))
     env = site(mpi)
     command = ("srun", f"--mpi={env['SITE_MPI']}", "-K1", env["SITE_PYTHON"], "slurm/run.py", DIES, str(path), how)
-    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command, seconds=60)
+    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output
 
