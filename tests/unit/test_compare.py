@@ -25,7 +25,7 @@ def test_the_first_of_two_that_differ(dtype: Any) -> None:
     other = np.array(values.T, order="C").T  # other strides, the same values
     assert first_difference(values, other) is None
     for place in ((4, 5), (2, 3)):
-        other[place] = 1 - values[place].astype(int)
+        other[place] = 0 if values[place] else 1
     assert first_difference(values, other) == (2, 3)
 
 
