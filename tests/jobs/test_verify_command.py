@@ -36,6 +36,15 @@ def test_it_says_what_was_proven(file: str, n: int, mpi: str) -> None:
     assert f"CRC-32 of the array {zlib.crc32(VALUES):08x}" in printed[1]
 
 
+def test_replicas_are_compared(file: str) -> None:
+    """Wrong if a process with several devices, or two that hold the same, compared nothing."""
+    command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=4", "--spec", "-,b", "--how", "checksum"]
+    job = run_job(command, 2, timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert "verified by checksum: 8 shards" in job.stdout
+    assert "and 8 device shards with the right checksum" in job.stdout
+
+
 def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
     """Wrong if every rank told of it, or it ended as if all were well."""
     with h5py.File(file) as opened:
