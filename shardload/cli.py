@@ -1,4 +1,4 @@
-"""What is in this file, what would loading it cost, and does it work here? The command line: info, plan, demo, doctor.
+"""What is in this file, what would a load cost, is it right, does it work here? Commands: info, plan, verify, demo, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
 with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardload.errors import ConfigError, ShardloadError
+from shardload.flags import parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -32,6 +32,16 @@ __all__ = ["app", "main"]
 
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
+
+File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
+MeshText = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.")]
+SpecText = Annotated[str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")]
+Dataset = Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")]
+Select = Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')]
+Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
+Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
+Readers = Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")]
+StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
 app = typer.Typer(
     name="shardload",
@@ -47,6 +57,10 @@ app = typer.Typer(
       shardload info run.h5
 
       shardload plan run.h5:/density --mesh a=4,b=2 --spec a,b
+
+    [bold]Be sure of it[/bold], element by element:
+
+      mpiexec -n 8 shardload verify run.h5:/density --mesh a=4,b=2 --spec a,b
 
     [bold]See it work[/bold], checked element by element:
 
@@ -100,15 +114,15 @@ def info(
 
 @app.command()
 def plan(
-    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
-    mesh: Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.")],
-    spec: Annotated[str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")],
-    dataset: Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")] = None,
-    select: Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')] = None,
-    dtype: Annotated[str | None, typer.Option(help="Load as this type: float32")] = None,
-    pad: Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")] = None,
-    readers: Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")] = "auto",
-    staging: Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")] = "256MiB",
+    file: File,
+    mesh: MeshText,
+    spec: SpecText,
+    dataset: Dataset = None,
+    select: Select = None,
+    dtype: Dtype = None,
+    pad: Pad = None,
+    readers: Readers = "auto",
+    staging: StagingText = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what a load would do and cost, one process per device, without loading anything.
@@ -135,6 +149,36 @@ def plan(
         how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
+
+
+@app.command()
+def verify(
+    file: File,
+    mesh: MeshText,
+    spec: SpecText,
+    dataset: Dataset = None,
+    select: Select = None,
+    dtype: Dtype = None,
+    pad: Pad = None,
+    readers: Readers = "auto",
+    staging: StagingText = "256MiB",
+    how: Annotated[str, typer.Option(help="How sure: index, checksum, file (some regions again) or full (all).")] = "full",
+) -> None:
+    """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
+
+    For example:
+
+      mpiexec -n 4 shardload verify run.h5:/density --mesh a=2,b=2 --spec a,b
+
+      shardload verify run.zarr --mesh n=4 --spec n --how file
+    """
+    axes = parse_mesh(mesh)
+    partition = parse_spec(spec, axes)
+    more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
+    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
+    from shardload.verify_command import run
+
+    raise typer.Exit(run(file, axes, partition, readers=readers, staging=staging, verify=how, **more))
 
 
 @app.command()
@@ -174,87 +218,6 @@ def doctor(
         from shardload.doctor import run
 
         raise typer.Exit(run(timeout, as_json))
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Mesh axes and their sizes, in order, from ``--mesh``.
-
-    >>> parse_mesh("a=4,b=2")
-    {'a': 4, 'b': 2}
-    """
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, size = (piece.strip() for piece in part.partition("="))
-        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
-            raise _wrong("--mesh", f"cannot read {part!r} in {text!r}: each axis is NAME=SIZE. Type --mesh a=4,b=2")
-        if name in axes:
-            raise _wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
-        axes[name] = int(size)
-    return axes
-
-
-def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
-    """What `jax.sharding.PartitionSpec` takes, from ``--spec``, checked against the mesh axes.
-
-    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2})
-    (None, 'a', ('b', 'c'))
-    """
-    parts: list[str | tuple[str, ...] | None] = []
-    seen: set[str] = set()
-    for part in text.split(","):
-        if part.strip() == "-":
-            parts.append(None)
-            continue
-        names = tuple(name.strip() for name in part.split("+"))
-        for name in names:
-            if name not in axes:
-                fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
-                raise _wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
-            if name in seen:
-                raise _wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
-            seen.add(name)
-        parts.append(names[0] if len(names) == 1 else names)
-    return tuple(parts)
-
-
-def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...]:
-    """A NumPy-style basic index, from ``--select``; what it means for the array is for the library to say.
-
-    >>> parse_select("0,:,10:20")
-    (0, slice(None, None, None), slice(10, 20, None))
-    """
-    parts: list[slice | int | EllipsisType] = []
-    for part in (piece.strip() for piece in text.strip("[] ").split(",")):
-        try:
-            if part == "...":
-                parts.append(...)
-            elif ":" in part:
-                bounds = [int(bound) if bound.strip() else None for bound in part.split(":")]
-                parts.append(slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1]))
-            else:
-                parts.append(int(part))
-        except (ValueError, TypeError):
-            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\""
-            raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
-    return tuple(parts)
-
-
-def parse_pad(text: str) -> int | float:
-    """A number, from ``--pad``; an integer stays one.
-
-    >>> parse_pad("0"), parse_pad("1e20")
-    (0, 1e+20)
-    """
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
-
-
-def _wrong(flag: str, message: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint=flag)
 
 
 def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | None]) -> tuple[Any, Any]:

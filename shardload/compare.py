@@ -21,7 +21,7 @@ from shardload.sources.base import Source
 __all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "tails_of", "value_text", "words_of"]
 
 _BOX_NBYTES = 1 << 16
-_DECODED_AT_MOST = 16  # boxes decode no more than this part of the region that they are in, or one chunk
+_DECODED_AT_MOST = 32  # boxes decode no more than this part of the region that they are in, or one chunk
 
 Array = np.ndarray[Any, Any]
 

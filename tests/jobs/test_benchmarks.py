@@ -54,8 +54,13 @@ def test_the_other_commands(tmp_path: Path) -> None:
     command("scatter", "--size", "16", "--ranks", "2", "--repeats", "1", "--results", str(tmp_path))
     command("small", "--ranks", "2", "--repeats", "2", *places)
     command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
+    command("verify", "--sizes", "64", "--ranks", "2", "--specs", "a,b", "--repeats", "1", *places)
     table = command("report", "--results", str(tmp_path))
     assert "| scatter of 0 MiB, 2 ranks" in table
+    assert '| hdf5-gzip-planes, 64^3 | `P("a", "b")` |' in table
+    for cell in json.loads((tmp_path / "verify.json").read_text())["cells"]:
+        assert [took["proven"]["how"] for took in cell["levels"].values()] == ["index", "checksum", "file", "full"]
+        assert cell["levels"]["full"]["proven"]["n_elements"] == 64**3
     memory = json.loads((tmp_path / "memory.json").read_text())
     assert [cell["readers"] for cell in memory["cells"]] == ["auto", "root", "parallel", "direct"]
     for cell in memory["cells"]:

@@ -1,0 +1,91 @@
+"""What do the flags of the command line mean? Text to plain values, or a message that says what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import EllipsisType
+
+import typer
+
+__all__ = ["parse_mesh", "parse_pad", "parse_select", "parse_spec"]
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Mesh axes and their sizes, in order, from ``--mesh``.
+
+    >>> parse_mesh("a=4,b=2")
+    {'a': 4, 'b': 2}
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
+            raise _wrong("--mesh", f"cannot read {part!r} in {text!r}: each axis is NAME=SIZE. Type --mesh a=4,b=2")
+        if name in axes:
+            raise _wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
+        axes[name] = int(size)
+    return axes
+
+
+def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...] | None, ...]:
+    """What `jax.sharding.PartitionSpec` takes, from ``--spec``, checked against the mesh axes.
+
+    >>> parse_spec("-,a,b+c", {"a": 2, "b": 2, "c": 2})
+    (None, 'a', ('b', 'c'))
+    """
+    parts: list[str | tuple[str, ...] | None] = []
+    seen: set[str] = set()
+    for part in text.split(","):
+        if part.strip() == "-":
+            parts.append(None)
+            continue
+        names = tuple(name.strip() for name in part.split("+"))
+        for name in names:
+            if name not in axes:
+                fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
+                raise _wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
+            if name in seen:
+                raise _wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
+            seen.add(name)
+        parts.append(names[0] if len(names) == 1 else names)
+    return tuple(parts)
+
+
+def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...]:
+    """A NumPy-style basic index, from ``--select``; what it means for the array is for the library to say.
+
+    >>> parse_select("0,:,10:20")
+    (0, slice(None, None, None), slice(10, 20, None))
+    """
+    parts: list[slice | int | EllipsisType] = []
+    for part in (piece.strip() for piece in text.strip("[] ").split(",")):
+        try:
+            if part == "...":
+                parts.append(...)
+            elif ":" in part:
+                bounds = [int(bound) if bound.strip() else None for bound in part.split(":")]
+                parts.append(slice(*bounds) if len(bounds) > 2 else slice(bounds[0], bounds[1]))
+            else:
+                parts.append(int(part))
+        except (ValueError, TypeError):
+            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\""
+            raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
+    return tuple(parts)
+
+
+def parse_pad(text: str) -> int | float:
+    """A number, from ``--pad``; an integer stays one.
+
+    >>> parse_pad("0"), parse_pad("1e20")
+    (0, 1e+20)
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+
+
+def _wrong(flag: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=flag)

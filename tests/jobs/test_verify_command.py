@@ -1,0 +1,65 @@
+"""``shardload verify``: what is proven of a file on this machine, by one process and by several, with exit code 0 or 1."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.jobs.launch import run_job
+
+VALUES = np.arange(8 * 12 * 20, dtype="f4").reshape(8, 12, 20)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w") as opened:
+        opened.create_dataset("rho", data=VALUES, chunks=(3, 5, 7), compression="gzip")
+        opened["other"] = VALUES
+    return str(path)
+
+
+@pytest.mark.parametrize(("n", "mpi"), [(1, "mpich"), (2, "mpich"), (4, "openmpi")])
+def test_it_says_what_was_proven(file: str, n: int, mpi: str) -> None:
+    """Wrong if it needed as many processes as devices, or several ranks printed."""
+    job = run_job(["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=2", "--spec", "-,b,a"], n, mpi=mpi, timeout=60)
+    assert job.returncode == 0, job.stderr
+    printed = [line for line in job.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert len(printed) == 2
+    assert "8 x 12 x 20 float32 as pencil on 4 devices" in printed[0]
+    assert "verified by full: 4 shards" in printed[1]
+    assert f"{VALUES.size:,} elements" in printed[1]
+    assert f"CRC-32 of the array {zlib.crc32(VALUES):08x}" in printed[1]
+
+
+def test_replicas_are_compared(file: str) -> None:
+    """Wrong if a process with several devices, or two that hold the same, compared nothing."""
+    command = ["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2,b=4", "--spec", "-,b", "--how", "checksum"]
+    job = run_job(command, 2, timeout=60)
+    assert job.returncode == 0, job.stderr
+    assert "verified by checksum: 8 shards" in job.stdout
+    assert "and 8 device shards with the right checksum" in job.stdout
+
+
+def test_a_damaged_file_is_one_message_and_exit_code_1(file: str) -> None:
+    """Wrong if every rank told of it, or it ended as if all were well."""
+    with h5py.File(file) as opened:
+        place = opened["rho"].id.get_chunk_info(2)
+    with open(file, "r+b") as raw:
+        raw.seek(place.byte_offset)
+        raw.write(b"\xff" * place.size)
+    job = run_job(["-m", "shardload", "verify", f"{file}:/rho", "--mesh", "a=2", "--spec", "a"], 2, timeout=60)
+    assert job.returncode == 1
+    assert job.stderr.count("error: ") == 1
+    assert "chunk (0, 0, 2) of '/rho'" in job.stderr
+
+
+def test_a_mesh_that_does_not_fit(file: str) -> None:
+    """Wrong if the message did not say what to type."""
+    job = run_job(["-m", "shardload", "verify", file, "--mesh", "a=2", "--spec", "a"], 1, timeout=60)
+    assert job.returncode == 1
+    assert "'/rho' (8, 12, 20) float32" in job.stderr

@@ -1,0 +1,203 @@
+"""What is proven of an array, and what is found in one that is wrong: for all types, shapes, meshes and numbers of ranks."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, SourceError, VerifyError
+from tests.mpi.sources import NAME, SOURCES
+from tests.mpi.support import DECOMPOSITIONS, check, cube, mesh_of, padded, ramp, same_error, unit
+from tests.mpi.test_values import X64, write
+
+HOW = ("index", "checksum", "file", "full")
+
+
+def array_of(values: Any, mesh: Any, spec: Any) -> jax.Array:
+    """Made by JAX alone."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def proven(path: str, mesh: Any, spec: Any, how: str, **more: Any) -> tuple[jax.Array, shardload.VerifyReport]:
+    made = shardload.plan(path, mesh, spec, verify=how, **more)
+    x = made.execute()
+    assert made.report is not None
+    return x, made.report.proven
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
+    """Wrong if one source's own library were asked for something else than what was loaded, or another digest came out."""
+    values, meshes = ramp(cube()), (mesh_of(), mesh_of(jax.devices()[::-1]))
+    n = len(jax.devices())
+    for mesh in meshes:
+        for how in HOW:
+            x, found = proven(files[source], mesh, P("b", None, "a"), how, dataset=NAME, readers="parallel")
+            check(x, values, mesh, P("b", None, "a"), how)
+            assert (found.how, found.n_shards) == (how, n)
+            assert found.n_elements == {"index": 0, "checksum": 0, "full": values.size}.get(how, found.n_elements)
+            assert found.nbytes_reread == 4 * found.n_elements
+            assert (found.n_boxes > 0) == (how in ("file", "full"))
+            assert found.digest == (zlib.crc32(values) if how == "full" else None)
+            again = shardload.verify(x, files[source], dataset=NAME, how=how)
+            assert (again.n_elements, again.n_boxes, again.digest) == (found.n_elements, found.n_boxes, found.digest)
+
+
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
+def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], name: str) -> None:
+    """Wrong if replicas counted twice, or a shard's place did not count."""
+    spec, values = DECOMPOSITIONS[name], ramp(cube())
+    x, found = proven(files["gzip_shuffle"], mesh_of(), spec, "full", dataset=NAME)
+    assert found.digest == zlib.crc32(values)
+    n_replicas = len(jax.devices()) * x.addressable_shards[0].data.size // x.size
+    assert (found.n_devices == len(jax.devices())) == (n_replicas > 1)
+    assert f"{zlib.crc32(values):08x}" in str(found)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", ">f8", ">c16", ">i2"])
+@pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
+def test_types(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:
+    """Wrong if bits of one type were compared as another's, or NaN were not equal to itself."""
+    kind = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    values = ramp(cube(), kind)
+    if kind.kind in "fc" and dtype != "bfloat16":  # NumPy does not know the NaN of that type
+        values[0, 0, 0], values[1, 2, 3] = np.nan, -0.0
+    path = write(comm, shared_tmp_path, values, chunks=(3, 5, 7), name=name)
+    cast = {"dtype": ml_dtypes.bfloat16} if dtype == "bfloat16" else {}
+    with X64(True):
+        for how in ("checksum", "file", "full"):
+            x, found = proven(path, mesh_of(), P("a", "b"), how, **cast)
+        expected = values.astype(x.dtype)
+        check(x, expected, mesh_of(), P("a", "b"))
+        assert found.digest == zlib.crc32(expected.tobytes())
+        wrong = expected.copy()
+        flat = int(np.ravel_multi_index((1, 2, 3), wrong.shape))
+        wrong.reshape(-1).view(np.uint8)[flat * wrong.itemsize] ^= 1  # the least that can be wrong
+        bad = array_of(wrong, mesh_of(), P("a", "b"))
+        error = same_error(comm, lambda: shardload.verify(bad, path, **cast), VerifyError, "element (1, 2, 3) is")
+        assert isinstance(error, VerifyError)
+        assert error.index == (1, 2, 3)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], Any]] = {
+    "0-d": ((), P()),
+    "empty": ((0, 3), P()),
+    "empty, cut": ((2 * unit(), 0), P("a")),
+    "1-d": ((9 * unit(),), P(("b", "a"))),
+    "padded": ((2 * unit() + 1, 3 * unit() - 1, 5), P("a", "b")),
+    "shards all padding": ((unit() + 1, 3), P(("b", "a"))),
+    "4-d, replicated": ((3, 2 * unit() - 1, 2, 5), P(None, "b")),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes_and_padding(comm: Any, shared_tmp_path: Path, case: str) -> None:
+    """Wrong if padding were read from the file, or not looked at."""
+    shape, spec = SHAPES[case]
+    values, mesh = ramp(shape), mesh_of()
+    path = write(comm, shared_tmp_path, values)
+    whole = padded(values, mesh, spec, -7)
+    for how in HOW:
+        x, found = proven(path, mesh, spec, how, pad=-7)
+        check(x, whole, mesh, spec, how)
+        assert found.n_padding == {"full": padding_on_devices(x, values.size)}.get(how, found.n_padding)
+    if whole.size > values.size:
+        place = tuple(n - 1 for n in whole.shape)
+        wrong = whole.copy()
+        wrong[place] = 3
+        bad = array_of(wrong, mesh, spec)
+        text = "3.0 (bytes 00004040), but the padding has -7.0"
+        same_error(comm, lambda: shardload.verify(bad, path, pad=-7), VerifyError, text)
+
+
+def padding_on_devices(x: jax.Array, n_true: int) -> int:
+    """Distinct elements of padding that each process holds, over all."""
+    held = x.sharding.devices_indices_map(x.shape)
+    distinct = {(device.process_index, str(index)) for device, index in held.items()}
+    n_shards = len({str(index) for index in held.values()})
+    return (x.size - n_true) * len(distinct) // n_shards if x.size != n_true else 0
+
+
+@pytest.mark.parametrize("how", ["file", "full"])
+def test_selection_and_cast(comm: Any, shared_tmp_path: Path, how: str) -> None:
+    """Wrong if the file were read again in the array's coordinates, or compared before the cast."""
+    values, mesh, spec = ramp((3, *cube(), 4), ">i4"), mesh_of(), P("b", None, "a")
+    select = (-1, slice(1, None), slice(2, -2), slice(8, 8 + unit() + 1), 2)
+    wanted = padded(values[select].astype("float32"), mesh, spec, 0.5)
+    for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3))):
+        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
+        more = {"select": select, "dtype": "float32", "pad": 0.5}
+        x, _ = proven(path, mesh, spec, how, **more)
+        check(x, wanted, mesh, spec, name)
+        assert shardload.verify(x, path, how=how, **more).n_elements
+
+
+def test_one_element_is_found_wherever_it_is(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a box were left out of "full" anywhere."""
+    values, mesh, spec = ramp(cube()), mesh_of(jax.devices()[::-1]), P("b", "a")
+    for flat in (0, 1, values.size // 2, values.size - 1):
+        place = tuple(int(i) for i in np.unravel_index(flat, values.shape))
+        wrong = values.copy()
+        wrong[place] += 0.5
+        x = array_of(wrong, mesh, spec)
+        text = f"element {place} is {flat + 0.5}"
+        same_error(
+            comm, lambda x=x: shardload.verify(x, files["chunked"], dataset=NAME), VerifyError, text, f"has {float(flat)}"
+        )
+
+
+def test_arrays_that_cannot_be_of_the_file(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a comparison with another array began."""
+    values, mesh, path = ramp(cube()), mesh_of(), files["contiguous"]
+
+    def call(x: Any, **how: Any) -> Any:
+        return lambda: shardload.verify(x, path, dataset=NAME, **how)
+
+    x = array_of(values, mesh, P("a"))
+    same_error(comm, call(values), ConfigError, "expected a jax.Array")
+    same_error(comm, call(x, select=slice(0, 4), pad=0), ConfigError, "x has shape")
+    same_error(comm, call(x.astype("float16")), ConfigError, "float16", "dtype=")
+    same_error(comm, call(x, how="all"), ConfigError, "verify is 'all'")
+    same_error(comm, call(x, seed=-1), ConfigError, "seed is -1")
+    same_error(comm, lambda: shardload.verify(x, path + ".none"), SourceError, "there is no file")
+    same_error(comm, lambda: shardload.scatter(values, mesh, P(), verify="full"), ConfigError, "no file to read again")
+
+
+def test_a_mesh_of_some_devices(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a process without devices kept the others waiting."""
+    mesh = mesh_of(jax.devices()[-1:])
+    x, found = proven(files["zarr_v3"], mesh, P("a"), "full", dataset=NAME)
+    assert (found.n_shards, found.n_elements, found.digest) == (1, x.size, zlib.crc32(ramp(cube())))
+    assert shardload.verify(x, files["zarr_v3"], dataset=NAME, staging="64kB").digest == found.digest
+
+
+def test_one_device_without_a_mesh(files: dict[str, str]) -> None:
+    """Wrong if an array of one process alone had to be given a mesh first."""
+    if len(jax.devices()) == 1:
+        x = jax.device_put(ramp(cube()))
+        assert shardload.verify(x, files["chunked"], dataset=NAME).n_elements == x.size
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("spec", [P(), P("a")])
+def test_replicas_that_differ(comm: Any, files: dict[str, str], spec: Any) -> None:
+    """Wrong if each process believed its own."""
+    values, mesh = ramp(cube()), mesh_of()
+    mine = values.copy()
+    if comm.rank == comm.size - 1:
+        mine[-1, -1, -1] = 0.5
+    x = array_of(mine, mesh, spec)
+    if len({str(i) for i in x.sharding.devices_indices_map(x.shape).values()}) == comm.size:
+        return  # two ranks: no replicas
+    for how in ("checksum", "file"):
+        same_error(comm, lambda how=how: shardload.verify(x, files["chunked"], dataset=NAME, how=how), VerifyError, "rank")
