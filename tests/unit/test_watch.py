@@ -172,6 +172,19 @@ def test_a_rank_that_never_came_is_named() -> None:
     job.check({0, 1, 2}, 3, "rank 3 did not come to this call", "3 other ranks wait (phase: plan)")
 
 
+def test_a_rank_that_was_in_the_call_before_is_not_in_this_one() -> None:
+    """Wrong if what it said in a long call, which it made, spoke for it in the next, which it does not make."""
+    job = Job()
+    for _ in range(40):
+        job.watches[3].moved()
+        job.tick(BEAT)
+    for watch in job.watches:
+        watch.close()
+    job.begin(3)
+    job.wait(2 * TIMEOUT)
+    job.check({0, 1, 2}, 3, "rank 3 did not come to this call", "3 other ranks wait")
+
+
 def test_a_rank_that_was_there_and_is_silent_now_is_named() -> None:
     job = Job()
     job.watches[1].enter("open")
@@ -199,6 +212,17 @@ def test_ranks_that_wait_in_different_places_are_told_apart() -> None:
     job.wait(2 * TIMEOUT)
     text = job.check({0, 1, 2, 3}, None)
     assert "2 ranks wait for all to be done (phase: agree); 1 rank waits for parts (phase: exchange); 1 rank waits" in text
+
+
+def test_a_warden_that_comes_a_little_late_is_not_given_up() -> None:
+    """Its own verdict takes longer than the timeout, so the others must wait longer for it."""
+    job = Job(begins=False)
+    job.begin(0)
+    job.wait(TIMEOUT + 3 * BEAT)
+    job.held.clear()
+    job.watches[0].begin("'f.h5'", TIMEOUT)
+    job.wait(0.9 * TIMEOUT)
+    assert not job.raised
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
@@ -307,7 +331,7 @@ def test_an_answer_of_an_earlier_call_does_not_speak_for_the_warden() -> None:
     job.wait(2 * BEAT)
     stale = [(0, json.dumps({"kind": "alive", "call": 1}))] * 3
     job.begin(0)
-    job.wait(3 * TIMEOUT, lambda: job.post.boxes[1].extend(stale))
+    job.wait(3 * TIMEOUT, lambda: [box.extend(stale) for box in job.post.boxes[1:]])
     job.check({1, 2, 3}, 0, "nothing was heard of rank 0")
 
 
