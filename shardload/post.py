@@ -14,8 +14,10 @@ import numpy as np
 
 __all__ = ["MpiOffice", "leave_at_exit"]
 
-_LEAST_LEAVE_SECONDS, _LONGEST_LEAVE_SECONDS = 0.5, 15.0
-_FLUSH_SECONDS, _NAP_SECONDS = 2.0, 1e-3
+_LONGEST_LEAVE_SECONDS = 15.0
+# MPICH takes in one message per call, of whatever kind; where nothing else calls MPI, ours may stand behind others.
+_PROBES = 64
+_FLUSH_SECONDS, _NAP_SECONDS = 0.25, 1e-3
 
 
 class MpiOffice:
@@ -44,7 +46,12 @@ class MpiOffice:
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Those that have come, and who sent each."""
         status = self._mpi.Status()
-        while (message := self._comm.Improbe(self._mpi.ANY_SOURCE, self._tag, status)) is not None:
+        n_empty = 0
+        while n_empty < _PROBES:
+            message = self._comm.Improbe(self._mpi.ANY_SOURCE, self._tag, status)
+            if message is None:
+                n_empty += 1
+                continue
             found = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
             message.Recv(found)
             yield status.Get_source(), json.loads(found.tobytes())
@@ -81,7 +88,7 @@ def _leave(mpi: Any, seconds: float) -> None:
     if mpi is None:
         os._exit(1)
     if not mpi.Is_finalized():
-        end = time.monotonic() + min(_LONGEST_LEAVE_SECONDS, max(_LEAST_LEAVE_SECONDS, seconds))
+        end = time.monotonic() + min(_LONGEST_LEAVE_SECONDS, seconds + 2 * _FLUSH_SECONDS)
         while time.monotonic() < end:
             mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # what this rank has sent may need a call to go on
             time.sleep(_NAP_SECONDS)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
 from shardload.describe import describe_job
-from shardload.errors import ConfigError, ShardloadError
+from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, group_of
 from shardload.launch import rank_of_process
@@ -142,6 +142,8 @@ class Request:
         error: BaseException | None = None
         try:
             text = self._find(find, root)
+        except StallError:
+            raise  # there is nobody left to compare anything with
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")

@@ -88,6 +88,7 @@ EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
     "readers differ": ("PeerError", 3, ("rank 3", "readers = 'direct'", "rank 0", "'root'", SAME)),
     "staging differs": ("PeerError", 2, ("rank 2", "staging = ", "rank 0", SAME)),
     "verify differs": ("PeerError", 2, ("rank 2", "verify = checksum", "rank 0", "index", SAME)),
+    "timeout differs": ("PeerError", 2, ("rank 2", "timeout = 60.0", "rank 0", "900.0", SAME)),
     "rank 0 differs from all": ("PeerError", 1, ("rank 1", "P('a', 'b')", "rank 0", "P('b', 'a')", SAME)),
     "one spec is wrong": ("ConfigError", 1, (ON.format(1), "P('a', 'q') names mesh axis 'q'")),
     "all wrong, each its own way": ("ConfigError", None, ("P('q0') names mesh axis 'q0'",)),

@@ -1,0 +1,88 @@
+"""When one rank is held up, do all others raise the same StallError, which names it, and does the job end by itself?
+
+Each case is a job of its own (`scripts/stall.py`), which the harness kills if it hangs: after a stall nothing can be called.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.launch import ROOT, Job, run_job
+
+SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
+SECONDS = 90
+END = "these processes can make no call together any more: end the job"
+PROCESS, FILE = "Look whether that process still runs", "Look whether the file can be read there"
+
+# For each case: the rank that is held up, whether it can still speak, the rank in the error, and what its text must say.
+CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
+    "thread root": (0, True, 0, ("rank 0 is reading chunk", "(phase: read)", "3 other ranks wait for parts", FILE)),
+    "thread parallel": (2, True, 2, ("rank 2 is reading chunk", "(phase: read)", "other rank", FILE)),
+    "thread direct": (2, True, 2, ("rank 2 is reading chunk", "3 other ranks wait for all to be done", FILE)),
+    "thread 2": (2, True, 2, ("rank 2 is reading chunk", "(phase: read)", "other rank", FILE)),
+    "library direct": (1, True, 1, ("rank 1 is reading elements [0:12, 18:36, 0:40] of '/x' in 'x.h5'", FILE)),
+    "inline parallel": (2, False, 2, ("rank 2 ", "held up", "other rank", PROCESS)),
+    "metadata": (0, False, 0, ("nothing was heard of rank 0", "for 4 s (call: 'x.h5')", PROCESS)),
+    "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", PROCESS)),
+    "absent_root": (0, False, 0, ("nothing was heard of rank 0", PROCESS)),
+    "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call within 4 s", PROCESS)),
+    "scatter": (1, False, 1, ("(call: scatter from rank 1)", "rank 1 did not come to this call, or is held up", PROCESS)),
+}
+OPEN_MPI = ("thread parallel", "metadata", "absent")
+
+
+def hold_up(folder: Path, case: str, mpi: str = "mpich", n: int = 4) -> Job:
+    return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+
+
+def said_by(job: Job, rank: int) -> dict[str, Any]:
+    """All that a rank said."""
+    return {key: value for line in job.rank_stdout[rank].splitlines() for key, value in json.loads(line).items()}
+
+
+def check(job: Job, held: int, speaks: bool, rank: int | None, parts: tuple[str, ...]) -> None:
+    said = [said_by(job, k) for k in range(len(job.rank_stdout))]
+    assert said[held]["held"] == held
+    speakers = [k for k in range(len(said)) if speaks or k != held]
+    assert [k for k in range(len(said)) if "text" in said[k]] == speakers, job.tail()
+    (text,) = {said[k]["text"] for k in speakers}
+    for k in speakers:
+        assert (said[k]["type"], said[k]["rank"], said[k]["again"], said[k]["same"]) == ("StallError", rank, "StallError", True)
+        assert job.rank_stderr[k].count(f"StallError: {text}") == 1, "the process ended before it said why"
+    where = 0
+    for part in (*parts, END):
+        where = text.find(part, where)
+        assert where >= 0, f"{part!r} is not in, or not in its place in: {text}"
+    if "chunk" in said[held]:
+        assert f"reading chunk {tuple(said[held]['chunk'])} of '/x' in 'x.h5'" in text
+    assert job.returncode != 0
+    assert "outlived" not in job.stderr, "a process did not end by itself"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_that_is_held_up(tmp_path: Path, case: str) -> None:
+    check(hold_up(tmp_path, case), *CASES[case])
+
+
+@pytest.mark.parametrize("case", OPEN_MPI)
+def test_with_open_mpi(tmp_path: Path, case: str) -> None:
+    check(hold_up(tmp_path, case, "openmpi"), *CASES[case])
+
+
+def test_alone_there_is_nobody_to_ask(tmp_path: Path) -> None:
+    """Wrong if a process alone waited for ever for its own thread, or could not end because of it."""
+    parts = ("nothing has moved for 4 s (call: '/x' in 'x.h5'): rank 0 is reading chunk", FILE)
+    check(hold_up(tmp_path, "thread parallel", n=1), 0, True, 0, parts)
+
+
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_slow_is_not_still(tmp_path: Path, mpi: str) -> None:
+    """Each chunk takes a beat, and there are more of them than beats in the timeout; the script compares the values."""
+    job = hold_up(tmp_path, "slow", mpi).check()
+    n_beats = [said_by(job, rank)["beats"] for rank in range(4)]
+    assert min(n_beats) > 16, "the load took less than twice the timeout, and shows nothing"
+    assert "StallError" not in job.stdout + job.stderr
