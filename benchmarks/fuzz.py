@@ -87,9 +87,11 @@ class Worker:
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self._said: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self._was_late = False
         if self._answer(_START_SECONDS) is None:
+            self.close()
             raise RuntimeError(f"a worker did not start: {''.join(self._said)[-2000:]}")
 
     def _listen(self) -> None:
@@ -108,6 +110,7 @@ class Worker:
         if self._was_late:
             return [number, "?", "?", "HANG", f"no answer for {DEADLINE_SECONDS:.0f} s"]
         status = self._process.wait()
+        self._listener.join()
         name = signal.Signals(-status).name if status < 0 else f"status {status}"
         return [number, "?", "?", "CRASH", f"{name}: {''.join(self._said)[-600:]}"]
 
@@ -141,6 +144,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join()
         if self._process.stderr is not None:
             self._process.stderr.close()
 
