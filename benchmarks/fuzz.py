@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -83,8 +84,10 @@ class Worker:
 
     def __init__(self, seed: int) -> None:
         command = [sys.executable, "-m", "benchmarks.fuzz_worker", str(seed)]
+        # netCDF4 sets this to filters of its own, which fit its own HDF5 alone.
+        environment = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self._said: list[str] = []
         self._listener = threading.Thread(target=self._listen, daemon=True)

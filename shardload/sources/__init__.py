@@ -83,8 +83,8 @@ def split_path(path: str) -> tuple[str, str | None]:
 def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there. Without
-    `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
+    Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
 
     Raises
     ------
