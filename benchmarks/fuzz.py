@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -83,13 +84,17 @@ class Worker:
 
     def __init__(self, seed: int) -> None:
         command = [sys.executable, "-m", "benchmarks.fuzz_worker", str(seed)]
+        # netCDF4 sets this to filters of its own, which fit its own HDF5 alone.
+        environment = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self._said: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self._was_late = False
         if self._answer(_START_SECONDS) is None:
+            self.close()
             raise RuntimeError(f"a worker did not start: {''.join(self._said)[-2000:]}")
 
     def _listen(self) -> None:
@@ -108,6 +113,7 @@ class Worker:
         if self._was_late:
             return [number, "?", "?", "HANG", f"no answer for {DEADLINE_SECONDS:.0f} s"]
         status = self._process.wait()
+        self._listener.join()
         name = signal.Signals(-status).name if status < 0 else f"status {status}"
         return [number, "?", "?", "CRASH", f"{name}: {''.join(self._said)[-600:]}"]
 
@@ -141,6 +147,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join()
         if self._process.stderr is not None:
             self._process.stderr.close()
 

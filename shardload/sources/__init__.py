@@ -80,10 +80,11 @@ def split_path(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def list_arrays(path: str, outside: bool = False) -> list[ArrayInfo]:
+def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
     Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
+    Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
 
     Raises
     ------
@@ -92,7 +93,7 @@ def list_arrays(path: str, outside: bool = False) -> list[ArrayInfo]:
     """
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path, outside)
+        return file_format.list_arrays(path, outside, texts)
 
 
 def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
@@ -130,13 +131,13 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        return _only_array(path, list_arrays(path, outside))
+        return _only_array(path, list_arrays(path, outside, texts=False))
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
             source = file_format.open_path(path, name, outside)
     except KeyError:
-        raise _no_such_array(path, name, list_arrays(path, outside)) from None
+        raise _no_such_array(path, name, list_arrays(path, outside, texts=False)) from None
     source.close()
     return _loadable(source.info)
 

@@ -235,8 +235,11 @@ class Format(Protocol):
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
         ...
 
-    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
-        """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused."""
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+        """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused.
+
+        Without `texts`, attributes that are texts may be left out of what is told.
+        """
         ...
 
     def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:

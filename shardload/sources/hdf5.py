@@ -198,10 +198,10 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path, Fence.around_file(path, outside)))
+            return list(_describe_all(file, path, Fence.around_file(path, outside), texts))
 
     def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
@@ -288,7 +288,7 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> h5py.Datase
     return found
 
 
-def _describe_all(group: h5py.Group, path: str, fence: Fence) -> Iterator[ArrayInfo]:
+def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = False) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
     names: list[str] = []
     group.visit(names.append)
@@ -298,6 +298,6 @@ def _describe_all(group: h5py.Group, path: str, fence: Fence) -> Iterator[ArrayI
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield describe(found, path, full, look_through(found, fence))
+                yield describe(found, path, full, look_through(found, fence), texts)
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")

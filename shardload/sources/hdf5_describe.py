@@ -48,7 +48,7 @@ _REFUSED_CLASSES = {
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
 
-def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> ArrayInfo:
+def describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False) -> ArrayInfo:
     """What is known of a dataset without reading its values.
 
     Parameters
@@ -59,6 +59,9 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> Arr
         As the user named the file and the dataset.
     others : Others
         The other files that its values are in.
+    texts : bool
+        Whether attributes of variable length are read, too. They are in the file's global heap, in which HDF5 2.0.0 goes round
+        in circles where it is damaged (docs/trust-files.md): nothing that a load needs is there.
     """
     creation = dataset.id.get_create_plist()
     filters = filters_of(dataset)
@@ -80,8 +83,8 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others) -> Arr
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
         refused=refused,
-        is_coordinate=has_attributes and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes={key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs} if has_attributes else {},
+        is_coordinate=has_attributes and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        attributes=_attributes(dataset, texts) if has_attributes else {},
     )
 
 
@@ -130,6 +133,23 @@ def _flavour(dataset: h5py.Dataset) -> str:
     marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
     marked = any(h5py.h5a.get_num_attrs(owner.id) and key in owner.attrs for owner, key in marks)
     return "netCDF4" if marked else "HDF5"
+
+
+def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
+    """Those that change what values mean."""
+    return {
+        key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs and (texts or _is_plain(dataset, key))
+    }  # fmt: skip
+
+
+def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
+    """Whether an attribute is numbers, or text of a fixed length."""
+    if key not in dataset.attrs:
+        return False
+    kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
+    if kind.get_class() == h5py.h5t.STRING:
+        return not kind.is_variable_str()
+    return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 
 
 def _attribute(dataset: h5py.Dataset, key: str) -> Any:

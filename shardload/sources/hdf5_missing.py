@@ -23,7 +23,7 @@ from shardload.region import Region
 
 __all__ = ["UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole"]
 
-_MOST_LISTED = 1 << 21  # chunks
+_LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
 UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
 
 
@@ -88,28 +88,36 @@ class Sizes:
     """Whether a chunk that HDF5 is to decode is stored in no more bytes than it can have.
 
     HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored bytes. All chunks' sizes
-    are listed once, a microsecond each, unless all of them together are few.
+    are listed once, a microsecond each, unless all of them together are as short as one may be. And of a chunk that is too
+    short, though no filter made it so, HDF5 delivers what was in its memory for the rest.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         identifier, creation = dataset.id, dataset.id.get_create_plist()
-        self._longest, self._most = 0, 0
-        if creation.get_layout() != h5py.h5d.CHUNKED or not creation.get_nfilters():
+        self._wrong = ""
+        if creation.get_layout() != h5py.h5d.CHUNKED:
             return
-        nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
-        self._most = nbytes + nbytes // 2 + 4096  # no filter makes a chunk longer than that
-        listable = hasattr(identifier, "chunk_iter") and identifier.get_storage_size() > self._most
-        if listable and identifier.get_num_chunks() <= _MOST_LISTED:
+        self._nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
+        self._most = self._nbytes + self._nbytes // 2 + 4096  # no filter makes a chunk longer than that
+        self._every_filter = (1 << creation.get_nfilters()) - 1
+        n_chunks, nbytes = identifier.get_num_chunks(), identifier.get_storage_size()
+        if not self._every_filter:
+            if nbytes != n_chunks * self._nbytes:
+                self._wrong = f"{n_chunks} chunks of {self._nbytes} bytes without a filter, in {nbytes} bytes"
+        elif n_chunks <= _LIST_AT_ONCE or (self._most < nbytes and n_chunks <= _MOST_LISTED):
             with phil:
                 identifier.chunk_iter(self._keep)
 
     def _keep(self, stored: Any) -> None:
-        self._longest = max(self._longest, stored.size)
+        is_plain = stored.filter_mask & self._every_filter == self._every_filter
+        if stored.size > self._most or (is_plain and stored.size != self._nbytes):
+            expected = f"{self._nbytes}" if is_plain else f"{self._most} at most"
+            self._wrong = f"a stored chunk of {stored.size} bytes; expected {expected}"
 
     def check(self) -> None:
-        """Raise ValueError if one is longer."""
-        if self._longest > self._most:
-            raise ValueError(f"the file declares a stored chunk of {self._longest} bytes, {self._most} are the most")
+        """Raise ValueError if one is longer, or shorter though no filter was applied to it."""
+        if self._wrong:
+            raise ValueError(f"the file declares {self._wrong}: its index is damaged")
 
 
 class Whole:

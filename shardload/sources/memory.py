@@ -111,7 +111,7 @@ class MemoryFormat:
         """Whether `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 

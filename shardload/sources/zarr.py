@@ -182,7 +182,7 @@ class ZarrFormat:
         """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str, outside: bool = False) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
         with _quiet():
             if os.path.isdir(path):

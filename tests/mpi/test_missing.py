@@ -22,9 +22,9 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture
 def torn(comm: Any, shared_tmp_path: Path) -> dict[str, str]:
     """Files of which only the first rows, of half the columns, were written: 3 of 12 chunks. Small chunks, and large ones."""
+    shape = cube()  # asks JAX for its devices, which the first time takes all ranks
 
     def make() -> dict[str, str]:
-        shape = cube()
         values, chunks = ramp(shape), (shape[0] // 2, shape[1] // 6 + 1, shape[2])
         rows, columns = chunks[0], 3 * chunks[1]
         with h5py.File(shared_tmp_path / "a.h5", "w") as file:

@@ -274,6 +274,20 @@ def test_a_frame_that_declares_what_it_likes_in_hdf5(tmp_path: Path, number: int
     source.close()
 
 
+def test_a_chunk_that_is_too_short_in_hdf5(tmp_path: Path) -> None:
+    """HDF5 would deliver whatever was in its memory for the rest of it."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, more in (("plain", {}), ("masked", {"compression": "lzf"})):
+            made = file.create_dataset(name, (4, 256), "i4", chunks=(1, 256), **more)
+            made[...] = flat((4, 256), "i4")
+            made.id.write_direct_chunk((2, 0), bytes(1000), filter_mask=len(more))
+    for name in ("/plain", "/masked"):
+        source = open_source(tmp_path / "a.h5", name)
+        with pytest.raises(ValueError, match=r"declares (4 chunks of 1024 bytes|a stored chunk of 1000 bytes)"):
+            read_all(source)
+        source.close()
+
+
 # --- Zarr
 
 

@@ -1,0 +1,131 @@
+"""Does loading damaged files end in the right values or in an error? A few of the cases of ``python -m benchmarks fuzz``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from benchmarks.fuzz import GOOD, Outcomes, Worker, fuzz
+from benchmarks.fuzz_files import Case, Kind, make_case, make_kinds
+from benchmarks.fuzz_worker import by_library, judge
+
+N_CASES = 150
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Kind]:
+    return make_kinds(tmp_path_factory.mktemp("good"))
+
+
+def test_damaged_files_give_the_right_values_or_an_error() -> None:
+    found = fuzz(seed=7, n_cases=N_CASES)
+    assert found.n_cases == N_CASES and found.bad == [], found.bad
+    total = found.total()
+    assert set(total) <= set(GOOD) and min(total["right"], total["refused"]) > N_CASES // 5 and total["value"] > 5, total
+
+
+def test_good_files_are_as_their_libraries_read_them(kinds: list[Kind], tmp_path: Path) -> None:
+    for kind in kinds:
+        folder = tmp_path / kind.name
+        path = Case(0, kind, "nothing", kind.files, set()).write(folder)
+        expected = kind.values.astype(kind.values.dtype.newbyteorder("="))
+        np.testing.assert_array_equal(by_library(path), expected, strict=True)
+        assert len({index for *_, index in kind.payload}) == len(kind.payload) or kind.name == "zarr3-zip"
+
+
+def test_a_case_is_its_number(kinds: list[Kind]) -> None:
+    for number in range(40):
+        one, two = make_case(kinds, 3, number), make_case(kinds, 3, number)
+        assert (one.kind.name, one.what, one.files, one.links) == (two.kind.name, two.what, two.files, two.links)
+        assert one.files != one.kind.files or one.links or "exchanged" in one.what or one.touched in (set(), None)
+    assert len({make_case(kinds, 3, n).what for n in range(40)}) > 30
+
+
+def test_bytes_that_were_changed_are_told_from_the_rest(kinds: list[Kind]) -> None:
+    """Wrong if damage to metadata counted as damage to one chunk: then wrong values there would pass."""
+    named = {kind.name: kind for kind in kinds}
+    module: Any = __import__("benchmarks.fuzz_files", fromlist=["_touched"])
+    kind = named["hdf5-latest-chunks"]
+    (name, data), (_, first, end, index) = next(iter(kind.files.items())), kind.payload[0]
+    for at, expected in ((first, {index}), (end - 1, {index}), (8, None)):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        assert module._touched(kind, name, data, bytes(changed)) == expected
+    assert module._touched(kind, name, data, data[:-1]) is None and module._touched(kind, name, data, data) == set()
+
+
+@pytest.mark.parametrize(
+    ("what", "touched", "change", "n_missing", "came"),
+    [
+        ("flip", {(1, 1, 0)}, lambda v: v, 0, "right"),
+        ("flip", {(1, 1, 0)}, lambda v: v[5, 8, 0], 0, "value"),
+        ("flip", {(1, 1, 0)}, lambda v: v[4, 8, 0], 0, "WRONG"),
+        ("lost", {(1, 1, 0)}, lambda v: v[5, 8, 0], 0, "WRONG"),
+        ("lost", {(1, 1, 0)}, lambda v: v[5, 8, 0], 1, "lost"),
+        ("number", None, lambda v: v[5, 8, 0], 0, "WRONG"),
+    ],
+)
+def test_wrong_values_are_found(
+    kinds: list[Kind], tmp_path: Path, what: str, touched: Any, change: Callable[[Any], Any], n_missing: int, came: str
+) -> None:
+    """The judge itself: it must be able to say that values are wrong."""
+    kind = next(kind for kind in kinds if kind.name == "hdf5-latest-chunks")
+    case = Case(0, kind, what, kind.files, touched)
+    path, found = case.write(tmp_path), kind.values.copy()
+    view = change(found)
+    if view is not found:
+        at = np.argwhere(found == view)[0]
+        found[tuple(at)] += 1
+    assert judge(case, path, found, n_missing)[0] == came
+
+
+def test_a_checksum_lets_nothing_through(kinds: list[Kind], tmp_path: Path) -> None:
+    kind = next(kind for kind in kinds if kind.name == "hdf5-latest-fletcher32")
+    case = Case(0, kind, "flip", kind.files, {(0, 0, 0)})
+    assert judge(case, case.write(tmp_path), kind.values + 1, 0)[0] == "WRONG"
+
+
+def test_crashes_and_hangs_are_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker that dies, or is too late, costs its case and no other."""
+    script = (
+        "import os, sys, time, json\n"
+        "print('[]', flush=True)\n"
+        "for line in sys.stdin:\n"
+        "    n = int(line)\n"
+        "    if n == 1: os.abort()\n"
+        "    if n == 3: time.sleep(600)\n"
+        "    print(json.dumps([n, 'kind', 'what', 'right', '']), flush=True)\n"
+    )
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "fuzz_worker.py").write_text(script)
+    monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("benchmarks.fuzz.DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr("benchmarks.fuzz._told", lambda seed, number: ["told", "damage"])
+    found = fuzz(seed=1, n_cases=5)
+    assert found.counts == {"kind": {"right": 3}, "told": {"CRASH": 1, "HANG": 1}}
+    assert [(case["number"], case["came"]) for case in found.bad] == [(1, "CRASH"), (3, "HANG")]
+    assert "SIGABRT" in found.bad[0]["text"]
+    table = found.table().splitlines()
+    assert table[0].split() == ["right", "CRASH", "HANG"] and table[-1].split() == ["all", "3", "1", "1"]
+    record = json.loads(json.dumps(found.record()))
+    assert record["cases"] == 5 and record["versions"]["HDF5"] == h5py.version.hdf5_version
+
+
+def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "fuzz_worker.py").write_text("raise SystemExit('no such thing')")
+    monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="a worker did not start"):
+        Worker(1)
+
+
+def test_nothing_ran() -> None:
+    assert Outcomes(1).n_cases == 0 and Outcomes(1).total() == {}
