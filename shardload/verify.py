@@ -169,8 +169,6 @@ class Verifier:
         self._room_nbytes = max(1, staging_nbytes // _COPIES)
         self._name, self._open_again = name, open_again
 
-    # --- collective
-
     def run(self, group: Group, array: Any) -> VerifyReport:
         """Check an array that is there. Collective.
 
@@ -239,8 +237,6 @@ class Verifier:
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
             rank=ranks[last][0] if sure else None,
         )
-
-    # --- this process alone
 
     def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> Checked:
         """Compare what the devices of this process hold. Not collective.
