@@ -1,4 +1,4 @@
-"""Is a stall found, is the right rank named, and is nothing slow taken for one? Ranks, clock and messages are made in `waiting`."""
+"""Is a stall found, is the right rank named, and is nothing slow taken for one? Ranks and messages are made in `waiting`."""
 
 from __future__ import annotations
 
