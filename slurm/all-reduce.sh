@@ -20,4 +20,4 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # sbatch runs a copy of this file: submit it from the top folder of the repository
 source slurm/site.sh
 
-srun --mpi="$SITE_MPI" "$SITE_PYTHON" -m shardload doctor
+srun --mpi="$SITE_MPI" "$SITE_PYTHON" slurm/run.py -m shardload doctor

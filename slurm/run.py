@@ -3,10 +3,15 @@
 ::
 
     srun --mpi=pmix python slurm/run.py program.py arguments
+    srun --mpi=pmix python slurm/run.py -m module arguments
 
 A process that ends with an exception first waits, in JAX's shutdown, for all others, five minutes long, and they wait for its
 messages. (``python -m mpi4py`` ends the job after that: too late.) Here the traceback is printed and MPI told to end the job
 before Python begins to shut down.
+
+MPI starts before the program does. Under ``srun --mpi=pmi2`` MPICH hands the others buffers of which a part is whatever was
+in memory, run-length encoded; with the docstrings of many imported modules in them they get long, and Slurm's pmi2 now and
+then loses its place in long ones ("value not properly terminated in client request"). Early on that part is zeros.
 """
 
 from __future__ import annotations
@@ -15,21 +20,35 @@ import os
 import runpy
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 
 def main(program: str, *arguments: str) -> None:
-    """Run `program` as ``python program arguments`` would."""
-    sys.argv = [program, *arguments]
-    sys.path[0] = str(Path(program).resolve().parent)
+    """Run `program` as ``python program arguments`` would, or a module as ``python -m module arguments``."""
+    start_mpi()
     try:
-        runpy.run_path(program, run_name="__main__")
+        if program == "-m":
+            sys.argv = [*arguments]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [program, *arguments]
+            sys.path[0] = str(Path(program).resolve().parent)
+            runpy.run_path(program, run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             end_job()
         raise
     except BaseException:
         end_job()
+
+
+def start_mpi() -> None:
+    """Start MPI, unless there is none or it is not wanted: the program will say so if it needs it."""
+    if os.environ.get("SHARDLOAD_MPI") != "0":
+        with suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py found no MPI library
+            from mpi4py import MPI  # noqa: F401  # importing it is starting it
 
 
 def end_job() -> None:

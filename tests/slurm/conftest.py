@@ -33,8 +33,7 @@ def site() -> Callable[..., dict[str, str]]:
         return {
             **of_library,
             "JAX_PLATFORMS": "cpu",
-            # Between nodes as between real ones, not through the memory of the machine below. And short addresses: Slurm's pmi2
-            # now and then gets lost in the long ones that MPICH sends ("value not properly terminated in client request").
+            # Between nodes as between real ones, not through the memory of the machine below.
             "UCX_TLS": "tcp,self",
             "PATH": os.pathsep.join([launchers, os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
