@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -31,7 +33,7 @@ from shardload.node import HANDLE_SIZE, Segment
 from shardload.post import MpiOffice, leave_at_exit
 from shardload.watch import Watch
 
-__all__ = ["Group", "Machine", "Node", "group_of", "mpi_problem", "world"]
+__all__ = ["Group", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
 
 _HEAD_NBYTES = 4096
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
@@ -91,6 +93,16 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     if isinstance(group, StallError):
         raise StallError(str(group))
     return group  # type: ignore[no-any-return]
+
+
+def end_job(seconds: float) -> None:
+    """End all processes of the job, `seconds` from now. Not collective: whoever calls it ends everybody."""
+    mpi, _ = _load_mpi()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        time.sleep(seconds)
+        mpi.COMM_WORLD.Abort(1)
 
 
 @cache

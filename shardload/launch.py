@@ -10,16 +10,18 @@ import glob
 import os
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardload.errors import ConfigError, PeerError
-from shardload.group import Group, group_of, mpi_problem, world
+from shardload.errors import ConfigError, PeerError, StallError
+from shardload.group import Group, end_job, group_of, mpi_problem, world
 
 __all__ = ["SlurmStep", "initialize", "rank_of_process", "slurm_step"]
 
@@ -43,6 +45,8 @@ _NO_MPI = (
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
 
+_LAST_WORDS_SECONDS = 1.0  # of the other ranks, which may be about to say the same
+
 _WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
 
 
@@ -59,6 +63,9 @@ def initialize(
     2. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
     3. Under srun where there is no MPI (none installed, or ``SHARDLOAD_MPI=0``): one JAX process per task.
     4. A process alone: nothing to start.
+
+    Under MPI an exception that nobody catches ends the whole job from then on, after its traceback; the other processes would
+    wait for that one.
 
     A process takes all GPUs that it alone sees (``--gpus-per-task``), and else its share of those that the processes of a
     node see together. Does nothing where JAX was started already. Call it before anything that uses JAX devices.
@@ -128,6 +135,24 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None) -> None:
     except ConfigError as found:
         error = found
     group.agree(error)
+    _end_job_on_error()
+
+
+def _end_job_on_error() -> None:
+    """Have an exception that nobody catches end the job.
+
+    Otherwise the process waits at its exit, in JAX's shutdown, for the others, minutes long, and they wait for it in the next
+    collective call. Not in an interactive session, and not where somebody has a hook of their own.
+    """
+    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1") or sys.flags.interactive:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.__excepthook__(kind, error, trace)
+        if not isinstance(error, StallError):  # which ends the job by itself, when the others have heard of it
+            end_job(_LAST_WORDS_SECONDS)
+
+    sys.excepthook = hook
 
 
 def _start(address: str, n_processes: int, process: int, local_device_ids: list[int] | None) -> None:

@@ -100,6 +100,14 @@ def test_initialize_too_late(field: str) -> None:
     same(launched(field, "late"), "JAX could not be started as one of 4 processes", "at the top", "uses JAX devices")
 
 
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
+    """Wrong if that process waited in JAX's shutdown for the others, and they for it in their load: five minutes long."""
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "dies"], 4, timeout=60, mpi=mpi, env=ENV)
+    assert job.returncode != 0
+    assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
+
+
 def singleton(path: str, what: str, **env: str) -> list[dict[str, Any]]:
     """What one process, started without a launcher, says of each attempt."""
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,13 @@ def test_what_is_said() -> None:
     assert "(0, 1, 0) (elements [0:2, 4:8, 0:3]), (3, 2, 0) (elements [6:7, 8:10, 0:3]), ..." in text
     assert "1 of 12 chunk is" in describe_missing(1, [1], info, selection, chunks)
     settle_missing(text, "fill", 0, info)
-    settle_missing(text, "warn", 1, info)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        settle_missing(text, "warn", 1, info)
+    assert not said  # rank 0 says it for all ...
+    with warnings.catch_warnings(), pytest.raises(MissingChunksWarning):
+        warnings.simplefilter("error")
+        settle_missing(text, "warn", 1, info)  # ... but where it is raised, by all
     with pytest.warns(MissingChunksWarning, match="5 of 12") as found:
         settle_missing(text, "warn", 0, info)
     assert found[0].filename == __file__
