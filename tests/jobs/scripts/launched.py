@@ -41,7 +41,7 @@ def patched_load(path: str, seen: str) -> None:
     """Load where one process sees no such file, which only it finds out."""
     execute = importlib.import_module("shardload.execute")
     before = execute.open_source
-    execute.open_source = lambda _, dataset: before(seen, dataset)
+    execute.open_source = lambda _, *more: before(seen, *more)
     try:
         shardload.load(path, mesh_of(), P("a"), dataset="x", readers="direct")
     finally:
