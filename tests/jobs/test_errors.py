@@ -103,9 +103,9 @@ EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
         for sure in ("index", "checksum")
         for what, parts in (
             ("chunk", (CHUNK, "'damaged.h5' could not be read", "filter")),
-            ("Zarr chunk", (CHUNK, "'damaged.zarr' could not be read", "Zstd")),
+            ("Zarr chunk", (CHUNK, "'damaged.zarr' could not be read", "zstd")),
             ("Zarr v2 chunk", (CHUNK, "'damaged2.zarr' could not be read", "blosc")),
-            ("Zarr shard", ("chunk (2, 2, 3) of '/' in", "'sharded.zarr' could not be read", "checksum")),
+            ("Zarr shard", ("chunk (2, 2, 3) of '/' in", "'sharded.zarr' could not be read", "CRC-32C")),
         )
     },
 }
