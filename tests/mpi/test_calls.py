@@ -52,6 +52,7 @@ def test_small_array_comes_with_its_metadata(
         raise PermissionError("nobody but rank 0 opens it")
 
     monkeypatch.setattr(importlib.import_module("shardload.execute"), "open_source", opens)
+    monkeypatch.setattr(importlib.import_module("shardload.sources"), "_SMALL_NBYTES", values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
     picked = padded(values[1:, 2], mesh, P("a"), 7)
