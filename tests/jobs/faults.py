@@ -19,7 +19,8 @@ __all__ = ["DEATHS", "INTERRUPTS", "Row", "dies", "interrupted", "rows", "surviv
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
-DEATHS = INTERRUPTS = PHASES
+DEATHS = ("metadata", "reading", "assembly")
+INTERRUPTS = PHASES
 N = 4
 
 
@@ -53,9 +54,9 @@ def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
     return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi)
 
 
-def interrupted(folder: Path, phase: str, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
-    """What each rank said after Ctrl-C in a phase, and a good load after it."""
-    return said(start(folder, "interrupt", phase, mpi=mpi).check())
+def interrupted(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
+    """What each rank said after Ctrl-C in each phase; it loaded well after each."""
+    return said(start(folder, "interrupt", *INTERRUPTS, mpi=mpi).check())
 
 
 def rows() -> Iterator[Row]:
@@ -70,10 +71,10 @@ def rows() -> Iterator[Row]:
         for phase in DEATHS:
             job = dies(_folder(name, f"die-{phase}"), phase)
             yield Row("SIGKILL of a rank", phase, f"the job ended with status {job.returncode}", job.seconds)
-        for phase in INTERRUPTS:
-            found = interrupted(_folder(name, f"interrupt-{phase}"), phase)
-            outcomes = ", ".join(sorted({one["outcome"] for rank in found for one in rank}))
-            yield Row("SIGINT (Ctrl-C) to all ranks", phase, f"{outcomes}; loaded well afterwards", found[0][-1]["seconds"])
+        for one in zip(*interrupted(_folder(name, "interrupt")), strict=True):
+            outcomes = ", ".join(sorted({said["outcome"] for said in one}))
+            seen = f"{outcomes}; loaded well afterwards"
+            yield Row("SIGINT (Ctrl-C) to all ranks", one[0]["phase"], seen, max(said["seconds"] for said in one))
 
 
 def _folder(parent: str, name: str) -> Path:

@@ -110,7 +110,7 @@ EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
     },
 }
 
-# A rank whose memory is gone in the middle of an exchange. Each in a job of its own: should one hang, it hangs alone.
+# A rank whose memory is gone in the middle of an exchange. In jobs of their own: should one hang, it takes no others with it.
 ALONE: dict[str, tuple[str, int, tuple[str, ...]]] = {
     name: ("PeerError", rank, (ON.format(rank), "MemoryError: cannot allocate 512 GiB"))
     for name, rank in (
@@ -179,17 +179,27 @@ def test_the_damaged_chunk_is_named(mistakes: dict[str, list[Said]], what: str) 
                 assert said["path"].startswith("damaged")
 
 
-@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.fixture(scope="module", params=["mpich", "openmpi"])
+def by_messages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
+    return make_mistakes(tmp_path_factory.mktemp("messages"), *ALONE, mpi=request.param, timeout=90, env=MESSAGES)
+
+
 @pytest.mark.parametrize("case", ALONE)
-def test_rank_that_fails_in_the_middle(tmp_path: Path, case: str, mpi: str) -> None:
+def test_rank_that_fails_in_the_middle(by_messages: dict[str, list[Said]], case: str) -> None:
     """Wrong if the others wait for the messages that it owes them: they would wait for ever."""
-    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40, env=MESSAGES)
-    check(found[case], *ALONE[case])
+    check(by_messages[case], *ALONE[case])
 
 
-@pytest.mark.parametrize(("mpi", "env"), [("mpich", {}), ("openmpi", BOTH)], ids=["notes", "both"])
-@pytest.mark.parametrize("case", [case for case in ALONE if case not in ONLY_MESSAGES])
-def test_rank_that_fails_in_the_middle_of_notes(tmp_path: Path, case: str, mpi: str, env: dict[str, str]) -> None:
+NOTED = [case for case in ALONE if case not in ONLY_MESSAGES]
+
+
+@pytest.fixture(scope="module", params=[("mpich", {}), ("openmpi", BOTH)], ids=["notes", "both"])
+def by_notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
+    mpi, env = request.param
+    return make_mistakes(tmp_path_factory.mktemp("notes"), *NOTED, mpi=mpi, timeout=90, env=env)
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_rank_that_fails_in_the_middle_of_notes(by_notes: dict[str, list[Said]], case: str) -> None:
     """Wrong if the others wait for a note that never comes, or it for their answers."""
-    found = make_mistakes(tmp_path, case, mpi=mpi, timeout=40, env=env)
-    check(found[case], *ALONE[case])
+    check(by_notes[case], *ALONE[case])

@@ -1,7 +1,7 @@
 """Break something in the middle of loads, on one rank or in the file; print what every rank sees, one line of JSON each.
 
 ``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
-``faults.py FOLDER die PHASE RANK`` and ``faults.py FOLDER interrupt PHASE``: one that it does not survive, or Ctrl-C.
+``faults.py FOLDER die PHASE RANK`` and ``faults.py FOLDER interrupt PHASE ...``: one that it does not survive, or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def interrupt(phase: str) -> None:
     seconds = round(time.perf_counter() - started, 2)
     comm.Barrier()
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
-    print(json.dumps({"outcome": outcome, "seconds": seconds}), flush=True)
+    print(json.dumps({"phase": phase, "outcome": outcome, "seconds": seconds}), flush=True)
 
 
 def main(folder: str, *what: str) -> None:
@@ -277,7 +277,8 @@ def main(folder: str, *what: str) -> None:
     if what[:1] == ("die",):
         die(*what[1:])
     elif what[:1] == ("interrupt",):
-        interrupt(*what[1:])
+        for phase in what[1:]:
+            interrupt(phase)
     else:
         survive(list(what))
 
