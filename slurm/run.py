@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -53,9 +54,10 @@ def start_mpi() -> None:
 
 def end_job() -> None:
     """End all processes of the job, after saying why."""
-    traceback.print_exc()
+    sys.stderr.write(traceback.format_exc())  # at once, not line by line
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(1)  # srun passes on what it was given, and drops what comes after the end
     mpi = getattr(sys.modules.get("mpi4py"), "MPI", None)  # none where the program did without
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(1)
