@@ -15,7 +15,7 @@ import pytest
 from tests.jobs.launch import ROOT, run_job
 
 # What covers the exchange: every layout and reader, padding, selections, casts, checksums, failures, scatter.
-KEY = "test_meshes or test_values or test_calls or test_scatter or test_sources"
+KEY = "test_meshes or test_values or test_scatter or test_open_array or test_decomposition or test_missing"
 FEW = "test_tiny_staging or test_open_array or test_selection or test_decomposition"
 
 

@@ -103,6 +103,7 @@ def test_crashes_and_hangs_are_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "    print(json.dumps([n, 'kind', 'what', 'right', '']), flush=True)\n"
     )
     (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package would go first
     (tmp_path / "benchmarks" / "fuzz_worker.py").write_text(script)
     monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -120,6 +121,7 @@ def test_crashes_and_hangs_are_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package would go first
     (tmp_path / "benchmarks" / "fuzz_worker.py").write_text("raise SystemExit('no such thing')")
     monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
