@@ -31,6 +31,7 @@ from benchmarks.environments import missing, start
 from benchmarks.layouts import File
 from benchmarks.remote import RemoteError, RemoteJob
 
+_WORTH_WARMING_NBYTES = 16 << 20
 LOAD_SECONDS = 300.0  # for one load; then it has hung
 OWN_JOB = ("heat", "parallel-hdf5", FLOOR)
 Say = Callable[[str], None]
@@ -175,7 +176,12 @@ def median(samples: Sequence[float]) -> float:
 
 
 def warm_free_memory(nbytes: int) -> None:
-    """Touch and give back three times `nbytes`, in a child, so that the memory is free again for anybody."""
+    """Touch and give back three times `nbytes`, in a child, so that the memory is free again for anybody.
+
+    Not for a small file: so much is always warm.
+    """
+    if nbytes < _WORTH_WARMING_NBYTES:
+        return
     touch = f"import numpy; numpy.ones({3 * nbytes}, 'u1')"
     subprocess.run([sys.executable, "-c", touch], check=True)
 

@@ -309,7 +309,13 @@ def _runs_per_piece(plan: ReadPlan) -> int:
 
 
 def _run_stride(plan: ReadPlan) -> int:
-    """Elements from the start of one run of a piece to the next: the last axis that is cut, and all after it."""
+    """Elements from the start of one run of a piece to the next: one step along the last axis before the last that is cut.
+
+    A run is what the piece has of that axis and all after it. An axis of which it has one element is no step.
+    """
     shape = plan.blocks.shape
     cut = [k for k, (n, e) in enumerate(zip(shape, plan.shards.shard_shape, strict=True)) if e < n]
-    return math.prod(shape[cut[-1] :]) if cut else 0
+    if not cut:
+        return 0
+    steps = [k for k in range(cut[-1]) if plan.shards.shard_shape[k] > 1]
+    return math.prod(shape[steps[-1] + 1 :] if steps else shape[cut[-1] :])

@@ -32,10 +32,12 @@ from shardload.progress import progress_of
 from shardload.reader import SourceReader
 from shardload.region import Region, Selection
 from shardload.report import LoadReport, Phase, make_report
+from shardload.reuse import empty_pieces
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
-from shardload.staging import Piece, Slots, aligned, aligned_empty
+from shardload.staging import Piece, Slots, aligned
+from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, to_sums
 from shardload.verify import Checked, Verifier, VerifyReport
 
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
@@ -162,6 +164,8 @@ class _Ready:
     bell: Bell
     early: EarlyPieces
     advance: Callable[[int], None] | None
+    source: Source | None
+    state: State  # of the source, when it had been opened
 
 
 @dataclass(eq=False)
@@ -237,6 +241,8 @@ class Job:
                 held = {piece.region: piece.data for piece in ready.pieces.values()}
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
+                    if error is None and ready.source is not None:
+                        check_unchanged(str(made.info), ready.state, ready.source.state(), made.info.path, made.info.dataset)
                 except StallError:
                     raise  # the ranks agree on nothing any more, and what is open may be in use for ever
                 except Exception as found:
@@ -252,9 +258,12 @@ class Job:
         counts = [0] * 4
         if report is not None:
             counts = [report.chunks_decoded, report.nbytes_read, report.chunks_missing, report.proven.n_parts]
-        n_chunks, nbytes, n_missing, n_parts, *sums = group.agree(error, counts + checked.counts)
+        seen = to_sums(None if ready is None else ready.state)
+        n_chunks, nbytes, n_missing, n_parts, *sums = group.agree(error, counts + seen + checked.counts)
         if array is None or report is None or ready is None:
             raise ConfigError("nothing was loaded")
+        seen, sums = sums[:N_SUMS], sums[N_SUMS:]
+        check_same(str(made.info), seen, made.info.path, made.info.dataset)
         if n_missing:
             self._settle_missing(made.info, group, n_missing, ready.reader.tally.missing)
         group.watch.close()
@@ -281,6 +290,7 @@ class Job:
         staging = self.staging
         bell = Bell() if own is None else own.bell
         source = self._open(made.info, rank)
+        state = None if source is None else source.state()
         if source is not None and source is not self.handle:
             opened.push(partial(_close, source))
         pieces = self._make_pieces(rank)
@@ -303,7 +313,7 @@ class Job:
         early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
         advance = opened.enter_context(progress_of(self.options.progress, str(made.info), total, rank))
-        return _Ready(pieces, reader, slots, bell, early, advance)
+        return _Ready(pieces, reader, slots, bell, early, advance, source, state)
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
         """The source, on the ranks that read; it must be what the plan was made for."""
@@ -346,9 +356,10 @@ class Job:
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""
         pieces = {}
-        for shard in self.read_plan.shards.shards_of(rank):
-            region = self.read_plan.shards.region(shard)
-            piece = Piece(region, aligned_empty(region.shape, self.dtype))
+        numbers = list(self.read_plan.shards.shards_of(rank))
+        regions = [self.read_plan.shards.region(shard) for shard in numbers]
+        for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], self.dtype), strict=True):
+            piece = Piece(region, data)
             held = self.read_plan.true_region(shard)
             if held != region:
                 self._fill_tails(piece, held)

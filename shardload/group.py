@@ -31,6 +31,7 @@ from shardload.letter import as_shardload, from_json, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
 from shardload.post import MpiOffice, leave_at_exit
+from shardload.started import mpi_is_off
 from shardload.watch import Watch
 
 __all__ = ["Group", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
@@ -43,7 +44,7 @@ _WATCH_TAG = _TAGS - 1  # which no load has
 @cache
 def _load_mpi() -> tuple[Any, str]:
     """mpi4py's MPI module, or None and why not. Importing it starts MPI, so it waits until somebody needs it."""
-    if os.environ.get("SHARDLOAD_MPI", "") == "0":
+    if mpi_is_off(os.environ):
         return None, "SHARDLOAD_MPI=0 says to do without"
     try:
         from mpi4py import MPI

@@ -6,14 +6,14 @@ MPI ranks and JAX processes are started by different means and know nothing of e
 
 from __future__ import annotations
 
-import glob
+import logging
 import os
-import re
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -22,29 +22,37 @@ import numpy as np
 
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.group import Group, end_job, group_of, mpi_problem, world
+from shardload.started import gpu_files, launched, mpi_is_off, slurm_step
 
-__all__ = ["SlurmStep", "initialize", "rank_of_process", "slurm_step"]
+__all__ = ["initialize", "rank_of_process"]
 
-# What launchers say of the number of tasks they started, and what to say where MPI did not notice.
-_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": (
+_log = logging.getLogger("shardload")
+
+# What to say where a launcher started several tasks, and MPI did not notice.
+_UNNOTICED = {
+    "srun": (
         "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
-        "'srun --mpi=list' shows what this cluster has"
+        "'srun --mpi=list' shows what this cluster has. If you typed mpiexec, take the one of the library that mpi4py uses"
     ),
-    "OMPI_COMM_WORLD_SIZE": (
+    "mpirun": (
         "Open MPI's mpirun started {n} tasks, but mpi4py uses another MPI library: use the mpiexec of that library, "
         "or MPI4PY_LIBMPI=/path/to/openmpi/lib/libmpi.so, or rebuild mpi4py against Open MPI"
     ),
-    "PMI_SIZE": (
+    "mpiexec": (
         "an MPICH-like mpiexec started {n} tasks, but mpi4py uses another MPI library: use the mpirun of that library, "
         "or MPI4PY_LIBMPI=/path/to/mpich/lib/libmpi.so, or rebuild mpi4py against this MPI"
     ),
 }
+_NO_MPI_HERE = (
+    "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and every process will read for itself. "
+    "If that is meant, say so with SHARDLOAD_MPI=0"
+)
 _NO_MPI = (
     "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
 
+_LISTENER_SECONDS = 2.0  # then JAX waits, and says so if nobody comes
 _LAST_WORDS_SECONDS = 1.0  # of the other ranks, which may be about to say the same
 
 _WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
@@ -61,7 +69,8 @@ def initialize(
 
     1. Given a coordinator: as told, without a look at MPI or Slurm.
     2. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
-    3. Under srun where there is no MPI (none installed, or ``SHARDLOAD_MPI=0``): one JAX process per task.
+    3. Under srun where there is no MPI (``SHARDLOAD_MPI=0``; or none can be loaded, of which task 0 warns): one JAX process
+       per task.
     4. A process alone: nothing to start.
 
     Under MPI an exception that nobody catches ends the whole job from then on, after its traceback; the other processes would
@@ -107,6 +116,8 @@ def initialize(
     if comm is None and step is not None and step.n_tasks > 1:
         if local_device_ids is None and not _cpu_only():
             local_device_ids = _device_share(step.local_id, step.n_local, None, os.environ)
+        if step.task == 0 and not mpi_is_off(os.environ):
+            _log.warning(_NO_MPI_HERE, mpi_problem())
         _start(step.coordinator, step.n_tasks, step.task, local_device_ids)
         return
     _refuse_singletons()
@@ -157,6 +168,8 @@ def _end_job_on_error() -> None:
 
 def _start(address: str, n_processes: int, process: int, local_device_ids: list[int] | None) -> None:
     _choose_cpu_collectives()
+    if process:
+        _await_listener(address)
     try:
         jax.distributed.initialize(address, n_processes, process, local_device_ids)
     except (RuntimeError, ValueError) as found:
@@ -164,6 +177,17 @@ def _start(address: str, n_processes: int, process: int, local_device_ids: list[
             f"JAX could not be started as one of {n_processes} processes: {found}. Call shardload.initialize() once, at the "
             "top of the script, before anything that uses JAX devices"
         ) from found
+
+
+def _await_listener(address: str) -> None:
+    """Return when somebody listens there, or after a while: JAX itself would try once, and again a whole second later."""
+    host, _, port = address.rpartition(":")
+    end, nap = time.monotonic() + _LISTENER_SECONDS, 0.002
+    while time.monotonic() < end:
+        with suppress(OSError, ValueError, OverflowError), socket.create_connection((host.strip("[]"), int(port)), timeout=1):
+            return
+        time.sleep(nap)
+        nap = min(2 * nap, 0.1)
 
 
 def _check_started(comm: Any) -> None:
@@ -217,7 +241,7 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
     if local_size == 1 or see_alike is False:
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    n = len(_gpu_files()) if visible is None else len([v for v in visible.split(",") if v])
+    n = len(gpu_files()) if visible is None else len([v for v in visible.split(",") if v])
     if n == 0 or (n == 1 and see_alike is None):  # one GPU, and nobody knows better: --gpus-per-task=1
         return None
     if n % local_size:
@@ -233,81 +257,23 @@ def _cpu_only() -> bool:
     return str(getattr(jax.config, "jax_platforms", None) or "").partition(",")[0] == "cpu"
 
 
-def _gpu_files() -> list[str]:
-    return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
-
-
-@dataclass(frozen=True)
-class SlurmStep:
-    """What srun says of the task that this process is."""
-
-    task: int
-    n_tasks: int
-    local_id: int
-    n_local: int
-    coordinator: str
-
-
-def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
-    """The srun step that this process is a task of; None in a batch script, an ssh session, or without Slurm.
-
-    A batch script and a session by ssh have some of Slurm's variables too, but only a step has a number and a task in it.
-
-    >>> slurm_step({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
-    True
-    >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
-    >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
-    ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
-    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
-    """
-    try:
-        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
-        n_tasks, task = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
-        local, node = int(environ.get("SLURM_LOCALID", "0")), int(environ.get("SLURM_NODEID", "0"))
-    except (KeyError, ValueError):
-        return None
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        counts += [int(found[1])] * int(found[2] or 1) if found else []
-    n_local = counts[node] if node < len(counts) else 1
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
-    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
-    # A port that all tasks derive alike, and two steps of a job differently.
-    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{61440 + (16 * job + step) % 4096}")
-
-
-def _first_node(nodes: str) -> str:
-    """The first host of Slurm's notation.
-
-    >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
-    ['n1', 'n1', 'gpu-007', 'a']
-    """
-    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
-    return (found[1] + (found[2] or "")) if found else nodes
-
-
-def _launched(environ: Mapping[str, str]) -> str:
+def _unnoticed() -> str:
     """What a launcher says of several tasks, where MPI says there is one; empty where all is well."""
-    for variable, text in _LAUNCHERS.items():
-        n = environ.get(variable, "")
-        # Slurm sets its variables for a batch script too, which is one process: only a step has a rank of its own.
-        if n.isdigit() and int(n) > 1:
-            return text.format(n=n)
-    return ""
+    launcher, n = launched(os.environ)
+    return _UNNOTICED[launcher].format(n=n) if launcher else ""
 
 
 def _refuse_singletons() -> None:
-    launched = _launched(os.environ)
+    unnoticed = _unnoticed()
     if world() is None:
-        if launched:
+        if unnoticed:
             raise ConfigError(_NO_MPI.format(problem=mpi_problem()))
-    elif launched:
-        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {launched}. {_WITHOUT}")
+    elif unnoticed:
+        raise ConfigError(f"every process believes that it is alone: COMM_WORLD has size 1. {unnoticed}. {_WITHOUT}")
 
 
 def _singletons(n_processes: int) -> str:
-    hint = _launched(os.environ) or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
+    hint = _unnoticed() or "start the job with the mpiexec or srun that belongs to mpi4py's MPI library"
     return (
         f"JAX sees {n_processes} processes, but COMM_WORLD has size 1: MPI was started as {n_processes} singletons. {hint}. "
         f"{_WITHOUT}"

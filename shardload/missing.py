@@ -63,12 +63,8 @@ def unfold_first(least: Sequence[int]) -> list[int]:
 
 def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
     """How many of how many, and where."""
-    advice = (
-        "Pass missing='error' to refuse such a file, missing='fill' if you know that they were never written "
-        "(writers leave out chunks that are all fill value, too)"
-    )
     if info.chunks is None:
-        return f"{info} was made but never written: every value is its fill value. {advice}"
+        return f"{info} was made but never written: every value is its fill value"
     places = []
     for number in first:
         box = selection.to_file(chunks.region(number))
@@ -76,22 +72,23 @@ def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: S
         places.append(f"{index} (elements {box})")
     more = ", ..." if n > len(places) else ""
     verb = "chunk is" if n == 1 else "chunks are"
-    return (
-        f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}. {advice}"
-    )
+    return f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}"
 
 
 def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
-    """Say it, once in the job, or raise it on every rank.
+    """Say it, with what to type for another answer, once in the job; or raise it on every rank.
 
     Raises
     ------
     SourceError
         If `missing` is "error".
     """
+    known = "missing='fill' if you know that they were never written (writers leave out chunks that are all fill value, too)"
     if missing == "error":
-        raise SourceError(f"{text}. Nothing was loaded", path=info.path, dataset=info.dataset)
+        text = f"{text}. Nothing was loaded. Pass {known}; missing='warn' to have such a file all the same"
+        raise SourceError(text, path=info.path, dataset=info.dataset)
     if missing == "warn":
+        text = f"{text}. Pass missing='error' to refuse such a file, {known}"
         # Said by rank 0 alone; but where the user has warnings raised, every rank must raise this one.
         with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
             warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())

@@ -137,6 +137,7 @@ class SourceReader:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After a stall a thread may be held up in a read for ever: it is left behind.
         self._pool.close(wait=kind is None or not issubclass(kind, StallError))
+        self._latest = []  # they call this object when they are done: a circle that would keep the pieces' memory
 
     def now(self) -> tuple[int, str]:
         """How many chunks and blocks have been read, and what is being read (that which was begun first; empty: nothing)."""

@@ -49,8 +49,9 @@ class Region:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"region start {self.start} and stop {self.stop} have different lengths")
-        if any(not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)):
-            raise ValueError(f"region [{self.start}, {self.stop}) is not 0 <= start <= stop on every axis")
+        for a, b in zip(self.start, self.stop):  # noqa: B905 - a load makes thousands of regions; see above
+            if not 0 <= a <= b:
+                raise ValueError(f"region [{self.start}, {self.stop}) is not 0 <= start <= stop on every axis")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
@@ -93,12 +94,15 @@ class Region:
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements along each axis."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple([b - a for a, b in zip(self.start, self.stop)])  # noqa: B905 - their lengths were compared
 
     @property
     def size(self) -> int:
         """Number of elements; 1 for a 0-d region."""
-        return math.prod(self.shape)
+        n = 1
+        for a, b in zip(self.start, self.stop):  # noqa: B905 - their lengths were compared
+            n *= b - a
+        return n
 
     def intersect(self, other: Region) -> Region | None:
         """The elements in both, or None where there are none.
@@ -110,15 +114,17 @@ class Region:
             raise ValueError(f"regions {self} and {other} have different numbers of axes")
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
+        for a, b in zip(start, stop):  # noqa: B905 - their lengths were compared
+            if a >= b:
+                return None
         return Region(start, stop)
 
     def contains(self, other: Region) -> bool:
         """Whether every element of `other` is one of these."""
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        for a, b, c, d in zip(self.start, other.start, other.stop, self.stop, strict=True):  # noqa: SIM110 - half the time
+            if a > b or c > d:
+                return False
+        return True
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """This region as NumPy slices, relative to `origin` (the start of the buffer that holds it; default: zeros).
@@ -127,7 +133,7 @@ class Region:
         (slice(0, 2, None), slice(2, 3, None))
         """
         base = (0,) * self.ndim if origin is None else origin
-        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, base, strict=True))
+        return tuple([slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, base, strict=True)])
 
     def split(self, max_size: int) -> Iterator[Region]:
         """Cut into regions of at most `max_size` elements, in C order; most are whole runs of the leading axis.

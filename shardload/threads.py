@@ -7,6 +7,7 @@ from ending. These end with the process, whatever they do, unless `Pool.close` h
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from queue import SimpleQueue
 from typing import Any
 
 __all__ = ["Pool", "done_here"]
+
+_START_SECONDS = 0.5  # an operating system takes microseconds
 
 
 class _Task:
@@ -81,7 +84,7 @@ class Pool:
                 task.future.cancel()
         self._end()
         for thread in self._threads if wait else ():
-            thread.join()
+            _join(thread)
 
 
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:
@@ -89,6 +92,18 @@ def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> Non
         task.run()
         del task  # or what it holds lives until the next one comes
         waiting.release()
+
+
+def _join(thread: threading.Thread) -> None:
+    """Return when it has ended. Ctrl-C in its start leaves a thread that begins a little later, or never."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            return thread.join()
+        except RuntimeError:  # not started yet
+            if time.monotonic() > deadline:
+                return None
+        time.sleep(0.001)
 
 
 def _end(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> None:

@@ -1,6 +1,6 @@
 """One suite, under plain ``pytest`` and under ``mpiexec -n 4 python -m pytest --with-mpi tests``.
 
-Which tests run where (the others are deselected, not skipped, and the header says how many):
+Which tests run where. Other folders are not even imported; what else does not fit is deselected, and the header says how many:
 
 ==============  =============================  ==================================================
 folder          plain ``pytest``               under mpiexec
@@ -18,7 +18,9 @@ waits for one that never comes runs into the test's timeout, which prints every 
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import hashlib
 import os
 import shutil
@@ -40,6 +42,7 @@ JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter a
 OUTCOMES = ("passed", "skipped", "failed")
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
+atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
 
 MPI: Any
 try:
@@ -48,6 +51,9 @@ except (ImportError, RuntimeError):  # RuntimeError: mpi4py's wheel found no MPI
     MPI = None
 
 SIZE: int = MPI.COMM_WORLD.size if MPI else 1
+
+# For pytest: not even imported where they do not run. Every rank would do that, on as many cores as there are.
+collect_ignore = ["unit", "jobs", "slurm"] if SIZE > 1 else []
 
 
 class Alone:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,13 +22,14 @@ from dataclasses import replace
 from typing import IO
 
 from shardload.doctor.checks import Watch, run_checks
-from shardload.doctor.facts import Facts, before_jax, from_json, launched, task, to_json, with_jax, with_node
+from shardload.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
 from shardload.doctor.finding import ERROR
 from shardload.doctor.findings import diagnose
 from shardload.doctor.report import Report, as_json, as_text
 from shardload.errors import ShardloadError
 from shardload.group import Group, group_of
 from shardload.launch import initialize
+from shardload.started import launched
 
 __all__ = ["run"]
 
@@ -93,8 +96,8 @@ def _let_the_first_print(group: Group, facts: Facts, watch: Watch) -> None:
 
 
 def _start_mpi(environ: Mapping[str, str]) -> Facts:
-    is_first = launched(environ)[1] > 1 and task(environ) == 0
-    with warnings.catch_warnings(), _last_words(_NO_START if is_first else ""):
+    is_alone = launched(environ)[1] == 1
+    with warnings.catch_warnings(), _first_here() as is_first, _last_words(_NO_START if is_first and not is_alone else ""):
         # mpi4py too suspects singletons, on every one of them; here the first says so.
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         return before_jax(environ)
@@ -122,6 +125,21 @@ def _examine(facts: Facts, watch: Watch) -> Report:
     findings = diagnose(rows)
     has_errors = any(finding.level == ERROR for finding in findings)
     return Report(rows, findings, run_checks(group, rows, watch, has_errors))
+
+
+@contextmanager
+def _first_here() -> Iterator[bool]:
+    """Whether this is the first task to come here of those that its launcher started on this machine.
+
+    Not task 0: MPI ends whoever asks it first, and the launcher ends the others, task 0 perhaps before it comes here.
+    """
+    with socket.socket(socket.AF_UNIX) as mark:
+        is_first = True
+        try:
+            mark.bind(f"\0shardload-doctor-{os.getppid()}")  # a name that goes with the process
+        except OSError as error:
+            is_first = error.errno != errno.EADDRINUSE  # or there are no such names here: then all may speak
+        yield is_first
 
 
 @contextmanager

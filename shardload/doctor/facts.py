@@ -16,14 +16,14 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from shardload.group import Group, mpi_problem, world
+from shardload.started import gpu_files, launched, task
 
-__all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "launched", "task", "to_json", "with_jax", "with_node"]
+__all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
 
 # What tells how a job was started, and what changes what comes of it.
 _VARIABLES = (
@@ -44,10 +44,6 @@ _VARIABLES = (
     "SLURM_NODEID",
     "SLURM_GPUS_ON_NODE",
 )
-# How many tasks a launcher started; Slurm's is the step's, because a batch script has SLURM_NTASKS too and is one process.
-_LAUNCHERS = {"OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec", "SLURM_STEP_NUM_TASKS": "srun"}
-# The same launchers' numbers of a task, for a process that MPI does not tell its rank.
-_TASKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _PACKAGES = ("shardload", "jax", "jaxlib", "numpy", "mpi4py", "h5py", "zarr")
 SHARED_NBYTES = 8 << 20  # of memory that the ranks of a node share, to see whether they can and how fast it is
 
@@ -137,7 +133,7 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
         task=task(environ),
         launcher=launcher,
         n_launched=n_launched,
-        n_gpus=_or(0, lambda: len([*Path("/dev").glob("nvidia[0-9]*")])),
+        n_gpus=_or(0, lambda: len(gpu_files())),
         environ={name: environ[name] for name in _VARIABLES if name in environ},
         cores=_or((), lambda: tuple(sorted(os.sched_getaffinity(0)))),
         shm_nbytes=_or(None, lambda: shutil.disk_usage("/dev/shm").free),
@@ -183,29 +179,6 @@ def with_jax(facts: Facts) -> Facts:
         )
     except Exception as error:  # whatever JAX, its plugins and drivers raise is what is to be told
         return replace(facts, jax_problem=f"{type(error).__name__}: {error}")
-
-
-def launched(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Which launcher says that it started several tasks, and how many.
-
-    >>> launched({"SLURM_STEP_NUM_TASKS": "4"}), launched({"SLURM_NTASKS": "4"}), launched({"PMI_SIZE": "1"})
-    (('srun', 4), ('', 1), ('', 1))
-    """
-    for variable, launcher in _LAUNCHERS.items():
-        n = environ.get(variable, "")
-        if n.isdecimal() and int(n) > 1:
-            return launcher, int(n)
-    return "", 1
-
-
-def task(environ: Mapping[str, str]) -> int:
-    """The number of this task as its launcher counts; 0 where there is none.
-
-    >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
-    (3, 2, 0)
-    """
-    found = (environ.get(name, "") for name in _TASKS)
-    return next((int(text) for text in found if text.isdecimal()), 0)
 
 
 def to_json(facts: Facts) -> str:

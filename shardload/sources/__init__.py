@@ -194,17 +194,18 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> b
     Returns
     -------
     bytes or None
-        None where the array is large, empty or open already, or cannot be read, or not all of it is stored: whoever reads it
-        then says so.
+        None where the array is large, empty or open already, or cannot be read, or not all of it is stored, or it changes
+        meanwhile: whoever reads it then says so.
     """
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
         source = open_source(path_or_object, info.dataset, outside)
         try:
+            before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
             source.read_into(Region.whole(info.shape), values)
-            if source.missing(Region.whole(info.shape)):
+            if source.missing(Region.whole(info.shape)) or source.state() != before or source.info != info:
                 return None
         finally:
             source.close()

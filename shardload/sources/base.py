@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
@@ -29,6 +30,7 @@ __all__ = [
     "native_dtype",
     "read_by_chunks",
     "refusal",
+    "state_of",
 ]
 
 
@@ -147,9 +149,28 @@ class Source(Protocol):
         """
         ...
 
+    def state(self) -> tuple[int, ...] | None:
+        """Size and time of the last change of what is open, then whatever else tells it from another on this machine; None
+        where there is no such thing. Never raises.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what this object opened; an object handed in by the caller stays open."""
         ...
+
+
+def state_of(file: int | str) -> tuple[int, ...] | None:
+    """What `Source.state` says of a file by its descriptor or path; None where it is gone.
+
+    Of a path without the inode: some network file systems make up another when they are asked again.
+    """
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    state = found.st_size, found.st_mtime_ns
+    return (*state, found.st_ino, found.st_dev) if isinstance(file, int) else state
 
 
 def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["TARGET_HINT", "Fence", "OutsideError"]
 
-TARGET_HINT = "pass outside=True if you trust it"
+TARGET_HINT = "pass outside=True (on the command line --outside) if you trust it"
 
 
 class OutsideError(OSError):

@@ -32,6 +32,7 @@ from shardload.sources.base import (
     check_request,
     native_dtype,
     read_by_chunks,
+    state_of,
 )
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
@@ -39,7 +40,7 @@ from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
 from shardload.sources.hdf5_describe import describe, filters_of
 from shardload.sources.hdf5_links import Others, follow, look_through
 from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
-from shardload.sources.hdf5_raw import RawFile
+from shardload.sources.hdf5_raw import RawFile, plain_descriptor
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
@@ -163,6 +164,14 @@ class Hdf5Source:
         if self._info.chunks is not None or self._raw is None:
             return None
         return open_contiguous(self._dataset, self._dtype, self._raw)
+
+    def state(self) -> tuple[int, ...] | None:
+        """Of the open file that holds the dataset, where it is open for reading only and a plain file."""
+        try:
+            descriptor = plain_descriptor(self._dataset.file)
+            return None if descriptor is None else state_of(descriptor)
+        except (RuntimeError, ValueError):  # it was closed
+            return None
 
     def close(self) -> None:
         """Close the dataset and the file, where this object opened them."""

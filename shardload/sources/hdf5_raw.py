@@ -20,9 +20,17 @@ from typing import Any
 import h5py
 import numpy as np
 
-__all__ = ["RawFile", "swap_size"]
+__all__ = ["RawFile", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def plain_descriptor(file: h5py.File) -> int | None:
+    """Of an open file that is read alone, and as it lies on disk; None for any other."""
+    below = file.id
+    is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
+    is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
+    return int(below.get_vfd_handle()) if is_plain else None
 
 
 class RawFile:
@@ -42,15 +50,11 @@ class RawFile:
     def open(cls, dataset: h5py.Dataset) -> RawFile | None:
         """The file that holds the values of `dataset`; None where only the HDF5 library may read it."""
         file = dataset.file
-        plain = (
-            file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
-            and file.id.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
-            and file.userblock_size == 0
-            and h5py.h5o.get_info(dataset.id).fileno == h5py.h5o.get_info(file.id).fileno  # not in a mounted file
-        )
-        if not plain:
+        descriptor = plain_descriptor(file)
+        is_mounted = h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
+        if descriptor is None or is_mounted or file.userblock_size:
             return None
-        raw = cls(file.id.get_vfd_handle())
+        raw = cls(descriptor)
         mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
         if raw.nbytes >= len(mark):
             raw.read_into(mark, 0)

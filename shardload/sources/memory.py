@@ -94,6 +94,10 @@ class MemorySource:
         """None: chunks are read by the library."""
         return None
 
+    def state(self) -> None:
+        """None: an array in memory has no such mark."""
+        return None
+
     def close(self) -> None:
         """Nothing to give back: the array is the caller's."""
 

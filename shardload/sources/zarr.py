@@ -40,6 +40,7 @@ from shardload.sources.base import (
     native_dtype,
     read_by_chunks,
     refusal,
+    state_of,
 )
 from shardload.sources.fence import Fence
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
@@ -149,6 +150,15 @@ class ZarrSource:
     def chunk_reader(self) -> ChunkReader | None:
         """The chunks of a local folder, where their encoding is one that `zarr_chunks` knows; else None."""
         return self._chunks
+
+    def state(self) -> tuple[int, ...] | None:
+        """Of the array's metadata in a local folder, or of the zip: another store under this name has another."""
+        below = inner_store(self._array.store)
+        if isinstance(below, zarr.storage.ZipStore):
+            return state_of(os.fspath(below.path))
+        folder = _folder_of(below)
+        mark = "zarr.json" if self._array.metadata.zarr_format == 3 else ".zarray"
+        return None if folder is None else state_of(os.path.join(folder, self._array.path, mark))
 
     def close(self) -> None:
         """Close the store, where this object opened it, and the shards that its chunk reader keeps open."""

@@ -15,13 +15,40 @@ from typing import Any
 
 from tests.jobs.launch import ROOT, Job, run_job
 
-__all__ = ["DEATHS", "INTERRUPTS", "Row", "dies", "interrupted", "rows", "survivors"]
+__all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "Row", "check_survivors", "dies", "interrupted", "rows", "survivors"]
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
 DEATHS = ("metadata", "reading", "assembly")
 INTERRUPTS = PHASES
 N = 4
+
+CHANGED = "changed while it was read"
+# For each case: the type of the error (None: the right array), and a part of its text.
+EXPECTED: dict[str, tuple[str | None, str]] = {
+    "EIO at a reader's 2nd chunk, HDF5": ("SourceError", "Input/output error"),
+    "EIO at a reader's 2nd chunk, Zarr": ("SourceError", "Input/output error"),
+    "no memory at a reader's 2nd chunk": ("PeerError", "MemoryError"),
+    "reads of 7 bytes at a time": (None, ""),
+    "no space for shared memory on rank 1": (None, ""),
+    "file truncated during the load": ("SourceError", "the file ends at byte"),
+    "file replaced during the load": (None, ""),
+    "file written during the load": ("SourceError", CHANGED),
+    "store replaced during the load": ("SourceError", CHANGED),
+    "chunk cut short, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'cut.h5'"),
+    "chunk cut short, zstd in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'cut.zarr'"),
+    "flipped bit, gzip in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped.h5'"),
+    "flipped bit, Fletcher-32 in HDF5": ("SourceError", "chunk (1, 2, 0) of '/x' in 'flipped-checked.h5'"),
+    "flipped bit, CRC-32C in Zarr": ("SourceError", "chunk (1, 2, 0) of '/' in 'flipped.zarr'"),
+}
+# What else may be said, since the ranks are not equally far when it happens.
+OR: dict[str, tuple[str, ...]] = {
+    "file truncated during the load": (CHANGED, "shorter than its own header"),
+    "file written during the load": ("did not see the same file",),
+    "store replaced during the load": ("did not see the same file", "could not be read"),
+}
+# Where each rank reads for itself, one may open the file after the fault. Never a mixture.
+OR_REFUSED = ("file replaced during the load", "SourceError", "did not see the same file")
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,20 @@ def said(job: Job) -> list[list[dict[str, Any]]]:
 def survivors(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
     """What each rank said in each case that a job survives; it loaded well after each."""
     return said(start(folder, timeout=120, mpi=mpi).check())
+
+
+def check_survivors(ranks: list[list[dict[str, Any]]]) -> None:
+    """Every rank saw the same, in each case and way of reading, and it is what `EXPECTED` has."""
+    found = list(zip(*ranks, strict=True))
+    assert {one[0]["case"] for one in found} == set(EXPECTED)
+    assert len(found) == 4 * len(EXPECTED)
+    for one in found:
+        case, kind, text = (one[0][name] for name in ("case", "type", "text"))
+        assert len({(other["type"], other["text"]) for other in one}) == 1, one
+        if (case, kind) == OR_REFUSED[:2] and one[0]["readers"] == "direct":
+            assert OR_REFUSED[2] in text
+        else:
+            assert kind == EXPECTED[case][0] and any(part in text for part in (EXPECTED[case][1], *OR.get(case, ()))), one[0]
 
 
 def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:

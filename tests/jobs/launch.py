@@ -33,6 +33,7 @@ import psutil
 __all__ = ["Job", "job_command", "job_environment", "mpiexec_of", "run_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
+SITE = str(Path(__file__).resolve().parent / "site")  # each rank's sitecustomize
 MARK = "SHARDLOAD_JOB"  # ids of the jobs that a process belongs to, joined by ':'
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH's hydra, Open MPI's prte
 TAIL_LINES = 40
@@ -45,6 +46,7 @@ FOREIGN = ("PMI_", "PMIX_", "OMPI_", "OPAL_", "PRTE_", "HYDRA_", "HYDI_", "MPI_L
 RANK_SHELL = r"""
 ulimit -c 0
 rank=${PMI_RANK-${OMPI_COMM_WORLD_RANK-unknown}}
+export PYTHONPATH="$SHARDLOAD_JOB_SITE${PYTHONPATH:+:$PYTHONPATH}"
 exec "$@" >"$SHARDLOAD_JOB_DIR/$rank.out" 2>"$SHARDLOAD_JOB_DIR/$rank.err"
 """
 
@@ -123,7 +125,7 @@ def run_job(
     """
     with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
         environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
-        environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder}
+        environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}
         command = job_command(program, n, mpi=mpi, python=python, rank_shell=True)
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:
@@ -156,7 +158,8 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
     }
     if mpi == "openmpi":
         env |= {
-            "MPI4PY_MPIABI": "openmpi",  # mpi4py's wheel speaks both; it would take MPICH, which stands beside it
+            # mpi4py's wheel speaks both, and would take MPICH, which stands beside it. (MPI4PY_MPIABI too would have it look
+            # for the library where the system does, and find another one, or none.)
             "MPI4PY_LIBMPI": str(_openmpi_prefix() / "lib" / "libmpi.so.40"),
             "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers and CI are root
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

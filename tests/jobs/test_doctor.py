@@ -161,10 +161,11 @@ def test_mpiexec_of_the_other_library() -> None:
 def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
     # Without run_job's choice mpi4py takes what stands beside it: MPICH.
-    plain = ["-u", "MPI4PY_MPIABI", "-u", "MPI4PY_LIBMPI", sys.executable]
+    plain = ["-u", "MPI4PY_LIBMPI", sys.executable]
     job = run_job([*plain, *DOCTOR], 2, timeout=120, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
-    assert job.stderr.count("MPI ended this process while it started") == 1
+    # Once; twice where the second rank comes when the first is gone and the launcher has not noticed.
+    assert job.stderr.count("MPI ended this process while it started") in (1, 2)
     assert "--mpi=pmi2 for MPICH" in job.stderr
 
 

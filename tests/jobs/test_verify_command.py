@@ -63,3 +63,14 @@ def test_a_mesh_that_does_not_fit(file: str) -> None:
     job = run_job(["-m", "shardload", "verify", file, "--mesh", "a=2", "--spec", "a"], 1, timeout=60)
     assert job.returncode == 1
     assert "'/rho' (8, 12, 20) float32" in job.stderr
+
+
+def test_chunks_that_are_not_stored(tmp_path: Path) -> None:
+    """Wrong if the flag were not handed on."""
+    path = str(tmp_path / "gaps.h5")
+    with h5py.File(path, "w") as opened:
+        opened.create_dataset("rho", shape=VALUES.shape, dtype="f4", chunks=(3, 5, 7))[:3] = VALUES[:3]
+    command = ["-m", "shardload", "verify", path, "--mesh", "a=2", "--spec", "a", "--missing"]
+    job = run_job([*command, "error"], 2, timeout=60)
+    assert job.returncode == 1 and "18 of 27 chunks are not stored" in job.stderr, job.stderr
+    assert run_job([*command, "fill"], 2, timeout=60).check().stderr.count("not stored") == 0

@@ -25,6 +25,8 @@ Found = dict[tuple[str, str], list[Said]]
 LAYOUT = ("ShardloadError", "but JAX's index map says that its devices hold")
 LISTS = ("PeerError", "the sender's list of regions is not the one that was expected")
 SUMS = ("PeerError", "its checksum is")
+# The sender may write over what the receiver has not copied yet: with checksums, that can be noticed first.
+EITHER = ("PeerError", f"{LISTS[1]}|{SUMS[1]}")
 
 # Found always: the layout is compared with JAX's, the lists of messages with each other, the pieces with JAX's questions.
 BY_INDEX = {
@@ -47,7 +49,7 @@ BY_NOTE = {
     "a note names no region at all": ("PeerError", "the part without a region that came from rank 0"),
     "a note names a part that there is not": LISTS,
     "a note names one part for another": LISTS,
-    "a part is named twice, and another not": LISTS,
+    "a part is named twice, and another not": EITHER,
     "a note names a tile twice": LISTS,
 }
 # Found by verify="checksum" alone: the coordinates are all right, the values are not.
@@ -119,7 +121,7 @@ class Travelled:
         }[self.way]
 
 
-@pytest.fixture(scope="module", params=[(mpi, way) for mpi in ("mpich", "openmpi") for way in WAYS], ids=" ".join)
+@pytest.fixture(scope="module", params=[*(("mpich", way) for way in WAYS), ("openmpi", "both")], ids=" ".join)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Travelled:
     mpi, way = request.param
     return Travelled(way, meet_defects(tmp_path_factory.mktemp("wrong"), mpi=mpi, way=way))
@@ -128,7 +130,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def is_error(said: list[Said], kind: str, text: str) -> None:
     assert len({(one["type"], one["text"]) for one in said}) == 1, "the ranks raise different errors"
     assert said[0]["type"] == kind, said[0]
-    assert text in said[0]["text"]
+    assert any(part in said[0]["text"] for part in text.split("|")), said[0]["text"]
 
 
 def is_wrong_and_unnoticed(said: list[Said]) -> None:
@@ -194,7 +196,7 @@ def test_every_defect_is_looked_at(found: Travelled) -> None:
     assert {case for case, _ in found.said} == {*found.by_index, *found.by_checksum, *BY_FILE, *BY_FULL}
 
 
-@pytest.mark.parametrize("where", [("mpich", "shared memory"), ("mpich", "messages"), ("openmpi", "both")], ids=" ".join)
+@pytest.mark.parametrize("where", [("mpich", "shared memory"), ("openmpi", "messages")], ids=" ".join)
 @pytest.mark.parametrize("case", ALONE)
 def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, where: tuple[str, str]) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""

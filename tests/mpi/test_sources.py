@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,21 +11,24 @@ import shardload
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, ramp
 
-# Both ways of verifying where parts travel in messages; elsewhere the stricter one, and the default one for "auto".
+# Both ways of verifying where parts travel; elsewhere the stricter one, and the default one for "auto".
 WAYS = (
     *itertools.product(("root", "parallel"), VERIFY),
     ("direct", "checksum"),
     (2, "checksum"),
     ("auto", "index"),
 )
+# One of each kind of file meets every decomposition in every way; the others each decomposition and each way, not all pairs.
+IN_EVERY_WAY = ("contiguous", "gzip_shuffle", "zarr_v3")
 
 
-@pytest.mark.parametrize("spec", DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
+@pytest.mark.parametrize("name", DECOMPOSITIONS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, spec: Any) -> None:
+def test_each_shard_is_its_part_of_the_file(files: dict[str, str], source: str, name: str) -> None:
     """Wrong in a way of reading, in the cut of this file into blocks, or in the table of this decomposition."""
-    mesh, expected = mesh_of(), ramp(cube())
-    for readers, verify in WAYS:
+    mesh, spec, expected = mesh_of(), DECOMPOSITIONS[name], ramp(cube())
+    k = [*DECOMPOSITIONS].index(name) + [*SOURCES].index(source)
+    for readers, verify in WAYS if source in IN_EVERY_WAY else (WAYS[k % len(WAYS)], WAYS[(k + 3) % len(WAYS)]):
         x = shardload.load(files[source], mesh, spec, dataset=NAME, readers=readers, verify=verify)
         check(x, expected, mesh, spec, f"readers={readers!r} verify={verify!r}")
 

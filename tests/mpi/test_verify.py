@@ -41,7 +41,7 @@ def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
     values, meshes = ramp(cube()), (mesh_of(), mesh_of(jax.devices()[::-1]))
     n = len(jax.devices())
     for mesh in meshes:
-        for how in HOW:
+        for how in HOW if mesh is meshes[0] else ("full",):
             x, found = proven(files[source], mesh, P("b", None, "a"), how, dataset=NAME, readers="parallel")
             check(x, values, mesh, P("b", None, "a"), how)
             assert (found.how, found.n_shards) == (how, n)

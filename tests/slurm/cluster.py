@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.jobs.launch import FOREIGN
 from tests.slurm.daemons import MARK, NODES, client_environment, why_not
@@ -66,6 +67,10 @@ class Done:
             raise AssertionError(f"{self.state}, exit status {self.code}, after {self.seconds:.1f} s\n{tail(self.output)}")
         return self
 
+    def said(self) -> list[dict[str, Any]]:
+        """The lines of JSON in the output."""
+        return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+
 
 class Cluster:
     """Four nodes, from ``with`` to its end.
@@ -79,15 +84,26 @@ class Cluster:
     """
 
     def __init__(self) -> None:
+        self.keeper: subprocess.Popen[bytes] | None = None
+        self._n_jobs = 0
+        self._make_folder()
+
+    def _make_folder(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="shardload-slurm-"))  # the keeper removes it
         # What a job, or MPI, around this process left in the environment would mislead those that start here.
         foreign = (*FOREIGN, "SBATCH_", "SITE_", "SLURM", "SRUN_", MARK)
         own = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         self.env = {**own, **client_environment(self.folder)}
-        self.keeper: subprocess.Popen[bytes] | None = None
-        self._n_jobs = 0
 
     def __enter__(self) -> Cluster:
+        try:
+            return self._start()
+        except RuntimeError as error:  # a port that was free a moment ago, perhaps
+            print(f"*** {error}\n*** started again", file=sys.stderr, flush=True)
+        self._make_folder()
+        return self._start()
+
+    def _start(self) -> Cluster:
         # Not in this process's session: Ctrl-C is for the tests, and the keeper sees the end of its input.
         self.keeper = subprocess.Popen(
             [sys.executable, "-m", "tests.slurm.daemons", str(self.folder)],

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import psutil
 import pytest
 
+from tests.jobs import faults
 from tests.jobs.launch import ROOT
 from tests.mpi.support import ramp
 from tests.slurm import daemons
@@ -46,6 +48,17 @@ def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path
     done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=1", env=env, arguments=command)
     assert done.state == "FAILED" and done.code != 0
     assert cause in done.output, done.output
+
+
+def test_what_a_job_survives(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
+    """Wrong if ranks of one node saw something else than those of the other, or waited for what it could not send."""
+    env = site()
+    command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], "slurm/run.py", str(faults.SCRIPT), str(tmp_path))
+    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, seconds=180).check()
+    ranks: list[list[dict[str, Any]]] = [[] for _ in range(faults.N)]
+    for line in done.said():
+        ranks[line["rank"]].append(line)
+    faults.check_survivors(ranks)
 
 
 def test_job_that_hangs_is_ended(cluster: Cluster, run_script: Path) -> None:

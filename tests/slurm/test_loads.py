@@ -5,19 +5,21 @@ The nodes have hostnames of their own, which is what MPI tells them apart by; no
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import h5py
 import pytest
 
 from tests.jobs.launch import ROOT
+from tests.mpi.support import ramp
 from tests.slurm.cluster import Cluster, Done
 
 Site = Callable[..., dict[str, str]]
 
 RUN = "slurm/run.py"
+LAUNCHED = "tests/jobs/scripts/launched.py"
 LOADS = "tests/slurm/scripts/loads.py"
 WAYS = {
     "srun pmi2, MPICH": ("mpich", ["srun", "--mpi=pmi2", "-K1"]),
@@ -27,15 +29,9 @@ WAYS = {
 }
 
 
-def lines(output: str) -> list[dict[str, Any]]:
-    """What each rank said, in the order of ranks."""
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda line: line["rank"])
-
-
 def placed(done: Done, n_nodes: int, n_ranks: int) -> None:
     """Every rank is where Slurm put it, knows who is with it, and gave notes to these and messages to all others."""
-    found = lines(done.check().output)
+    found = sorted(done.check().said(), key=lambda line: line["rank"])
     assert [line["rank"] for line in found] == list(range(n_ranks))
     by_host: dict[str, list[int]] = {}
     for line in found:
@@ -64,3 +60,18 @@ def test_four_nodes(cluster: Cluster, site: Site, run_script: Path, tmp_path: Pa
     env = site()
     command = ("srun", "--mpi=pmi2", "-K1", env["SITE_PYTHON"], RUN, LOADS, str(tmp_path))
     placed(cluster.run(run_script, "--nodes=4", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT), 4, 8)
+
+
+def test_without_mpi(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path) -> None:
+    """Wrong if the tasks of srun alone did not find each other from node to node, or one that fails left the others waiting."""
+    path = tmp_path / "field.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = ramp((8, 12, 20))
+    env = {**site(), "SHARDLOAD_MPI": "0"}
+    command = ("srun", "--mpi=none", "-K1", env["SITE_PYTHON"], RUN, LAUNCHED, str(path), "initialize")
+    done = cluster.run(run_script, "--nodes=2", "--ntasks-per-node=2", env=env, arguments=command, cwd=ROOT).check()
+    said = Counter((one["type"], one["text"]) for one in done.said())
+    initialized_and_loaded = said.pop((None, ""))
+    assert (initialized_and_loaded, sorted(said.values())) == (2 * 4, [4, 4]), done.output
+    (_, scatters), (_, failed) = sorted(said)
+    assert "start the job under MPI" in scatters and "on rank 1 of 4" in failed, done.output

@@ -120,6 +120,9 @@ class FakeSource:
     def chunk_reader(self) -> FakeChunks | None:
         return self.stored
 
+    def state(self) -> None:
+        return None
+
     def close(self) -> None: ...
 
 

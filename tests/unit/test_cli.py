@@ -322,3 +322,18 @@ def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
     missing = shell("info", str(tmp_path / "no.h5"))
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
+def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Wrong if the flag did nothing, or the message did not name it."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with h5py.File(inside / "links.h5", "w") as h5:
+        h5["far"] = h5py.ExternalLink(file, "/fields/density")
+    name, *flags = command
+    code, _, said = run(name, f"{inside}/links.h5:/far", *flags)
+    assert code == 1 and "--outside" in unwrapped(said)
+    code, printed, said = run(name, f"{inside}/links.h5:/far", "--outside", *flags)
+    assert code == 0, said
+    assert "12" in printed and "float32" in printed

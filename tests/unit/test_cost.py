@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardload import cost as costs
@@ -334,8 +334,12 @@ def test_small_chunks_cost_more_than_their_bytes() -> None:
     assert large[DIRECT].reader_nbytes / large[DIRECT].seconds > 2 * rate
 
 
+ONE_BY_ONE = Case((2, 2, 2), ((), (0,), (1,)), np.arange(4).reshape(2, 2), 4, (1, 1, 1), (0, 0, 0), 0)
+
+
 @settings(max_examples=100)
 @given(cases())
+@example(ONE_BY_ONE)  # the axis before the last that is cut is no step: a piece has one element of it
 def test_distance_of_runs_against_elements(case: Case) -> None:
     if math.prod(case.shape) == 0:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -166,3 +167,14 @@ def test_no_words_no_listener() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with doctor._last_words(""):
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_first_to_come_speaks_for_its_launcher() -> None:
+    """Wrong if nobody spoke when task 0 is ended before it comes, or all tasks of a machine at once."""
+    second = [sys.executable, "-c", "from shardload.doctor import _first_here\nwith _first_here() as first: print(first)"]
+    with doctor._first_here() as one, doctor._first_here() as other:
+        assert (one, other) == (True, False)
+        child = subprocess.run(second, stdout=subprocess.PIPE, text=True, check=True)
+        assert child.stdout == "True\n"  # of another parent
+    with doctor._first_here() as again:
+        assert again

@@ -70,10 +70,10 @@ def test_what_is_said() -> None:
     with warnings.catch_warnings(), pytest.raises(MissingChunksWarning):
         warnings.simplefilter("error")
         settle_missing(text, "warn", 1, info)  # ... but where it is raised, by all
-    with pytest.warns(MissingChunksWarning, match="5 of 12") as found:
+    with pytest.warns(MissingChunksWarning, match=r"5 of 12 .* Pass missing='error' to refuse") as found:
         settle_missing(text, "warn", 0, info)
     assert found[0].filename == __file__
-    with pytest.raises(SourceError, match=r"5 of 12 .* Nothing was loaded") as error:
+    with pytest.raises(SourceError, match=r"5 of 12 .* Nothing was loaded. Pass missing='fill'") as error:
         settle_missing(text, "error", 1, info)
     assert error.value.path == "f.h5" and error.value.dataset == "/a"
 

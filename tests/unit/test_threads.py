@@ -181,3 +181,23 @@ def test_done_here_is_a_future_of_what_has_been_done() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         done_here(interrupted)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
+    """Wrong if Ctrl-C at this moment became an error of `join`, or a thread were left running."""
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if starts:
+            start(threading.Timer(0.05, start, (thread,)))
+        raise KeyboardInterrupt
+
+    pool = Pool(1, "t")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(len, "ab")
+    pool.close()
+    assert not begun[0].is_alive() and (begun[0].ident is not None) == starts

@@ -198,7 +198,7 @@ def _() -> None:
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.execute", "aligned_empty", full, lambda: load(readers="root"), (1,))
+    patched("shardload.execute", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")

@@ -33,6 +33,7 @@ from shardload.sources.hdf5_chunks import Hdf5Chunks
 from shardload.sources.zarr_chunks import ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
+PATIENCE_SECONDS = 5.0
 SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
 READERS = ("root", "parallel", "direct", 2)
 BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
@@ -82,6 +83,7 @@ def prepare() -> None:
     write_hdf5("other.h5", values + 1, compression="gzip")
     write_hdf5("checked.h5", values, fletcher32=True)
     zarr.create_array("good.zarr", data=values, chunks=CHUNKS)
+    zarr.create_array("other.zarr", data=values + 1, chunks=CHUNKS)
     checked = {"compressors": (zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec())}
     zarr.create_array("checked.zarr", data=values, chunks=CHUNKS, **checked)
     for kind, make, ends in (("h5", damage_hdf5, shutil.copy), ("zarr", damage_zarr, shutil.copytree)):
@@ -142,6 +144,26 @@ def replace() -> None:
     os.replace("new.h5", "changing.h5")
 
 
+def write() -> None:
+    """The file is written in place, and is as long as before."""
+    with open("changing.h5", "r+b") as file:
+        stored = file.read()
+        file.seek(0)
+        file.write(stored)
+
+
+def replace_store() -> None:
+    shutil.copytree("other.zarr", "new.zarr")
+    os.rename("changing.zarr", "old.zarr")
+    os.rename("new.zarr", "changing.zarr")
+    shutil.rmtree("old.zarr")
+
+
+def changing_store() -> str:
+    on_root(comm, lambda: shutil.copytree("good.zarr", "changing.zarr", dirs_exist_ok=True))
+    return "changing.zarr"
+
+
 def changing() -> str:
     on_root(comm, lambda: shutil.copy("good.h5", "changing.h5"))
     return "changing.h5"
@@ -176,6 +198,16 @@ FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
         lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, replace)),
         changing,
     ),
+    "file written during the load": (
+        None,
+        lambda: patched(Hdf5Chunks, "fetch", on_call(Hdf5Chunks.fetch, 2, write)),
+        changing,
+    ),
+    "store replaced during the load": (
+        None,
+        lambda: patched(ZarrChunks, "fetch", on_call(ZarrChunks.fetch, 2, replace_store)),
+        changing_store,
+    ),
     **{
         f"{what}, {kind}": (-1, ExitStack, lambda path=path: path)
         for what, kind, path in (
@@ -200,7 +232,7 @@ def survive(names: list[str]) -> None:
             path = path_of()
             rank = first_reader(readers) if where is None else where
             own = comm.Dup()  # shared memory is made anew
-            said: dict[str, Any] = {"case": name, "readers": readers, "type": None, "text": ""}
+            said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "type": None, "text": ""}
             started = time.perf_counter()
             try:
                 with patch() if comm.rank == rank else ExitStack():
@@ -265,9 +297,23 @@ def interrupt(phase: str) -> None:
         setattr(where, name, right)
         Group.tell = tell  # type: ignore[method-assign]
     seconds = round(time.perf_counter() - started, 2)
-    comm.Barrier()
+    wait_for_all(phase, pids)
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
     print(json.dumps({"phase": phase, "outcome": outcome, "seconds": seconds}), flush=True)
+
+
+def wait_for_all(phase: str, pids: list[int]) -> None:
+    """A barrier; a rank that does not come has Ctrl-C pressed again: Python drops what it raises in a destructor."""
+    done = [Path(f"{phase}-{rank}") for rank in range(comm.size)]
+    done[comm.rank].touch()
+    request, deadline = comm.Ibarrier(), time.monotonic() + PATIENCE_SECONDS
+    while not request.Test():
+        if time.monotonic() > deadline and not any(one.exists() for one in done[: comm.rank]):  # one of them presses
+            for pid, one in zip(pids, done, strict=True):
+                if not one.exists():
+                    os.kill(pid, signal.SIGINT)
+            deadline += PATIENCE_SECONDS
+        time.sleep(0.001)
 
 
 def main(folder: str, *what: str) -> None:

@@ -1,7 +1,8 @@
 """A pytest plugin: let the small arrays of `tests/mpi` travel as large ones do, and count how they travelled.
 
 Variables of the environment (beside shardload's own): ``WAYS_COUNTS``, a folder for each rank's counts; ``WAYS_THREADS``, how
-many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared.
+many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_BOTH``, if there must be many notes and
+messages on every rank (with ``SHARDLOAD_RANKS_PER_NODE=2``, on 4 ranks).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardload import execute, group, inbox, outbox, reader, sources
 from shardload.node import Segment
@@ -61,5 +64,9 @@ if "WAYS_WITHOUT" in os.environ:
     Segment.create = create_unless  # type: ignore[method-assign,assignment]
 
 
-def pytest_sessionfinish() -> None:
-    Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "WAYS_COUNTS" in os.environ:
+        Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
+    if "WAYS_BOTH" in os.environ and min(counts[name] for name in ("notes sent", "messages sent", "tiles taken")) <= 100:
+        os.write(2, f"rank {group.world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -415,10 +415,11 @@ def prepare_files(folder: str) -> None:
         file["large"] = ramp((16, 256, 512))
 
 
-def dirty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Memory for a piece as it may well be: not what the load before left there, which was right."""
-    made = staging.aligned_empty(shape, dtype)
-    made[...] = -1
+def dirty(shapes: list[tuple[int, ...]], dtype: Any) -> Any:
+    """Memory for pieces as it may well be: not what the load before left there, which was right."""
+    made = [staging.aligned_empty(shape, dtype) for shape in shapes]
+    for piece in made:
+        piece[...] = -1
     return made
 
 
@@ -450,7 +451,7 @@ def main(folder: str, *names: str) -> None:
         for verify in levels:
             said: dict[str, Any] = {"case": name, "verify": verify, "type": None, "text": None, "right": None}
             with ExitStack() as stack:
-                stack.enter_context(patched(execute, "aligned_empty", dirty))
+                stack.enter_context(patched(execute, "empty_pieces", dirty))
                 defect(stack)
                 try:
                     said["right"] = load(**call, verify=verify)

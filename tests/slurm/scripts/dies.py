@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -14,8 +15,11 @@ from tests.mpi.support import mesh_of
 
 
 def main(path: str, how: str) -> None:
+    from mpi4py import MPI  # whose job it is: without MPI srun alone would end it
+
     shardload.initialize()
     group = group_of()
+    assert group.size == MPI.COMM_WORLD.size == jax.process_count()
     mesh = mesh_of()
     shardload.load(path, mesh, P("a"))
     if group.rank == group.size - 1:

@@ -1,0 +1,110 @@
+"""What started this process? What launchers and Slurm say in the environment, whether or not MPI was told.
+
+No MPI, no JAX.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SlurmStep", "gpu_files", "launched", "mpi_is_off", "slurm_step", "task"]
+
+# How many tasks a launcher started; Slurm's is the step's, because a batch script has SLURM_NTASKS too and is one process.
+_LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
+# The same launchers' numbers of a task.
+_TASKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def launched(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Which launcher says that it started several tasks, and how many; the innermost, where one started another.
+
+    >>> launched({"SLURM_STEP_NUM_TASKS": "4"}), launched({"SLURM_NTASKS": "4"}), launched({"PMI_SIZE": "1"})
+    (('srun', 4), ('', 1), ('', 1))
+    >>> launched({"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "8"}), launched({"SLURM_STEP_NUM_TASKS": "4", "PMI_SIZE": "4"})
+    (('mpiexec', 8), ('srun', 4))
+    """
+    told = {launcher: environ.get(variable, "") for launcher, variable in _LAUNCHERS.items()}
+    if told["mpiexec"] == told["srun"]:  # srun --mpi=pmi2 sets what an MPICH-like mpiexec sets
+        del told["mpiexec"]
+    for launcher, n in told.items():
+        if n.isdecimal() and int(n) > 1:
+            return launcher, int(n)
+    return "", 1
+
+
+def task(environ: Mapping[str, str]) -> int:
+    """The number of this task as its launcher counts; 0 where there is none.
+
+    >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
+    (3, 2, 0)
+    """
+    found = (environ.get(name, "") for name in _TASKS)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
+def mpi_is_off(environ: Mapping[str, str]) -> bool:
+    """Whether the user says that there is to be no MPI.
+
+    >>> mpi_is_off({"SHARDLOAD_MPI": "0"}), mpi_is_off({})
+    (True, False)
+    """
+    return environ.get("SHARDLOAD_MPI") == "0"
+
+
+def gpu_files() -> list[str]:
+    """The device files of this node's NVIDIA GPUs, whoever may use them."""
+    return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """What srun says of the task that this process is."""
+
+    task: int
+    n_tasks: int
+    local_id: int
+    n_local: int
+    coordinator: str
+
+
+def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
+    """The srun step that this process is a task of; None in a batch script, an ssh session, or without Slurm.
+
+    A batch script and a session by ssh have some of Slurm's variables too, but only a step has a number and a task in it.
+
+    >>> slurm_step({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
+    True
+    >>> of_step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_PROCID": "3"}
+    >>> slurm_step({**of_step, "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_NODEID": "1",
+    ...             "SLURM_STEP_NODELIST": "n[3-4,7]"})
+    SlurmStep(task=3, n_tasks=6, local_id=1, n_local=2, coordinator='n3:61554')
+    """
+    try:
+        job, step = int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"])
+        n_tasks, task = int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
+        local, node = int(environ.get("SLURM_LOCALID", "0")), int(environ.get("SLURM_NODEID", "0"))
+    except (KeyError, ValueError):
+        return None
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        counts += [int(found[1])] * int(found[2] or 1) if found else []
+    n_local = counts[node] if node < len(counts) else 1
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
+    host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
+    # A port that all tasks derive alike, and two steps of a job differently.
+    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{61440 + (16 * job + step) % 4096}")
+
+
+def _first_node(nodes: str) -> str:
+    """The first host of Slurm's notation.
+
+    >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
+    ['n1', 'n1', 'gpu-007', 'a']
+    """
+    found = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    return (found[1] + (found[2] or "")) if found else nodes

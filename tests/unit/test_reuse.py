@@ -1,0 +1,176 @@
+"""Does memory come back when nobody can see it any more, and never before?"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import reuse
+from shardload.reuse import Reserve, empty_pieces
+
+MIB = 1 << 20
+needs_madvise = pytest.mark.skipif(not reuse._CAN_KEEP, reason="this system cannot mark memory as free")
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+def test_memory_is_used_again_once_nobody_sees_it() -> None:
+    """Wrong if a view, or a view of a view, did not keep its memory: it would change below it."""
+    reserve = Reserve()
+    (first,) = reserve.take([3 * MIB])
+    where = address(first)
+    view = first.view(np.float32).reshape(3, -1)[1:, ::2]
+    view[...] = 7
+    del first
+    (second,) = reserve.take([3 * MIB])
+    assert address(second) != where
+    second[...] = 1
+    assert (view == 7).all()
+    del view
+    (third,) = reserve.take([3 * MIB])
+    assert address(third) == where
+
+
+def test_each_piece_has_its_own() -> None:
+    """Wrong if pieces of the same size, or those of two loads at a time, shared memory."""
+    reserve = Reserve()
+    for _ in range(3):
+        pieces = reserve.take([2 * MIB, 2 * MIB, MIB])
+        for k, piece in enumerate(pieces):
+            piece[...] = k
+        assert [int(piece.min()) for piece in pieces] == [int(piece.max()) for piece in pieces] == [0, 1, 2]
+        assert reserve.nbytes <= 5 * MIB
+        del pieces, piece
+    assert reserve.nbytes == 5 * MIB
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 5])
+def test_as_many_bytes_as_asked_for_on_a_boundary(nbytes: int) -> None:
+    (memory,) = Reserve().take([nbytes])
+    assert len(memory) == nbytes and address(memory) % 4096 == 0
+    memory[...] = 1
+
+
+def test_what_does_not_fit_is_given_up_before_new_memory_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a load of another size had the memory of the last one beside its own."""
+    reserve = Reserve()
+    reserve.take([4 * MIB])
+    assert reserve.nbytes == 4 * MIB
+    kept: list[int] = []
+    new = reuse._new
+    monkeypatch.setattr(reuse, "_new", lambda size: (kept.append(reserve.nbytes), new(size))[1])
+    reserve.take([2 * MIB])
+    assert kept == [0]
+    assert reserve.nbytes == 2 * MIB
+
+
+def test_no_more_is_kept_than_the_largest_load() -> None:
+    """Wrong if the memory of many arrays that lived at a time were kept."""
+    reserve = Reserve()
+    held = [reserve.take([2 * MIB]) for _ in range(5)]
+    held.clear()
+    assert reserve.nbytes == 2 * MIB
+
+
+def test_memory_that_is_kept_is_the_kernels_to_take() -> None:
+    """Wrong if it were not marked: it would be lost for everybody."""
+    reserve = Reserve()
+    (memory,) = reserve.take([8 * MIB])
+    memory[...] = 1
+    before = lazily_free()
+    del memory
+    assert lazily_free() - before >= 7 * MIB
+
+
+def lazily_free() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("LazyFree")).split()[1]) << 10
+
+
+def test_threads_do_not_get_the_same_memory() -> None:
+    reserve, seen = Reserve(), []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            (memory,) = reserve.take([4096])
+            memory[...] = number
+            time.sleep(0)
+            seen.append(bool((memory == number).all()))
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 800 and all(seen)
+
+
+def test_no_memory_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="cannot allocate"):
+        Reserve().take([1 << 60])
+
+
+@needs_madvise
+def test_small_pieces_and_a_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if small arrays cost a page and a system call each, or the variable did nothing."""
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    empty_pieces([(100,), (1 << 10, 255)], np.dtype("f4"))
+    assert reuse._reserve.nbytes == 0
+    empty_pieces([(100,), (1 << 10, 256)], np.dtype("f4"))
+    assert reuse._reserve.nbytes == MIB + 4096
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")
+    assert empty_pieces([(1 << 20,)], np.dtype("f4"))[0].shape == (1 << 20,)
+    assert reuse._reserve.nbytes == 0
+
+
+@needs_madvise
+@pytest.mark.parametrize("holder", ["array", "view", "result"])
+def test_an_array_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, holder: str) -> None:
+    """Wrong if the next load wrote into an array that is still in use, in whatever way."""
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    values = np.arange(1 << 19, dtype="f4").reshape(512, 1024)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+
+    def load(values: np.ndarray) -> jax.Array:
+        return shardload.load(values, mesh, P("a"))
+
+    x = load(values)
+    held = {"array": lambda: x, "view": lambda: np.asarray(x)[3:], "result": lambda: x.at[0, 0].set(0)[:]}[holder]()
+    if holder != "array":
+        del x
+    others = [load(values + k) for k in range(1, 4)]
+    expected = values[3:] if holder == "view" else values
+    assert np.array_equal(np.asarray(held).ravel()[1:], expected.ravel()[1:])
+    assert [float(other[0, 1]) for other in others] == [2, 3, 4]
+
+
+@needs_madvise
+def test_the_next_load_has_the_memory_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if JAX still held it, because nobody had called JAX since."""
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    values = np.ones((512, 1024), "f4")
+    new, made = reuse._new, []
+    monkeypatch.setattr(reuse, "_new", lambda size: (made.append(size), new(size))[1])
+    gc.disable()
+    try:
+        for _ in range(5):
+            x = shardload.load(values, mesh, P("a"))
+            del x
+        gc.collect(0)
+    finally:
+        gc.enable()
+    assert len(made) == 1
+    assert reuse._reserve.nbytes == 2 * MIB
