@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.group import Group, end_job, group_of, mpi_problem, world
-from shardload.started import gpu_files, launched, mpi_is_off, slurm_step
+from shardload.started import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
 
 __all__ = ["initialize", "rank_of_process"]
 
@@ -125,7 +125,7 @@ def initialize(
 
 def _start_from_mpi(comm: Any, local_device_ids: list[int] | None) -> None:
     group = group_of(comm)
-    address = group.send_text(_free_address(group) if group.rank == 0 else None, 0)
+    address = group.send_text(f"{socket.gethostname()}:{free_port()}" if group.rank == 0 else None, 0)
     on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
     mine = np.array([zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())], dtype=np.int64)
     seen = np.empty(on_node.size, dtype=np.int64)
@@ -170,6 +170,8 @@ def _start(address: str, n_processes: int, process: int, local_device_ids: list[
     _choose_cpu_collectives()
     if process:
         _await_listener(address)
+    else:
+        _refuse_taken_port(address)
     try:
         jax.distributed.initialize(address, n_processes, process, local_device_ids)
     except (RuntimeError, ValueError) as found:
@@ -188,6 +190,17 @@ def _await_listener(address: str) -> None:
             return
         time.sleep(nap)
         nap = min(2 * nap, 0.1)
+
+
+def _refuse_taken_port(address: str) -> None:
+    """ConfigError where somebody else has the port: JAX would end this process by a segmentation fault."""
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and 0 < int(port) < 65536 and not is_free(int(port)):
+        raise ConfigError(
+            f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
+            "Pass another port in coordinator_address= (under srun without MPI the port follows from the job's and the step's "
+            "number: start the step again), or end the other process: 'ss -ltnp' lists who listens"
+        )
 
 
 def _check_started(comm: Any) -> None:
@@ -211,12 +224,6 @@ def _is_initialized() -> bool:
     from jax._src import distributed  # before JAX 0.5 there is no public way to ask
 
     return distributed.global_state.client is not None
-
-
-def _free_address(group: Group) -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"{socket.gethostname()}:{probe.getsockname()[1]}"
 
 
 def _choose_cpu_collectives() -> None:

@@ -5,18 +5,22 @@ No MPI, no JAX.
 
 from __future__ import annotations
 
+import errno
 import glob
+import random
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SlurmStep", "gpu_files", "launched", "mpi_is_off", "slurm_step", "task"]
+__all__ = ["SlurmStep", "free_port", "gpu_files", "is_free", "launched", "mpi_is_off", "slurm_step", "task"]
 
 # How many tasks a launcher started; Slurm's is the step's, because a batch script has SLURM_NTASKS too and is one process.
 _LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
 # The same launchers' numbers of a task.
 _TASKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+# Where JAX's coordinator listens, as JAX itself chooses it: above the ports that the system gives to any connection.
+_PORTS = range(61440, 65536)
 
 
 def launched(environ: Mapping[str, str]) -> tuple[str, int]:
@@ -97,7 +101,34 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
     host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
     # A port that all tasks derive alike, and two steps of a job differently.
-    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{61440 + (16 * job + step) % 4096}")
+    return SlurmStep(task, n_tasks, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody has now.
+
+    Not the one that the system would choose: that may be any connection's in the moment before it is used.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 64):
+        if is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a process could listen at this port of this machine now, on all its addresses."""
+    both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        if both:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as found:
+            return found.errno != errno.EADDRINUSE
+    return True
 
 
 def _first_node(nodes: str) -> str:

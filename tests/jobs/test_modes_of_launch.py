@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from tests.jobs.launch import ROOT, Job, job_environment, mpiexec_of, run_job
 from tests.mpi.support import ramp
+from tests.ports import free_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
@@ -29,12 +29,6 @@ SHAPE = (8, 12, 20)
 def lines(text: str) -> list[dict[str, Any]]:
     """The JSON lines of an output, without what libraries print between them."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -65,7 +59,7 @@ def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> No
 
 def test_jax_processes_in_another_order_than_ranks(tmp_path: Path) -> None:
     """Wrong if process k were taken to be rank k: JAX was started by somebody else, who counts backwards."""
-    env = {**ENV, "TEST_PORT": str(free_port())}
+    env = {**ENV, "TEST_PORT": str(free_ports(1)[0])}
     command = [*PYTHON, SCRIPTS / "modes.py", tmp_path, "backwards"]
     job = run_job(command, 4, timeout=240, env=env).check()
     assert [lines(out)[-1]["rank"] for out in job.rank_stdout] == [0, 1, 2, 3]
@@ -190,13 +184,20 @@ def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> li
         )
         for words, env in zip(what, envs, strict=True)
     ]
+    outputs: list[tuple[str, str]] = []
     try:
-        outputs = [process.communicate(timeout=100) for process in started]
+        for process in started:
+            try:
+                outputs.append(process.communicate(timeout=100))
+            except subprocess.TimeoutExpired:
+                for one in started:  # one of them waits for another: what each said tells why
+                    one.kill()
+                outputs.append(process.communicate())
     finally:
         for process in started:
             process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in started), outputs
+    said = [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+    assert not any(code for code, *_ in said), said
     return [lines(out) for out, _ in outputs]
 
 
@@ -211,14 +212,14 @@ def loads_and_does_not_scatter(said: list[list[dict[str, Any]]]) -> None:
 
 def test_several_jax_processes_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
     """Wrong if processes that can send each other nothing tried to, or one that fails left the others waiting."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     said = together(field, [["jax", address, "2", str(k)] for k in range(2)], [without_mpi] * 2)
     loads_and_does_not_scatter(said)
 
 
 def test_given_coordinator(field: str) -> None:
     """Wrong if a coordinator that was named were not used: here is no launcher that could tell."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     said = together(field, [["given", address, "4", str(k)] for k in range(4)], [{"SHARDLOAD_MPI": "0"}] * 4)
     loads_and_does_not_scatter(said)
 

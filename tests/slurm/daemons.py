@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -28,12 +26,13 @@ from pathlib import Path
 
 import psutil
 
+from tests.ports import free_ports
+
 __all__ = ["MARK", "NODES", "client_environment", "marked", "why_not"]
 
 NODES = ("n1", "n2", "n3", "n4")
 MARK = "SHARDLOAD_SLURM_CLUSTER"  # in the environment of every process of a cluster: its folder
 BOOT_SECONDS = 60.0
-_PORTS = (20_000, 32_000)
 STOP_SECONDS = 15.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "unshare", "mount", "hostname")
 
@@ -221,21 +220,6 @@ class Daemons:
         """The last lines of every log."""
         files = sorted((self.folder / "log").glob("*"))
         return "\n".join(f"--- {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-8:]) for file in files)
-
-
-def free_ports(n: int) -> list[int]:
-    """Ports that nobody listens at, all different, of those that the system does not give away by itself.
-
-    Any connection may be given one of the others in the moment before a daemon comes to it.
-    """
-    ports: list[int] = []
-    for port in random.SystemRandom().sample(range(*_PORTS), 100 * n):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            ports.append(port)
-        if len(ports) == n:
-            return ports
-    raise RuntimeError(f"no {n} free ports from {_PORTS[0]} to {_PORTS[1]}")
 
 
 def keep(folder: Path) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import check, mesh_of, ramp
+from tests.ports import free_ports
 
 SHAPE = (8, 12, 20)
 
@@ -65,7 +66,7 @@ def main(path: str, what: str, *more: str) -> None:
         attempt(lambda: shardload.initialize(num_processes=2))
         return
     elif what == "own jax":
-        jax.distributed.initialize(f"127.0.0.1:{20000 + os.getpid() % 20000}", 1, 0)
+        jax.distributed.initialize(f"127.0.0.1:{free_ports(1)[0]}", 1, 0)
         attempt(lambda: load(path))
         return
     elif what == "jax":
