@@ -8,10 +8,6 @@
 A process that ends with an exception first waits, in JAX's shutdown, for all others, five minutes long, and they wait for its
 messages. (``python -m mpi4py`` ends the job after that: too late.) Here the traceback is printed and MPI told to end the job
 before Python begins to shut down.
-
-MPI starts before the program does. Under ``srun --mpi=pmi2`` MPICH hands the others buffers of which a part is whatever was
-in memory, run-length encoded; with the docstrings of many imported modules in them they get long, and Slurm's pmi2 now and
-then loses its place in long ones ("value not properly terminated in client request"). Early on that part is zeros.
 """
 
 from __future__ import annotations
@@ -21,13 +17,11 @@ import runpy
 import sys
 import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
 
 def main(program: str, *arguments: str) -> None:
     """Run `program` as ``python program arguments`` would, or a module as ``python -m module arguments``."""
-    start_mpi()
     try:
         if program == "-m":
             sys.argv = [*arguments]
@@ -43,13 +37,6 @@ def main(program: str, *arguments: str) -> None:
         raise
     except BaseException:
         end_job()
-
-
-def start_mpi() -> None:
-    """Start MPI, unless there is none or it is not wanted: the program will say so if it needs it."""
-    if os.environ.get("SHARDLOAD_MPI") != "0":
-        with suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py found no MPI library
-            from mpi4py import MPI  # noqa: F401  # importing it is starting it
 
 
 def end_job() -> None:

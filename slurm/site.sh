@@ -20,6 +20,8 @@ SITE_PYTHON=${SITE_PYTHON-python}
 SITE_MPI=${SITE_MPI-pmix}
 # A container image (ibex.sh), made from slurm/shardload.def.
 SITE_IMAGE=${SITE_IMAGE-shardload.sif}
+# MPICH with UCX under pmi2 (so is the wheel): what it tells the others is now and then too long for Slurm (docs/slurm.md).
+#   export MPIR_CVAR_CH4_NETMOD=ofi
 
 if [ -n "$SITE_MODULES" ]; then
   module purge

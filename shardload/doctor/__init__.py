@@ -37,7 +37,7 @@ _LINGER_SECONDS = 3.0
 _NO_START = (
     "shardload doctor: MPI ended this process while it started. Most often the launcher is not of this MPI library: srun needs "
     "--mpi=pmi2 for MPICH and Intel MPI, --mpi=pmix for Open MPI; else use the mpiexec or mpirun of the library that mpi4py "
-    "loads"
+    "loads. If it starts at other times, under --mpi=pmi2: export MPIR_CVAR_CH4_NETMOD=ofi (docs/slurm.md)"
 )
 
 

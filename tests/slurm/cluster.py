@@ -37,7 +37,6 @@ START_SECONDS = 90.0
 STOP_SECONDS = 60.0
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED")
 TAIL_LINES = 80
-PMI2_FAULT = "value not properly terminated in client request"
 
 
 @dataclass(frozen=True)
@@ -142,36 +141,15 @@ class Cluster:
     ) -> Done:
         """Submit a script, with more options for sbatch and variables on top of this process's, and wait for its end.
 
-        Once more, and loudly, where Slurm's pmi2 lost its place at the start (docs/slurm.md): that is no fault of the script.
-
         Raises
         ------
         AssertionError
             If sbatch refuses it, or if it has not ended after `seconds`.
         """
-        try:
-            done = self._run(script, options, env or {}, arguments, seconds, cwd)
-            if done.state == "COMPLETED" or PMI2_FAULT not in done.output:
-                return done
-        except AssertionError as error:
-            if PMI2_FAULT not in str(error):
-                raise
-        print(f"*** {script.name}: pmi2 said '{PMI2_FAULT}'; submitted again", file=sys.stderr, flush=True)
-        return self._run(script, options, env or {}, arguments, seconds, cwd)
-
-    def _run(
-        self,
-        script: Path,
-        options: tuple[str, ...],
-        env: Mapping[str, str],
-        arguments: tuple[str, ...],
-        seconds: float,
-        cwd: Path,
-    ) -> Done:
         self._n_jobs += 1
         log = self.folder / f"job-{self._n_jobs}.out"
         command = ["sbatch", "--parsable", f"--output={log}", f"--chdir={cwd}", *options, str(script), *arguments]
-        environment = {**self.env, "PYTHONFAULTHANDLER": "1", **env}
+        environment = {**self.env, "PYTHONFAULTHANDLER": "1", **(env or {})}
         sent = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=30, check=False)
         if sent.returncode:
             raise AssertionError(f"sbatch {script.name}: {sent.stderr}")

@@ -34,7 +34,7 @@ def site() -> Callable[..., dict[str, str]]:
             **of_library,
             "JAX_PLATFORMS": "cpu",
             # Between nodes as between real ones, not through the memory of the machine below.
-            "UCX_TLS": "tcp,self",
+            **{"mpich": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}, "openmpi": {"UCX_TLS": "tcp,self"}}[mpi],
             "PATH": os.pathsep.join([launchers, os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
             "SITE_MPI": {"mpich": "pmi2", "openmpi": "pmix"}[mpi],
