@@ -45,7 +45,7 @@ def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     found = run_suite(tmp_path, "test_open_array or test_selection_padding", 4, {"WAYS_WITHOUT": "1"})
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
-        assert one["messages sent"] > 100 and "notes sent" not in one, one
+        assert one["messages sent"] > 30 and "notes sent" not in one, one
 
 
 def test_many_threads_and_both_ways_in_one_load(tmp_path: Path) -> None:
@@ -54,7 +54,8 @@ def test_many_threads_and_both_ways_in_one_load(tmp_path: Path) -> None:
 
     With Open MPI nearly all of `tests/mpi` goes both ways (`make test-openmpi`).
     """
-    first, second, third = run_suite(tmp_path, FEW, 3, {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"})
+    which = FEW.replace("chunks1 or chunks3", "chunks1")
+    first, second, third = run_suite(tmp_path, which, 3, {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"})
     for found in (first, second, third):
         assert found["chunks decoded"] > 100 and found["messages sent"] > 100, found
     for found in (first, second):
