@@ -30,10 +30,11 @@ from typing import IO
 
 import psutil
 
-__all__ = ["Job", "job_command", "job_environment", "mpiexec_of", "run_job"]
+__all__ = ["PATHS", "Job", "job_command", "job_environment", "mpiexec_of", "run_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = str(Path(__file__).resolve().parent / "site")  # each rank's sitecustomize
+PATHS = f"{SITE}{os.pathsep}{ROOT}"  # PYTHONPATH of a process of its own that is like a rank
 MARK = "SHARDLOAD_JOB"  # ids of the jobs that a process belongs to, joined by ':'
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH's hydra, Open MPI's prte
 TAIL_LINES = 40

@@ -14,12 +14,12 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.jobs.launch import ROOT, job_environment, mpiexec_of, run_job
+from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
 from tests.mpi.support import ramp
 from tests.unit.test_doctor import CASES
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
-ENV = {"PYTHONPATH": str(ROOT), "HDF5_USE_FILE_LOCKING": "FALSE"}
+ENV = {"PYTHONPATH": PATHS, "HDF5_USE_FILE_LOCKING": "FALSE"}
 
 
 def names(report: dict[str, Any], level: str = "error") -> list[str]:

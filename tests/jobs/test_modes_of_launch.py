@@ -15,14 +15,14 @@ from typing import Any
 import h5py
 import pytest
 
-from tests.jobs.launch import ROOT, Job, job_environment, mpiexec_of, run_job
+from tests.jobs.launch import PATHS, Job, job_environment, mpiexec_of, run_job
 from tests.mpi.support import ramp
 from tests.ports import free_ports
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # mpi4py itself warns of the launches that are tried here; what shardload does then must not rest on that.
 PYTHON = ["-W", "error", "-W", "ignore:suspicious MPI execution environment"]
-ENV = {"PYTHONPATH": str(ROOT)}
+ENV = {"PYTHONPATH": PATHS}
 SHAPE = (8, 12, 20)
 
 
@@ -157,7 +157,7 @@ def without_mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str
         return {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     (tmp_path / "stub" / "mpi4py").mkdir(parents=True)
     (tmp_path / "stub" / "mpi4py" / "__init__.py").write_text("raise ImportError('mpi4py is not for this machine')\n")
-    return {"PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{ROOT}"}
+    return {"PYTHONPATH": f"{tmp_path / 'stub'}{os.pathsep}{PATHS}"}
 
 
 def test_one_process_without_mpi(field: str, without_mpi: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.launch import ROOT, job_environment, mpiexec_of
+from tests.jobs.launch import PATHS, job_environment, mpiexec_of
 from tests.slurm.cluster import Cluster
 
 MANY = 1000  # ranks: always more than cores
@@ -36,7 +36,7 @@ def site() -> Callable[..., dict[str, str]]:
             # Between nodes as between real ones, not through the memory of the machine below.
             **{"mpich": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}, "openmpi": {"UCX_TLS": "tcp,self"}}[mpi],
             "PATH": os.pathsep.join([launchers, os.environ["PATH"]]),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PATHS,
             "SITE_MPI": {"mpich": "pmi2", "openmpi": "pmix"}[mpi],
             "SITE_PYTHON": sys.executable,
         }
