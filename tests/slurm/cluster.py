@@ -187,7 +187,7 @@ class Cluster:
         return tail(log.read_text(errors="replace")) if log.exists() else "(it printed nothing)"
 
     def _ask(self, *command: str) -> str:
-        """What a command prints; nothing if the controller takes too long: whoever waits asks again until his own time is up."""
+        """What a command prints; nothing if the controller does not answer for long: whoever waits asks again."""
         with suppress(subprocess.TimeoutExpired):
             return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=30, check=False).stdout
         return ""
