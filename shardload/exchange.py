@@ -92,6 +92,7 @@ def exchange(
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
     on_piece: Callable[[Piece], None] | None = None,
+    seed: int = 0,
 ) -> tuple[BaseException | None, Moved]:
     """Move every part of `plan` to where it belongs. Collective over `group`; returns, never raises, what went wrong.
 
@@ -121,6 +122,9 @@ def exchange(
         Called with the bytes of each part that has arrived in a piece.
     on_piece : callable, optional
         Called with each piece that is complete.
+    seed : int
+        Of this load alone, the same on every rank: what receipts and checksums begin with, so that no part of another load is
+        taken for one of this.
 
     Returns
     -------
@@ -129,7 +133,7 @@ def exchange(
     Moved
         What it cost.
     """
-    traffic = Traffic(group, tags)
+    traffic = Traffic(group, tags, seed)
     advance = _Advance(on_progress)
     inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
     packer, shared_packer = Packer(pack_slots), Packer(slots)
@@ -140,6 +144,7 @@ def exchange(
     except BaseException:
         _abandoned.append((traffic.remains(), pieces, slots, pack_slots, reader))
         group.forget_shared_memory()
+        group.is_torn = True
         raise
     moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes, inbox.n_checksums)
     return moving.failure or inbox.problem or advance.problem, moved

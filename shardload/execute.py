@@ -6,13 +6,15 @@ exchange, assemble, agree.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import jax
 import numpy as np
@@ -23,7 +25,7 @@ from shardload.cost import Cost
 from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
-from shardload.group import Group
+from shardload.group import Group, Invocation
 from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
@@ -37,7 +39,7 @@ from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
 from shardload.staging import Piece, Slots, aligned
-from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, to_sums
+from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.verify import Checked, Verifier, VerifyReport
 
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
@@ -147,8 +149,15 @@ class Plan:
         SourceError, PeerError, ConfigError
             On every rank.
         """
+        return self._report(self._job.run)
+
+    def execute_here(self) -> jax.Array:
+        """The same inside the call that made the plan. Collective."""
+        return self._report(self._job.run_here)
+
+    def _report(self, run: Callable[[Plan], tuple[jax.Array, LoadReport]]) -> jax.Array:
         started = time.perf_counter()
-        array, found = self._job.run(self)
+        array, found = run(self)
         self.report = replace(found, seconds=time.perf_counter() - started)
         _log.info("loaded %s: %s", self.info, self.report)
         return array
@@ -166,6 +175,7 @@ class _Ready:
     advance: Callable[[int], None] | None
     source: Source | None
     state: State  # of the source, when it had been opened
+    contents: State  # what tells the caller's array from another rank's
 
 
 @dataclass(eq=False)
@@ -182,6 +192,8 @@ class Job:
         How its memory is shared out.
     origin : object
         What opens the file, where `handle` holds its values already.
+    agreed : mapping of str to str
+        What all ranks passed and planned alike: which plan this is.
     """
 
     group: Group | None
@@ -194,6 +206,7 @@ class Job:
     handle: Any
     staging: Staging
     origin: Any = None
+    agreed: Mapping[str, str] = field(default_factory=dict)
 
     def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
         """What compares an array with the file that this plan is for."""
@@ -212,17 +225,42 @@ class Job:
         )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
-        """Open and make room, agree, read and exchange, assemble, agree. Collective."""
-        group = self.group
-        if group is None:
-            raise ConfigError(
-                "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
-            )
-        with group.call():
+        """Agree on which plan it is, then `run_here`. Collective."""
+        group = self._ranks("execute this plan")
+        with group.call() as refusal:
+            asked = Invocation("execute", f"execute() of the plan for {made.info}", self.agreed)
+            group.watch.begin(str(made.info), self.options.timeout)
+            is_same = group.begin(asked, str) is not None
+            if not group.all_same(asked, is_same and refusal is None):
+                group.agree_same(asked, refusal)
             return self._run(made, group)
 
-    def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
+    def run_here(self, made: Plan) -> tuple[jax.Array, LoadReport]:
+        """Open and make room, agree, read and exchange, assemble, agree. Collective; inside a call of all ranks."""
+        group = self._ranks("load")
         group.watch.begin(str(made.info), self.options.timeout)
+        return self._run(made, group)
+
+    def verify(self, info: ArrayInfo, array: jax.Array, seed: int) -> VerifyReport:
+        """Compare an array with the file. Collective; inside a call of all ranks."""
+        group = self._ranks("compare values")
+        state, error = None, None
+        if is_open(self.handle):
+            try:
+                state = self._contents(info)
+            except Exception as found:
+                error = found
+            check_same(str(info), group.agree(error, to_sums(state)), info.path, info.dataset, is_open=True)
+        return self.verifier(info, seed).run(group, array)
+
+    def _ranks(self, what: str) -> Group:
+        if self.group is None:
+            raise ConfigError(
+                f"an AbstractMesh has no devices, so there is nothing to {what} on: plan over a jax.sharding.Mesh"
+            )
+        return self.group
+
+    def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.read_plan.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
@@ -241,11 +279,13 @@ class Job:
                 held = {piece.region: piece.data for piece in ready.pieces.values()}
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
-                    if error is None and ready.source is not None:
+                    if error is None and ready.source is not None and ready.state is not None:
                         check_unchanged(str(made.info), ready.state, ready.source.state(), made.info.path, made.info.dataset)
                 except StallError:
                     raise  # the ranks agree on nothing any more, and what is open may be in use for ever
                 except Exception as found:
+                    if group.is_torn:  # it came from outside (a signal handler), in the middle of the exchange
+                        raise
                     error = found
         verifier = self.verifier(made.info)
         if array is not None and error is None:
@@ -258,12 +298,12 @@ class Job:
         counts = [0] * 4
         if report is not None:
             counts = [report.chunks_decoded, report.nbytes_read, report.chunks_missing, report.proven.n_parts]
-        seen = to_sums(None if ready is None else ready.state)
+        seen = to_sums(None if ready is None else ready.contents)
         n_chunks, nbytes, n_missing, n_parts, *sums = group.agree(error, counts + seen + checked.counts)
         if array is None or report is None or ready is None:
             raise ConfigError("nothing was loaded")
         seen, sums = sums[:N_SUMS], sums[N_SUMS:]
-        check_same(str(made.info), seen, made.info.path, made.info.dataset)
+        check_same(str(made.info), seen, made.info.path, made.info.dataset, is_open=is_open(self.handle))
         if n_missing:
             self._settle_missing(made.info, group, n_missing, ready.reader.tally.missing)
         group.watch.close()
@@ -291,6 +331,7 @@ class Job:
         bell = Bell() if own is None else own.bell
         source = self._open(made.info, rank)
         state = None if source is None else source.state()
+        contents = self._contents(made.info) if is_open(self.handle) else state
         if source is not None and source is not self.handle:
             opened.push(partial(_close, source))
         pieces = self._make_pieces(rank)
@@ -313,7 +354,12 @@ class Job:
         early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
         advance = opened.enter_context(progress_of(self.options.progress, str(made.info), total, rank))
-        return _Ready(pieces, reader, slots, bell, early, advance, source, state)
+        return _Ready(pieces, reader, slots, bell, early, advance, source, state, contents)
+
+    def _contents(self, info: ArrayInfo) -> State:
+        """What tells the array that the caller has opened from that of another rank."""
+        with closing(_open(self.handle, info, self.options.outside)) as source:
+            return contents_of(source, self.handle, self.selection, self.chunks if self.has_chunks else None)
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
         """The source, on the ranks that read; it must be what the plan was made for."""
@@ -342,6 +388,7 @@ class Job:
             checksums=self.options.checksums,
             on_progress=ready.advance,
             on_piece=lambda piece: early.start(piece.region, piece.data),
+            seed=crc32(json.dumps([*self.agreed.items(), *tags]).encode()),
         )
         array, seconds = None, 0.0
         if failed is None:

@@ -5,6 +5,10 @@ attribute), so that nothing here can ever match a message of the user's. Its col
 
 The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
 
+The one rule for calls: each begins with the same two messages (`begin`, `all_same`), which say what is called. Ranks that make
+different calls, or the same calls in another order, meet there, before any other message could be taken for another call's.
+A rank makes them for every call that it is asked for, also for one that it refuses, so that the ranks stay in step.
+
 The only module that imports mpi4py. Without MPI a group is this process alone, and all is local; or, where JAX was started with
 several processes, these: they agree through JAX's own coordination, and can send each other nothing else.
 """
@@ -19,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import blake2b
 from typing import Any
@@ -34,7 +39,7 @@ from shardload.post import MpiOffice, leave_at_exit
 from shardload.started import mpi_is_off
 from shardload.watch import Watch
 
-__all__ = ["Group", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
+__all__ = ["Group", "Invocation", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
 
 _HEAD_NBYTES = 4096
 _TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
@@ -76,24 +81,29 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         comm = world()
     if comm is None:
         client, process, n_processes = jax_processes()
-        return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
+        with _keeping:
+            return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
         raise ConfigError("comm is COMM_NULL: this rank is not in it and should not call")
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
-    group = comm.Get_attr(_keyval())
-    if group is None or (isinstance(group, Group) and group.is_torn):
-        try:
-            group = Group(duplicate(comm, timeout))
-        except StallError as error:
-            group = error
-            leave_at_exit(mpi, timeout or 0.0)
-        comm.Set_attr(_keyval(), group)
-    if isinstance(group, StallError):
-        raise StallError(str(group))
-    return group  # type: ignore[no-any-return]
+    with _keeping:
+        kept: _Kept | None = comm.Get_attr(_keyval())
+        if kept is None:
+            kept = _Kept()
+            comm.Set_attr(_keyval(), kept)
+    with kept.making:  # of this communicator alone: to duplicate another one may take as long as its ranks need
+        if kept.group is None or (isinstance(kept.group, Group) and kept.group.is_torn):
+            try:
+                kept.group = Group(duplicate(comm, timeout))
+            except StallError as error:
+                kept.group = error
+                leave_at_exit(mpi, timeout or 0.0)
+        if isinstance(kept.group, StallError):
+            raise StallError(str(kept.group))
+        return kept.group
 
 
 def end_job(seconds: float) -> None:
@@ -104,6 +114,17 @@ def end_job(seconds: float) -> None:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(seconds)
         mpi.COMM_WORLD.Abort(1)
+
+
+_keeping = threading.Lock()  # two threads may make their first calls at the same time
+
+
+@dataclass(eq=False)
+class _Kept:
+    """What is kept on a communicator: its group, or why there can be none."""
+
+    group: Group | StallError | None = None
+    making: threading.Lock = field(default_factory=threading.Lock)
 
 
 @cache
@@ -120,12 +141,40 @@ def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
 def _keyval() -> int:
     mpi, _ = _load_mpi()
 
-    def free(_comm: Any, _keyval: int, group: Group | StallError) -> None:
-        if isinstance(group, Group):
-            group.free()
+    def free(_comm: Any, _keyval: int, kept: _Kept) -> None:
+        if isinstance(kept.group, Group):
+            kept.group.free()
 
     # No copy function: a duplicate that the user makes gets a group of its own.
     return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What a rank is asked to do together with the others. All must be asked for the same.
+
+    Attributes
+    ----------
+    kind : str
+        The function that was called: ``"load"``, ``"execute"``. It decides which values there are.
+    title : str
+        The call, for people: ``"load of 'data.h5'"``.
+    values : mapping of str to str
+        Its arguments, as text.
+    """
+
+    kind: str
+    title: str
+    values: Mapping[str, str]
+
+    @property
+    def digest(self) -> int:
+        """Of all of it, 64 bits."""
+        return _digest(json.dumps([self.kind, *self.values.items()]))
+
+    def also(self, **values: str) -> Invocation:
+        """The same with more values."""
+        return Invocation(self.kind, self.title, {**self.values, **values})
 
 
 class Group:
@@ -160,6 +209,7 @@ class Group:
         self._shared_nbytes = 0
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
         self._one_call = threading.Lock()
+        self._caller = 0  # the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     def _over(self, comm: Any) -> MpiCollectives:
@@ -176,30 +226,57 @@ class Group:
         return _load_mpi()[0]
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """One call at a time; after one that is interrupted (Ctrl-C) the next call of all ranks makes a group anew.
+    def call(self) -> Iterator[ConfigError | None]:
+        """One call at a time, from its first message to its last; gives what it is to be refused for, if it is.
+
+        A thread that comes while another one is in a call waits, and is then refused, in its turn: ranks could not tell the
+        two calls apart. It still makes the messages that every call begins with, so that all ranks refuse it, and none waits
+        for a call that another one has refused. A process that is alone has nobody to mistake them: it makes one call after
+        the other.
+
+        A call that is interrupted (Ctrl-C, an exception of a signal handler) leaves the ranks at different messages; the next
+        call of all ranks makes a group anew.
 
         Raises
         ------
         ConfigError
-            If another thread is in a call, or if an interrupted one has left this group.
+            If this very thread is in a call, or if an interrupted one has left this group.
         """
-        if not self._one_call.acquire(blocking=False):
+        if self._caller == threading.get_ident():
             raise ConfigError(
-                "another thread of this process is loading over the same communicator, and ranks could not tell the two loads "
-                "apart: give each thread its own, comm=MPI.COMM_WORLD.Dup()"
+                "this thread is in a call over the same communicator already (a function that was passed to it, such as "
+                "progress=, calls shardload): call it afterwards, or pass comm=MPI.COMM_WORLD.Dup()"
             )
+        refusal = None
+        if not self._one_call.acquire(blocking=False):
+            self._one_call.acquire()
+            if self.size > 1:
+                refusal = ConfigError(
+                    "another thread of this process was in a call over the same communicator, and ranks could not tell the two "
+                    "calls apart: give each thread its own, comm=MPI.COMM_WORLD.Dup(), or call one after the other"
+                )
+        self._caller = threading.get_ident()
         try:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
-            yield
-        except Exception:
+            yield refusal
+        except (ShardloadError, Warning):  # which all ranks raise together
             raise
         except BaseException:
             self.is_torn = True
             raise
         finally:
+            self._caller = 0
             self._one_call.release()
+
+    def begin(self, asked: Invocation, find: Callable[[], str]) -> str | None:
+        """The first message of every call: what rank 0 was asked for, and what `find` returns there. Collective.
+
+        If `find` raises there, that error on every rank. None where rank 0 was asked for something else: the next message
+        (`all_same`) tells all.
+        """
+        found = self._tell(find, 0, f"{asked.digest:016x}")
+        return None if found is None else self._told(found, 0)
 
     def next_tags(self) -> tuple[int, int, int]:
         """Three tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
@@ -344,9 +421,14 @@ class Group:
 
     def tell(self, make: Callable[[], str], root: int) -> str:
         """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
+        found = self._tell(make, root, "")
+        return "" if found is None else self._told(found, root)
+
+    def _tell(self, make: Callable[[], str], root: int, mark: str) -> tuple[str, BaseException | None] | None:
+        """The text and, on `root`, what was raised; None where the mark of `root` is another."""
         if self.size == 1:
             try:
-                return make()
+                return "+" + make(), None
             except ShardloadError:
                 raise
             except Exception as found:  # the same type as with more ranks
@@ -358,7 +440,11 @@ class Group:
             except Exception as found:
                 error = found
                 text = "-" + to_json(as_shardload(found, root))
-        text = self.send_text(text, root)
+        text = self.send_text(None if text is None else mark + text, root)
+        return (text[len(mark) :], error) if text.startswith(mark) else None
+
+    def _told(self, found: tuple[str, BaseException | None], root: int) -> str:
+        text, error = found
         if text[0] == "-":
             # What is wrong with the arguments is wrong on every rank; only `root` has looked.
             n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
@@ -383,49 +469,62 @@ class Group:
         shared = from_json(self.send_text(text, first), first, failed, self.size)
         raise shared from error
 
-    def all_same(self, what: Mapping[str, str], is_fine: bool) -> bool:
-        """Whether all ranks are fine and have the same values of `what`. Collective."""
+    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
+        """Whether all ranks are fine and were asked for the same. Collective; the second message of every call."""
         if self.size == 1:
             return is_fine
-        all_fine, differs = self._compare(what, is_fine)
+        all_fine, differs = self._compare([asked.digest], is_fine)
         return all_fine and not differs.size
 
-    def _compare(self, what: Mapping[str, str], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
-        """Whether all ranks are fine, and which values differ."""
-        digest = np.array([_digest(v) for v in what.values()], dtype=np.uint64)
+    def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
+        """Whether all ranks are fine, and which digests differ."""
+        digest = np.array(digests, dtype=np.uint64)
         # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
         sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
         least = self._collectives.reduce(sent, "min")
         n = len(digest)
         return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
 
-    def agree_same(self, what: Mapping[str, str], error: BaseException | None = None) -> None:
-        """Raise on every rank if any rank has an error, or if the ranks' values of `what` differ. Collective.
+    def agree_same(self, asked: Invocation, error: BaseException | None = None) -> None:
+        """Raise on every rank if any rank has an error, or if the ranks were asked for different things. Collective.
+
+        Whatever they were asked for, the messages are the same until it is known.
 
         Raises
         ------
         PeerError
-            Naming the first value that differs, and the first rank that differs from rank 0.
+            Naming the two calls, or the first value that differs, and the first rank that differs from rank 0.
         """
         if self.size == 1:
             self.agree(error)
             return
-        all_fine, differs = self._compare(what, error is None)
+        all_fine, differs = self._compare([_digest(asked.kind)], error is None)
         if not all_fine:
             self.agree(error)
+        if differs.size:
+            other, theirs, reference = self._first_other(asked.kind, asked.title)
+            raise PeerError(
+                f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
+                "order, and all ranks must pass the same path, sharding and options. Nothing was loaded",
+                rank=other,
+            )
+        _, differs = self._compare([_digest(v) for v in asked.values.values()], True)
         if not differs.size:
             return
-        which = int(differs[0])
-        name, mine = list(what.items())[which]
-        reference = self.send_text(mine, 0)
-        other = int(self.gather_int(self.rank if mine != reference else self.size).min())
-        theirs = self.send_text(mine, other)
+        name, mine = list(asked.values.items())[int(differs[0])]
+        other, theirs, reference = self._first_other(mine, mine)
         raise PeerError(
             f"rank {other} was called with {name} = {theirs} (digest {_digest(theirs):016x}), "
             f"rank 0 with {reference} (digest {_digest(reference):016x}): all ranks must pass the same path, sharding and "
             "options. Nothing was loaded",
             rank=other,
         )
+
+    def _first_other(self, mine: str, text: str) -> tuple[int, str, str]:
+        """The first rank with another value than rank 0, its text and that of rank 0. Collective."""
+        reference = self.send_text(mine, 0)
+        other = int(self.gather_int(self.rank if mine != reference else self.size).min())
+        return other, self.send_text(text, other), self.send_text(text, 0)
 
 
 def _digest(text: str) -> int:

@@ -97,7 +97,7 @@ class Inbox:
         incoming = self._plan.incoming(self._traffic.group.rank)
         window = max(1, _WINDOW // max(1, len(incoming)))
         for rank, parts in incoming.items():
-            proof = 0
+            proof = self._traffic.seed
             for part in parts:
                 proof = identity(part.region, proof)
             shares = self._segments.get(rank)
@@ -141,7 +141,7 @@ class Inbox:
             if number >= sender.n_coming:
                 return  # cancelled
             if self._checksums:
-                sender.sums[number] = checksum(view)
+                sender.sums[number] = checksum(view, self._traffic.seed)
             self._count(part, part.region)
             self._receive_next(sender)
 
@@ -213,8 +213,8 @@ class Inbox:
             self._report_list(region, rank)
             return None
         np.copyto(piece, values, casting="no")
-        if self._checksums and checksum(piece) != row[-1]:
-            self._report_sum(part, rank, checksum(piece), row[-1])
+        if self._checksums and (found := checksum(piece, self._traffic.seed)) != row[-1]:
+            self._report_sum(part, rank, found, row[-1])
         self._count(part, region)
         return region
 

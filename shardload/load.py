@@ -120,7 +120,6 @@ def load(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside,
     )  # fmt: skip
-    request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
 
     def find(call: Call) -> str:
         info = find_array(path, call.options.dataset, call.options.outside)
@@ -135,7 +134,8 @@ def load(
         array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
         return plan_file(call, info, MemorySource(array, info), path)
 
-    return request.plan(find, make).execute()
+    with Request.open("load", mesh, spec, comm, {"path": _describe_path(path)}, options) as request:
+        return request.plan(find, make).execute_here()
 
 
 def plan(
@@ -177,11 +177,11 @@ def plan(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside,
     )  # fmt: skip
-    request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
-    return request.plan(
-        lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
-        lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
-    )
+    with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options) as request:
+        return request.plan(
+            lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
+            lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
+        )
 
 
 def scatter(
@@ -228,12 +228,6 @@ def scatter(
     if verify in (FILE, FULL):
         raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT, timeout=timeout)
-    request = Request.check(mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options)
-    group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
-    if group is None:
-        raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
-        raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
     source: list[MemorySource] = []
 
     def find(call: Call) -> str:
@@ -247,7 +241,13 @@ def scatter(
         text, as_it_is = json.loads(found)
         return plan_memory(call, ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)
 
-    return request.plan(find, make, int(root)).execute()
+    with Request.open("scatter", mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options) as request:
+        group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
+        if group is None:
+            raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
+        if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
+            raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
+        return request.plan(find, make, int(root)).execute_here()
 
 
 def verify(
@@ -306,7 +306,6 @@ def verify(
         raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
     options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how)
     what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
-    request = Request.check(_sharding_of(x), None, comm, what, options)
 
     def make(call: Call, found: str) -> Plan:
         made = plan_file(call, ArrayInfo.from_json(found), path)
@@ -317,11 +316,9 @@ def verify(
             )
         return made
 
-    made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
-    group = made._job.group
-    if group is None:
-        raise ConfigError("x is over an AbstractMesh, which has no devices: there are no values to compare")
-    return made._job.verifier(made.info, int(seed)).run(group, x)
+    with Request.open("verify", _sharding_of(x), None, comm, what, options) as request:
+        made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
+        return made._job.verify(made.info, x, int(seed))
 
 
 def _sharding_of(x: jax.Array) -> Any:

@@ -118,7 +118,7 @@ class Outbox:
         self._waiting.clear()
         for part in parts:
             if part.rank != self._rank:
-                self.sent.setdefault(part.rank, _Sent())
+                self.sent.setdefault(part.rank, _Sent(identity=self._traffic.seed))
 
     def answered(self, rank: int, note: int) -> None:
         """A receiver has what a note named. PeerError if there is no such note."""
@@ -139,7 +139,7 @@ class Outbox:
             self._traffic.add(request, _nothing, receipt)
 
     def _count(self, part: Part) -> _Sent:
-        sent = self.sent.setdefault(part.rank, _Sent())
+        sent = self.sent.setdefault(part.rank, _Sent(identity=self._traffic.seed))
         sent.n_parts += 1
         sent.identity = identity(part.region, sent.identity)
         return sent
@@ -151,7 +151,7 @@ class Outbox:
         first = self.sent[rank].n_parts if rank in self.sent else 0
         for number, places in enumerate(views, first):
             for region, view in places:
-                proof = checksum(view) if self._checksums else 0
+                proof = checksum(view, self._traffic.seed) if self._checksums else 0
                 at = view.ctypes.data - self._base
                 rows += [number, *region.start, *region.stop, at, *view.strides, proof]
         message: Integers = np.array([LOOK, self._n_notes + 1, len(parts), *rows], dtype=np.int64)
@@ -183,7 +183,7 @@ class Outbox:
             data, done = packed
         else:
             data = view
-        sums = [checksum(data if view is None else view)] if self._checksums else []
+        sums = [checksum(data if view is None else view, self._traffic.seed)] if self._checksums else []
         message, _ = message_of(self._traffic.group.mpi, data)
         request = self._traffic.group.comm.Isend(message, dest=part.rank, tag=self._traffic.data_tag)
         self._traffic.add_data(request, done, data)

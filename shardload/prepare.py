@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, pl
 from shardload.describe import describe_job
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.execute import Job, Plan, Staging
-from shardload.group import Group, group_of
+from shardload.group import Group, Invocation, group_of
 from shardload.launch import rank_of_process
 from shardload.layout import (
     describe_decomposition,
@@ -83,60 +83,91 @@ class Request:
     ----------
     group : Group or None
         The ranks that make it; None for an abstract mesh.
-    what : dict of str to str
+    asked : Invocation
         What must be the same on every rank.
     call : Call or None
-        The same, checked; None where `error` says what is wrong.
+        The arguments, checked; None where `error` says what is wrong.
     """
 
     group: Group | None
-    what: dict[str, str]
+    asked: Invocation
     call: Call | None
     error: ConfigError | None
 
     @classmethod
-    def check(cls, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]) -> Request:
-        """Check the arguments on this rank. Collective the first time that ranks make a call together."""
+    @contextmanager
+    def open(
+        cls, kind: str, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]
+    ) -> Iterator[Request]:
+        """Check the arguments on this rank, and hold the group for all that the call does. Collective the first time.
+
+        Parameters
+        ----------
+        kind : str
+            The function that was called.
+        mesh, spec, comm
+            As the caller passed them.
+        what : dict of str to str
+            What else must be the same on every rank; ``"path"`` first.
+        options : dict
+            Keywords of `Options.check`.
+        """
         given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-        what = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
+        values = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
+        call, error = None, None
+        timeout: float | None = TIMEOUT
         try:
             call = Call(read_sharding(mesh, spec), Options.check(**options), None)
-        except ConfigError as error:
-            return cls(None if isinstance(given, AbstractMesh) else _begin(comm, TIMEOUT, what["path"]), what, None, error)
-        group = call.group = None if isinstance(given, AbstractMesh) else _begin(comm, call.options.timeout, what["path"])
-        return cls(group, what | {"sharding": describe_sharding(call.sharding), **call.options.describe()}, call, None)
+            values |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
+            timeout = call.options.timeout
+        except ConfigError as found:
+            error = found
+        title = what["path"] if what["path"].startswith(kind) else f"{kind} of {what['path']}"
+        asked = Invocation(kind, title, values)
+        if isinstance(given, AbstractMesh):
+            yield cls(None, asked, call, error)
+            return
+        group = group_of(comm, timeout)
+        with group.call() as refusal:
+            group.watch.begin(what["path"], timeout)
+            _ = group.machine, group.processes(jax.process_index())  # asked for where no rank can be missing
+            if refusal is not None:
+                call, error = None, refusal
+            if call is not None:
+                call.group = group
+            yield cls(group, asked, call, error)
 
     def agree(self) -> Call:
         """The call, if all ranks make the same one. Collective."""
         if self.group is not None:
-            self.group.agree_same(self.what, self.error)
+            self.group.agree_same(self.asked, self.error)
         if self.call is None:
             raise self.error or ConfigError("the arguments could not be read")
         return self.call
 
     def settle(self) -> Call:
-        """`agree`, in the steps that `plan` begins with: a rank that calls another function is found, not waited for.
-
-        Collective.
-        """
+        """`agree`, in the messages that every call begins with. Collective."""
         if self.group is None:
             return self.agree()
-        with self.group.call():
-            self.group.tell(str, 0)
-            fine = self.group.all_same({**self.what, _PLAN: ""}, self.call is not None)
-            return self.call if fine and self.call is not None else self.agree()
+        is_same = self.group.begin(self.asked, str) is not None
+        fine = self.group.all_same(self.asked, is_same and self.call is not None)
+        return self.call if fine and self.call is not None else self.agree()
 
-    def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int = 0) -> Plan:
+    def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int | None = None) -> Plan:
         """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
 
         While all is well that takes one broadcast and one reduction. If something is wrong anywhere, the ranks go through it
-        step by step, so that the first cause is named: a wrong argument, then arguments that differ, then what `find` met.
-        """
-        with nullcontext() if self.group is None else self.group.call():
-            return self._plan(find, make, root)
+        step by step, so that the first cause is named: a wrong argument, then calls and arguments that differ, then what `find`
+        met.
 
-    def _plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int) -> Plan:
-        text, made = "", None
+        Parameters
+        ----------
+        find, make : callable
+            Of the checked arguments, and of what was found.
+        root : int, optional
+            Where to find, after `settle`. Without it the call begins here, and rank 0 finds.
+        """
+        group, text, made = self.group, None, None
         self._enter("metadata")
         unfound: ShardloadError | None = None
         error: BaseException | None = None
@@ -147,59 +178,57 @@ class Request:
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")
-        if error is None:
+        if text is not None and self.call is not None:
             try:
-                made = None if self.call is None else make(self.call, text)
+                made = make(self.call, text)
             except Exception as found:
                 error = found
         planned = {_PLAN: "" if made is None else describe_job(made)}
-        if self.group is None or not self.group.all_same({**self.what, **planned}, made is not None):
+        asked = self.asked.also(**planned)
+        if group is None or not group.all_same(asked, made is not None):
             self.agree()
             if unfound is not None:
                 raise unfound
-            if self.group is not None:
-                self.group.agree_same(planned, error)
-        if self.group is not None:
-            self.group.watch.close()
+            if group is not None:
+                group.agree_same(Invocation(_PLAN, asked.title, planned), error)
+        if group is not None:
+            group.watch.close()
         if made is None:
             raise error or ConfigError("nothing was planned")
-        return made
+        return replace(made, _job=replace(made._job, agreed=asked.values))
 
     def _enter(self, phase: str) -> None:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[Call], str], root: int) -> str:
+    def _find(self, find: Callable[[Call], str], root: int | None) -> str | None:
         def run() -> str:
             if self.call is None:
                 raise self.error or ConfigError("the arguments could not be read")
             return find(self.call)
 
-        return run() if self.group is None else self.group.tell(run, root)
-
-
-def _begin(comm: Any, timeout: float | None, what: str) -> Group:
-    group = group_of(comm, timeout)
-    group.watch.begin(what, timeout)
-    _ = group.machine  # asked for where no rank can be missing
-    return group
+        if self.group is None:
+            return run()
+        return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
 
 
 def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Plan:
     """Plan the load of an array in a file: `info` is its metadata, `path` what opens it (or `origin`: then `path` has it)."""
     if call.group is None:
         return _plan_file(call, info, path)
-    # A series of files of one kind is planned once: for small ones that is a good part of the time.
+    # A series of files of one kind is planned once: for small ones that is a good part of the time. What is kept holds nothing
+    # of the caller's, and not the group that it is kept for.
     known = _recent.setdefault(call.group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     key = (call.sharding, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:
         made = _plan_file(call, info, path)
-    known[key] = made
+    known[key] = replace(made, _job=replace(made._job, group=None, options=Options.check(), handle=None, origin=None))
     while len(known) > _RECENT:
         known.popitem(last=False)
-    return replace(made, info=info, _job=replace(made._job, options=call.options, handle=path, origin=origin))
+    job = replace(made._job, group=call.group, options=call.options, handle=path, origin=origin)
+    return replace(made, info=info, _job=job)
 
 
 def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:

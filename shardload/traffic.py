@@ -24,12 +24,14 @@ class Traffic:
     ----------
     data_tag, receipt_tag, control_tag : int
         Of this exchange alone.
+    seed : int
+        What its receipts and checksums begin with.
     n_data : int
         Messages with values that are under way.
     """
 
-    def __init__(self, group: Group, tags: tuple[int, int, int]) -> None:
-        self.group = group
+    def __init__(self, group: Group, tags: tuple[int, int, int], seed: int = 0) -> None:
+        self.group, self.seed = group, seed
         self.data_tag, self.receipt_tag, self.control_tag = tags
         self._requests: list[Any] = []
         self._on_done: list[Callable[[], None]] = []
