@@ -279,7 +279,7 @@ class Job:
                 held = {piece.region: piece.data for piece in ready.pieces.values()}
                 try:
                     array, report, error = self._fill(made, ready, group, tags, segments)
-                    if error is None and ready.source is not None and ready.state is not None:
+                    if error is None and ready.source is not None:
                         check_unchanged(str(made.info), ready.state, ready.source.state(), made.info.path, made.info.dataset)
                 except StallError:
                     raise  # the ranks agree on nothing any more, and what is open may be in use for ever

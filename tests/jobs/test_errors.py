@@ -20,10 +20,11 @@ Said = dict[str, Any]
 
 CHUNK = "chunk (1, 2, 1) of '/group/x' in"
 SAME = "all ranks must pass the same path, sharding and options"
+ORDER = "all ranks must make the same calls in the same order"
 ON = "on rank {} of 4"
 
 # For each case: type, rank in the error (None: no rank's in particular), and what the text must say, in this order.
-EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
+EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     # the call
     "no such file": ("SourceError", 0, ("no file 'gud.h5'", "Near it: 'good.h5'")),
     "no such folder": ("SourceError", 0, ("no file 'nowhere/good.h5'", "folder 'nowhere'")),
@@ -94,6 +95,39 @@ EXPECTED: dict[str, tuple[str, int | None, tuple[str, ...]]] = {
     "all wrong, each its own way": ("ConfigError", None, ("P('q0') names mesh axis 'q0'",)),
     "scatter root differs": ("PeerError", 2, ("rank 2", "scatter from rank 1", "rank 0", "scatter from rank 0", SAME)),
     "load here, scatter there": ("PeerError", 2, ("rank 2", "scatter from rank 0", "rank 0", "'good.h5'", SAME)),
+    **{
+        f"plans in another order, {way}, {sure}": ("PeerError", 1, ("rank 1", "'group/pressure'", "rank 0", "'density'", SAME))
+        for way in ("root", "parallel", "direct")
+        for sure in ("index", "checksum")
+    },
+    "plans with other options": ("PeerError", 2, ("rank 2", "staging = 2097152", "rank 0", "1048576", SAME)),
+    "load here, execute there": (
+        "PeerError",
+        3,
+        ("rank 3 called load of 'several.h5'", "rank 0 called execute() of the plan for '/density' in 'several.h5'", ORDER),
+    ),
+    "execute on rank 0, verify elsewhere": ("PeerError", 1, ("rank 1 called verify", "rank 0 called execute()", ORDER)),
+    "load here, verify there": ("PeerError", 1, ("rank 1 called verify of 'good.h5'", "rank 0 called load", ORDER)),
+    "plan here, load there": ("PeerError", 2, ("rank 2 called plan of 'good.h5'", "rank 0 called load of 'good.h5'", ORDER)),
+    "the caller fails between plan and execute on one rank": (
+        "PeerError",
+        2,
+        ("rank 2 called plan", "rank 0 called exec", ORDER),
+    ),
+    **{
+        f"{what}, {way}": ("SourceError", None, ("ranks that passed this array did not pass the same one", "shardload.scatter"))
+        for way in ("root", "parallel", "direct", "auto")
+        for what in (
+            "NumPy arrays differ in an element",
+            "pieces in place of the array",
+            "HDF5 in memory differs",
+            "Zarr in memory differs",
+            "open files differ",
+        )
+    },
+    "memory maps differ": ("SourceError", None, ("did not pass the same one",)),
+    "verify against other arrays": ("SourceError", None, ("did not pass the same one",)),
+    "NumPy arrays differ outside of what is selected": (None, None, ()),  # no error
     "scatter's function raises": ("PeerError", 2, (ON.format(2), "FloatingPointError: the field diverged")),
     "scatter of a lossy array": ("ConfigError", None, ("the array on rank 1", "dtype='float32'", "'jax_enable_x64', True")),
     # a chunk that cannot be decoded
@@ -144,11 +178,11 @@ def mistakes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return make_mistakes(tmp_path_factory.mktemp("errors"), mpi=request.param)
 
 
-def check(said: list[Said], kind: str, rank: int | None, parts: tuple[str, ...]) -> None:
+def check(said: list[Said], kind: str | None, rank: int | None, parts: tuple[str, ...]) -> None:
     assert all(one == said[0] for one in said), "the ranks raise different errors"
     found = said[0]
     assert found["type"] == kind, found
-    if rank != -1:  # -1: whichever reads the chunk
+    if kind is not None and rank != -1:  # -1: whichever reads the chunk
         assert found["rank"] == rank
     at = 0
     for part in parts:

@@ -65,6 +65,10 @@ def prepare() -> None:
     """Write the files, on rank 0."""
     with h5py.File("good.h5", "w") as file:
         file.create_dataset("x", data=ramp(SHAPE), chunks=CHUNKS, compression="gzip")
+    with h5py.File("good2.h5", "w") as file:
+        file.create_dataset("x", data=-ramp(SHAPE), chunks=CHUNKS, compression="gzip")
+    for k, sign in (("", 1), ("2", -1)):
+        np.save(f"map{k}.npy", sign * ramp(SHAPE))
     with h5py.File("several.h5", "w") as file:
         for name in ("density", "group/pressure", "group/velocity"):
             file[name] = ramp(SHAPE)
@@ -302,6 +306,91 @@ case("one spec is wrong")(lambda: load(spec=mine(P("a", "b"), P("a", "q"), 1)))
 case("all wrong, each its own way")(lambda: load(spec=P(f"q{comm.rank}")))
 case("scatter root differs")(lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a"), root=mine(0, 1)))
 case("load here, scatter there")(lambda: mine(load, lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a", "b")))())
+
+
+def plans(*datasets: str, **options: Any) -> list[shardload.Plan]:
+    """Of arrays of one geometry, so that nothing but their name tells one plan from another."""
+    return [shardload.plan("several.h5", mesh_of(), P("a"), dataset=name, **options) for name in datasets]
+
+
+for way in ("root", "parallel", "direct"):
+    for sure in ("index", "checksum"):
+
+        @case(f"plans in another order, {way}, {sure}")
+        def _(way: str = way, sure: str = sure) -> None:
+            one, two = plans("density", "group/pressure", readers=way, verify=sure)
+            mine((one, two), (two, one), 1)[0].execute()
+
+
+@case("plans with other options")
+def _() -> None:
+    few, many = (plans("density", readers=2, staging=staging)[0] for staging in ("1MiB", "2MiB"))
+    mine(few, many).execute()
+
+
+@case("load here, execute there")
+def _() -> None:
+    made = plans("density", readers="parallel")[0]
+    mine(made.execute, lambda: load("several.h5", P("a"), dataset="density", readers="parallel"), 3)()
+
+
+@case("execute on rank 0, verify elsewhere")
+def _() -> None:
+    made = plans("density", readers="parallel")[0]
+    x = made.execute()
+    mine(lambda: shardload.verify(x, "several.h5", dataset="density"), made.execute, 0)()
+
+
+@case("load here, verify there")
+def _() -> None:
+    x = load()
+    mine(load, lambda: shardload.verify(x, "good.h5"), 1)()
+
+
+@case("plan here, load there")
+def _() -> None:
+    mine(load, lambda: shardload.plan("good.h5", mesh_of(), PENCIL))()
+
+
+@case("the caller fails between plan and execute on one rank")
+def _() -> None:
+    """... and goes on with the next array, as a loop with a `try` does."""
+    for name in ("density", "group/pressure"):
+        made = plans(name)[0]
+        try:
+            if comm.rank == 2 and name == "density":
+                raise ZeroDivisionError
+            made.execute()
+        except ZeroDivisionError:
+            continue
+
+
+def memory_file(values: np.ndarray) -> Any:
+    file = h5py.File("nowhere.h5", "w", driver="core", backing_store=False)
+    return file.create_dataset("x", data=values, chunks=CHUNKS, compression="gzip")
+
+
+def one_off(values: np.ndarray) -> np.ndarray:
+    """The same on all ranks but 2, where the last element is another."""
+    values[(-1,) * values.ndim] += comm.rank == 2
+    return values
+
+
+for way in ("root", "parallel", "direct", "auto"):
+    case(f"NumPy arrays differ in an element, {way}")(lambda way=way: load(one_off(ramp(SHAPE)), readers=way))
+    case(f"pieces in place of the array, {way}")(lambda way=way: load(ramp(SHAPE) + comm.rank, readers=way))
+    case(f"HDF5 in memory differs, {way}")(lambda way=way: load(memory_file(ramp(SHAPE) + comm.rank), readers=way))
+    case(f"Zarr in memory differs, {way}")(
+        lambda way=way: load(zarr.create_array({}, data=ramp(SHAPE) + comm.rank, chunks=CHUNKS), readers=way)
+    )
+    case(f"open files differ, {way}")(lambda way=way: load(h5py.File(mine("good.h5", "good2.h5"), "r")["x"], readers=way))
+case("memory maps differ")(lambda: load(np.load(mine("map.npy", "map2.npy"), mmap_mode="r"), readers="parallel"))
+case("verify against other arrays")(lambda: shardload.verify(load(), one_off(ramp(SHAPE))))
+
+
+@case("NumPy arrays differ outside of what is selected")
+def _() -> None:
+    load(one_off(ramp(SHAPE)), select=slice(0, 4), spec=P("a"))
 
 
 def diverges() -> np.ndarray:
