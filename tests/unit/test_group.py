@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
-from shardload.group import Group, group_of, mpi_problem, world
+from shardload.group import Group, Invocation, group_of, mpi_problem, world
 from shardload.letter import from_json, to_json
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
+
+
+def asked(kind: str = "load", **values: str) -> Invocation:
+    return Invocation(kind, f"{kind} of it", values)
 
 
 # --- one rank
@@ -31,7 +35,9 @@ def test_a_group_of_one_needs_no_mpi() -> None:
     assert alone.processes(3) == (3,) and alone.processes(4) == (4,)
     assert alone.agree(None) == [] and alone.agree(None, [3, 4]) == [3, 4]
     assert alone.tell(lambda: "text", 0) == "text"
-    alone.agree_same({"path": "a"})
+    alone.agree_same(asked(path="a"))
+    assert alone.begin(asked(path="a"), lambda: "text") == "text"
+    assert alone.all_same(asked(), True) and not alone.all_same(asked(), False)
 
 
 @pytest.mark.parametrize("kind", [ShardloadError, ConfigError, SourceError, PeerError])
@@ -43,8 +49,9 @@ def test_alone_an_error_is_raised_as_it_is(kind: type[ShardloadError]) -> None:
 
     for call in (
         lambda: Group(None).agree(error),
-        lambda: Group(None).agree_same({}, error),
+        lambda: Group(None).agree_same(asked(), error),
         lambda: Group(None).tell(fail, 0),
+        lambda: Group(None).begin(asked(), fail),
     ):
         with pytest.raises(kind, match=r"^what went wrong$") as caught:
             call()
@@ -60,8 +67,9 @@ def test_alone_any_other_error_is_a_peer_error_with_its_cause() -> None:
 
     for call in (
         lambda: Group(None).agree(error),
-        lambda: Group(None).agree_same({}, error),
+        lambda: Group(None).agree_same(asked(), error),
         lambda: Group(None).tell(fail, 0),
+        lambda: Group(None).begin(asked(), fail),
     ):
         with pytest.raises(PeerError, match=r"^ZeroDivisionError: by zero$") as caught:
             call()
@@ -262,7 +270,7 @@ def test_all_well() -> None:
         assert on_ranks(3, lambda g, r=root: g.send_text(f"from {g.rank} é", r)) == [f"from {root} é"] * 3  # type: ignore[misc]
         assert on_ranks(3, lambda g, r=root: g.send_text("" if g.rank == r else None, r)) == [""] * 3  # type: ignore[misc]
         assert on_ranks(3, lambda g, r=root: g.tell(lambda: f"made by {g.rank}", r)) == [f"made by {root}"] * 3  # type: ignore[misc]
-    assert on_ranks(3, lambda g: g.agree_same({"path": "a", "é": "b"})) == [None] * 3
+    assert on_ranks(3, lambda g: g.agree_same(asked(path="a", é="b"))) == [None] * 3
     assert on_ranks(3, lambda g: g.processes(2 - g.rank)) == [(2, 1, 0)] * 3
 
 
@@ -310,7 +318,7 @@ def test_what_the_root_alone_finds() -> None:
 def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
     def work(group: Group) -> None:
         spec = "P('b')" if group.rank >= other else "P('a')"
-        group.agree_same({"path": "x", "spec": spec, "pad": str(group.rank)})
+        group.agree_same(asked(path="x", spec=spec, pad=str(group.rank)))
 
     found = on_ranks(3, work)
     assert len({str(e) for e in found}) == 1
@@ -322,7 +330,7 @@ def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
 def test_an_error_goes_before_a_difference() -> None:
     def work(group: Group) -> None:
         error = ConfigError("bad pad") if group.rank == 1 else None
-        group.agree_same({"pad": str(group.rank)}, error)
+        group.agree_same(asked(pad=str(group.rank)), error)
 
     check_all_same(on_ranks(3, work), ConfigError, "on rank 1 of 3: bad pad", 1)
 
@@ -330,12 +338,199 @@ def test_an_error_goes_before_a_difference() -> None:
 def test_differences_of_any_pair_are_found() -> None:
     """Ranks 0 and 2 agree and rank 1 does not; neither least nor greatest of the digests is rank 0's."""
     for values in (("a", "b", "a"), ("a", "b", "c"), ("b", "a", "b"), ("c", "c", "a")):
-        found = on_ranks(3, lambda g, v=values: g.agree_same({"x": v[g.rank]}))  # type: ignore[misc]
+        found = on_ranks(3, lambda g, v=values: g.agree_same(asked(x=v[g.rank])))  # type: ignore[misc]
         first = next(r for r in range(3) if values[r] != values[0])
         assert all(isinstance(e, PeerError) and e.rank == first for e in found), found
 
 
+# --- different calls, and calls at the same time
+
+
+def one_call(group: Group, what: Invocation, find: Callable[[], str] = lambda: "found") -> str:
+    """What every call does first."""
+    with group.call() as refusal:
+        found = group.begin(what, find)
+        if not group.all_same(what, found is not None and refusal is None):
+            group.agree_same(what, refusal)
+        return found or ""
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_different_calls_meet_before_anything_else(other: int) -> None:
+    """Wrong if a call with more arguments sent more integers than the others: MPI would mix or truncate them."""
+
+    def work(group: Group) -> list[Any]:
+        mine = asked("verify", path="a", x="b", seed="0") if group.rank == other else asked("load", path="a")
+        said = []
+        for what in (mine, asked("load", path="a"), mine):
+            try:
+                said.append(one_call(group, what))
+            except PeerError as error:
+                said.append(str(error))
+        return said
+
+    found = on_ranks(3, work)
+    assert found[0] == found[1] == found[2]
+    first, second, third = found[0]
+    theirs, ours = ("load", "verify") if other == 0 else ("verify", "load")
+    assert f"rank {other or 1} called {theirs} of it, rank 0 called {ours} of it" in first == third
+    assert second == "found", "the ranks were out of step afterwards"
+
+
+def test_what_rank_0_finds_for_another_call_is_not_taken() -> None:
+    """Wrong if a rank planned with the metadata of the array that another rank asked for."""
+    taken: list[str | None] = []
+
+    def work(group: Group) -> None:
+        what = asked(path="b" if group.rank == 1 else "a")
+        found = group.begin(what, lambda: "metadata of a")
+        if group.rank == 1:
+            taken.append(found)
+        assert not group.all_same(what, found is not None)
+        group.agree_same(what)
+
+    check = on_ranks(2, work)
+    assert taken == [None] and all("path = b" in str(e) and "rank 0 with a" in str(e) for e in check)
+
+
+def test_an_error_of_rank_0_is_of_its_own_call() -> None:
+    def fail() -> str:
+        raise SourceError("gone")
+
+    def work(group: Group) -> str:
+        what = asked(path="b" if group.rank == 1 else "a")
+        try:
+            found = group.begin(what, fail)
+        except SourceError:
+            found = None
+        assert not group.all_same(what, found is not None)
+        group.agree_same(what)
+        return ""
+
+    assert all(isinstance(e, PeerError) and "path = b" in str(e) for e in on_ranks(2, work))
+
+
+def test_a_second_thread_is_refused_on_every_rank() -> None:
+    """Wrong if the rank whose thread was refused made a message less than the others: they would wait for it."""
+    inside, second = threading.Event(), threading.Event()
+
+    def work(group: Group) -> list[Any]:
+        said: list[Any] = []
+
+        def call(name: str) -> None:
+            try:
+                said.append(one_call(group, asked(path=name)))
+            except ConfigError as error:
+                said.append(str(error))
+
+        if group.rank == 1:  # here the calls come one after the other: nothing is wrong
+            call("first")
+            call("second")
+            return said
+
+        def find() -> str:
+            inside.set()
+            assert second.wait(20)
+            return "found"
+
+        def late() -> None:
+            assert inside.wait(20)
+            waits(group, second)
+            call("second")
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        said.append(one_call(group, asked(path="first"), find))
+        thread.join(20)
+        return said
+
+    for said in on_ranks(2, work):
+        assert said[0] == "found" and "on rank 0 of 2: another thread of this process" in said[1], said
+
+
+def waits(group: Group, at: threading.Event) -> None:
+    """Set `at` when somebody waits for the group, and not before."""
+    lock = group._one_call
+
+    class Waited:
+        def acquire(self, blocking: bool = True) -> bool:
+            if blocking:
+                at.set()
+            return lock.acquire(blocking)
+
+        def release(self) -> None:
+            lock.release()
+
+    group._one_call = Waited()  # type: ignore[assignment]
+
+
+def test_a_process_alone_makes_one_call_after_the_other() -> None:
+    """Wrong if a notebook's second thread were refused: there is nobody to mistake the calls."""
+    alone, at = Group(None), threading.Event()
+    waits(alone, at)
+    inside, found = threading.Event(), []
+
+    def first() -> str:
+        inside.set()
+        assert at.wait(20)
+        return "first"
+
+    thread = threading.Thread(target=lambda: found.append(one_call(alone, asked(), first)))
+    thread.start()
+    assert inside.wait(20)
+    found.append(one_call(alone, asked(), lambda: "second"))
+    thread.join(20)
+    assert found == ["first", "second"]
+
+
+def test_a_call_inside_a_call_of_the_same_thread() -> None:
+    """Wrong if it waited for itself."""
+    alone = Group(None)
+    with alone.call(), pytest.raises(ConfigError, match="this thread is in a call"), alone.call():
+        pass
+    with alone.call():
+        pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ZeroDivisionError, MemoryError])
+def test_what_ranks_do_not_raise_together_leaves_a_group_that_is_not_used_again(error: type[BaseException]) -> None:
+    """Wrong if after an exception of a signal handler this rank were a message behind the others, unnoticed."""
+    alone = Group(None)
+    with pytest.raises(error), alone.call():
+        raise error
+    assert alone.is_torn
+    with pytest.raises(ConfigError, match="was interrupted: make the plan again"), alone.call():
+        pass
+
+
+@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, UserWarning])
+def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception]) -> None:
+    alone = Group(None)
+    with pytest.raises(error), alone.call():
+        raise error("")
+    assert not alone.is_torn
+
+
 # --- communicators
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_first_calls_of_two_threads_make_one_group() -> None:
+    """Wrong if both duplicated the communicator: the first duplicate would be freed twice."""
+    assert MPI is not None
+    mine, found, start = MPI.COMM_SELF.Dup(), [], threading.Barrier(8)
+
+    def call() -> None:
+        start.wait(20)
+        found.append(group_of(mine))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and len({id(group) for group in found}) == 1
+    mine.Free()
 
 
 @pytest.mark.parametrize("comm", [3, "world", object()])

@@ -33,7 +33,8 @@ class FakeTraffic:
 
     data_tag, receipt_tag, control_tag = 0, 1, 2
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, seed: int) -> None:
+        self.seed = seed
         self.messages: list[tuple[int, Any]] = []
         self.receipts: list[Any] = []
         self.callbacks: list[Any] = []
@@ -56,7 +57,9 @@ class FakeTraffic:
 class Ranks:
     """TABLE, cut into rows of chunks; rank 0 reads all of it, rank 1 holds the right half."""
 
-    def __init__(self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4) -> None:
+    def __init__(
+        self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4, seeds: tuple[int, int] = (77, 77)
+    ) -> None:
         shards = plan_shards((8, 4), [(), (0,)], np.array([0, 1]))
         self.plan = ReadPlan(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, 1)
         made = Segment.create(4096)
@@ -65,7 +68,7 @@ class Ranks:
         self.own = made.data
         self.own[...] = 200
         self.slots = Slots(2, 256, self.own if is_shared else None)
-        self.there, self.here = FakeTraffic(0), FakeTraffic(1)
+        self.there, self.here = (FakeTraffic(rank, seeds[rank]) for rank in range(2))
         self.outbox = Outbox(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
@@ -131,6 +134,20 @@ def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bo
     assert ranks.inbox.is_done() and not ranks.inbox.is_watching()
     ranks.inbox.check(True)
     assert ranks.inbox.problem is None
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> None:
+    """Wrong if the same regions of another array, with the right checksums of its values, passed for those of this one."""
+    ranks = Ranks(checksums, seeds=(77, 78))
+    for note in ranks.put():
+        ranks.inbox.look(0, note)
+    assert (ranks.inbox.problem is not None) == checksums, "a checksum is of one load"
+    ranks.answer()
+    ranks.receipt()
+    ranks.inbox.check(True)
+    assert isinstance(ranks.inbox.problem, PeerError)
+    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.inbox.problem)
 
 
 def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:

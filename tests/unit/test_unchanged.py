@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -14,9 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardload.errors import SourceError
+from shardload.grid import Grid
+from shardload.region import select_axes
 from shardload.sources import find_array, open_source, read_small
 from shardload.sources.hdf5 import Hdf5Source
-from shardload.unchanged import check_same, check_unchanged, to_sums
+from shardload.sources.memory import MemorySource
+from shardload.unchanged import check_same, check_unchanged, contents_of, is_open, to_sums
 
 
 def added(states: list[tuple[int, ...] | None]) -> list[int]:
@@ -140,3 +144,63 @@ def test_a_small_array_that_changes_while_it_is_read(tmp_path: Path, monkeypatch
 
 def test_an_array_in_memory_has_no_state() -> None:
     assert open_source(np.arange(3), "/array").state() is None
+
+
+def test_what_is_open() -> None:
+    """Wrong if an array of the caller's were taken for what all ranks find under one name."""
+    assert not any(map(is_open, ("x.h5", Path("x.h5"), "s3://bucket/x.zarr", None, MemorySource(np.zeros(3)))))
+    assert all(map(is_open, (np.zeros(3), "memory://x.zarr", zarr.create_array({}, shape=(3,), dtype="f4"))))
+
+
+def contents(array: Any, select: Any = None) -> tuple[int, int]:
+    source = open_source(array, "/x")
+    selection = select_axes(select, source.info.shape)
+    chunks = source.info.chunks and Grid(selection.shape, source.info.chunks, (0,) * len(source.info.chunks))
+    return contents_of(source, array, selection, chunks)
+
+
+@pytest.mark.parametrize("kind", ["C", "F", "big-endian", "reversed", "0-d"])
+def test_every_element_of_an_array_in_memory_counts(kind: str) -> None:
+    """Wrong if it were sampled: one element that differs would go into one rank's shard and no other's."""
+    values = np.arange(210, dtype=">f8" if kind == "big-endian" else "f8").reshape(5, 6, 7)
+    if kind == "F":
+        values = np.asfortranarray(values)
+    if kind == "0-d":
+        values = values[0, 0, 1:2].reshape(())
+    array = values[::-1] if kind == "reversed" else values
+    before = contents(array)
+    for index in np.ndindex(array.shape):
+        keep = array[index].copy()
+        array[index] = -1.5
+        assert contents(array) != before, index
+        array[index] = keep
+    assert contents(array) == before
+
+
+def test_of_an_array_in_memory_what_is_selected_counts() -> None:
+    values = np.arange(210.0).reshape(5, 6, 7)
+    before = contents(values, (slice(1, 3), 2))
+    values[0] = values[3] = values[2, 3] = -1
+    assert contents(values, (slice(1, 3), 2)) == before
+    values[2, 2, 6] = -1
+    assert contents(values, (slice(1, 3), 2)) != before
+
+
+def test_a_memory_map_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if every rank read all of a file that each should read a part of."""
+    np.save(tmp_path / "x.npy", np.arange(1 << 20, dtype="f4"))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    read: list[int] = []
+    monkeypatch.setattr(MemorySource, "read_into", lambda self, region, out: read.append(region.size) or out.fill(1))
+    for array in (mapped, mapped[1:], mapped.view(np.ndarray)[2:]):
+        read.clear()
+        contents(array)
+        assert 0 < sum(read) <= array.size // 4
+
+
+def test_an_open_file_is_known_by_its_file(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(9.0)
+    with h5py.File(tmp_path / "x.h5", "r") as file:
+        found = os.stat(tmp_path / "x.h5")
+        assert contents(file["x"]) == (found.st_size, found.st_mtime_ns)
