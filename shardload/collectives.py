@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.errors import PeerError, StallError
+from shardload.letter import let_interruption_pass
 from shardload.verdict import text_before_first
 
 __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
@@ -144,6 +145,7 @@ class JaxCollectives:
             found = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
             self._forget()
         except Exception as error:
+            let_interruption_pass(error)
             raise _gone(error) from error
         values = [np.frombuffer(found[name], dtype=mine.dtype) for name in sorted(found)]
         return np.stack(values).reshape(self._size, *mine.shape)
@@ -162,6 +164,7 @@ class JaxCollectives:
             else:
                 data[...] = np.frombuffer(self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS), dtype=np.uint8)
         except Exception as error:
+            let_interruption_pass(error)
             raise _gone(error) from error
 
     def _next(self) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from shardload.group import Group
 from shardload.inbox import Inbox
+from shardload.letter import let_interruption_pass
 from shardload.node import Bell, Segment
 from shardload.outbox import Outbox
 from shardload.plan import Read, ReadPlan
@@ -163,6 +164,7 @@ class _Advance:
         try:
             self._on_progress(nbytes)
         except Exception as error:
+            let_interruption_pass(error)
             self.problem = error
 
 
@@ -203,6 +205,7 @@ class _Exchange:
             moved |= self._read()
             moved |= self.outbox.post()
         except Exception as error:
+            let_interruption_pass(error)
             self._fail(error)
             moved = True
         if not self.has_sent_receipts and not self.under_way and self.following is None and self.outbox.is_empty:

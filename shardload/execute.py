@@ -26,6 +26,7 @@ from shardload.describe import describe_plan
 from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group, Invocation
+from shardload.letter import let_interruption_pass
 from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
@@ -249,6 +250,7 @@ class Job:
             try:
                 state = self._contents(info)
             except Exception as found:
+                let_interruption_pass(found)
                 error = found
             check_same(str(info), group.agree(error, to_sums(state)), info.path, info.dataset, is_open=True)
         return self.verifier(info, seed).run(group, array)
@@ -272,6 +274,7 @@ class Job:
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
             except Exception as found:
+                let_interruption_pass(found)
                 error = found
             if not is_direct:
                 group.agree(error)  # a rank that cannot read or receive must say so before anything is sent
@@ -284,8 +287,7 @@ class Job:
                 except StallError:
                     raise  # the ranks agree on nothing any more, and what is open may be in use for ever
                 except Exception as found:
-                    if group.is_torn:  # it came from outside (a signal handler), in the middle of the exchange
-                        raise
+                    let_interruption_pass(found)
                     error = found
         verifier = self.verifier(made.info)
         if array is not None and error is None:
@@ -293,6 +295,7 @@ class Job:
             try:
                 checked = verifier.check(array, group.rank, held)
             except Exception as found:
+                let_interruption_pass(found)
                 error = found
         group.watch.enter("agree")
         counts = [0] * 4

@@ -32,7 +32,7 @@ import numpy as np
 
 from shardload.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
 from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
-from shardload.letter import as_shardload, from_json, to_json
+from shardload.letter import as_shardload, from_json, let_interruption_pass, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
 from shardload.post import MpiOffice, leave_at_exit
@@ -432,12 +432,14 @@ class Group:
             except ShardloadError:
                 raise
             except Exception as found:  # the same type as with more ranks
+                let_interruption_pass(found)
                 raise as_shardload(found, None) from found
         text, error = None, None
         if self.rank == root:
             try:
                 text = "+" + make()
             except Exception as found:
+                let_interruption_pass(found)
                 error = found
                 text = "-" + to_json(as_shardload(found, root))
         text = self.send_text(None if text is None else mark + text, root)

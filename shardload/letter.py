@@ -1,15 +1,21 @@
-"""How does one rank's error come to the others? As text, and back: the same type and the same words on every rank."""
+"""How does one rank's error come to the others? As text, and back: the same type and the same words on every rank.
+
+What a signal handler raises (an alarm, as Ctrl-C) is no error of this kind: it came in the middle of anything, and the call is
+over where it stands. `let_interruption_pass` is for wherever errors are kept to be agreed on.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import signal
+from types import CodeType
 
 import numpy as np
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
 
-__all__ = ["as_shardload", "from_json", "to_json"]
+__all__ = ["as_shardload", "from_json", "let_interruption_pass", "to_json"]
 
 _TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
 _ERRORS = {e.__name__: e for e in _TYPES}
@@ -34,6 +40,32 @@ def _lacks_descriptors(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def let_interruption_pass(error: BaseException) -> None:
+    """Raise what a signal handler of the application's has raised, if `error` is that or came from it.
+
+    Then there is a frame of a handler among those that it went through.
+    """
+    handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
+    seen: BaseException | None = error
+    while handlers and seen is not None:
+        trace = seen.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code in handlers:
+                raise seen
+            trace = trace.tb_next
+        seen = seen.__cause__ or seen.__context__
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Of a signal handler in Python; None for what is not one (ignored, the system's own)."""
+    handler = getattr(handler, "func", handler)  # functools.partial
+    handler = getattr(handler, "__func__", handler)  # a bound method
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = getattr(type(handler), "__call__", None)  # noqa: B004
+    found = getattr(handler, "__code__", None)
+    return found if isinstance(found, CodeType) else None
 
 
 def to_json(error: ShardloadError) -> str:

@@ -34,6 +34,7 @@ from shardload.layout import (
     read_spec,
     verify_layout,
 )
+from shardload.letter import let_interruption_pass
 from shardload.options import AUTO, TIMEOUT, Options, pad_value
 from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
 from shardload.region import Selection, select_axes
@@ -182,6 +183,7 @@ class Request:
             try:
                 made = make(self.call, text)
             except Exception as found:
+                let_interruption_pass(found)
                 error = found
         planned = {_PLAN: "" if made is None else describe_job(made)}
         asked = self.asked.also(**planned)

@@ -29,6 +29,7 @@ from shardload.compare import Padding, Truth, first_difference, sample_boxes, ta
 from shardload.digest import join_sums, sum_shard
 from shardload.errors import VerifyError
 from shardload.group import Group
+from shardload.letter import let_interruption_pass
 from shardload.options import FILE, FULL, INDEX, pad_value
 from shardload.plan import Grid, ReadPlan, plan_blocks
 from shardload.region import Region, Selection
@@ -181,6 +182,7 @@ class Verifier:
         try:
             checked = self.check(array, group.rank)
         except Exception as found:
+            let_interruption_pass(found)
             error = found
         return self.agree(group, checked, group.agree(error, checked.counts))
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError, ShardloadError, SourceError
+from shardload.letter import let_interruption_pass
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal
 
@@ -209,7 +210,8 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> b
                 return None
         finally:
             source.close()
-    except Exception:
+    except Exception as error:
+        let_interruption_pass(error)
         return None
     return values.tobytes()
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import os
 import threading
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -309,6 +312,32 @@ def test_communicators_that_cannot_be(comm: Any, files: dict[str, str]) -> None:
             shardload.load(files["chunked"], mesh_of(), P(), dataset=NAME, comm=inter)
         inter.Free()
         half.Free()
+
+
+def test_a_load_keeps_nothing_of_the_callers(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a plan that is kept for the next load of its kind kept the array, the open file or the communicator."""
+    mesh, values = mesh_of(), ramp(cube())
+    kept = weakref.ref(values)
+    told: list[Any] = [lambda done, total: None]
+    heard = weakref.ref(told[0])
+    shardload.load(values, mesh, P("a"), readers="parallel", progress=told.pop())
+    del values
+    gc.collect()
+    assert kept() is None and heard() is None
+    path = str(shared_tmp_path / f"{comm.rank}.h5")
+    with h5py.File(path, "w") as file:
+        file["x"] = ramp(cube())
+    os.utime(path, ns=(0, 10**18))
+    shardload.load(h5py.File(path, "r")["x"], mesh, P("a"))
+    gc.collect()
+    h5py.File(path, "r+").close()  # which HDF5 refuses while it is open for reading
+    if hasattr(comm, "Dup"):
+        mine = comm.Dup()
+        shardload.load(ramp(cube()), mesh, P("a"), comm=mine)
+        group = weakref.ref(GROUP.group_of(mine))
+        mine.Free()
+        gc.collect()
+        assert group() is None
 
 
 def test_load_leaves_no_thread_behind(files: dict[str, str]) -> None:

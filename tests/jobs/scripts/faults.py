@@ -1,7 +1,7 @@
 """Break something in the middle of loads, on one rank or in the file; print what every rank sees, one line of JSON each.
 
 ``faults.py FOLDER [CASE ...]``: faults that a job survives. After each one a good load must work.
-``faults.py FOLDER die PHASE RANK`` and ``faults.py FOLDER interrupt PHASE ...``: one that it does not survive, or Ctrl-C.
+``faults.py FOLDER die PHASE RANK``: one that it does not survive. ``faults.py FOLDER interrupt PHASE ...``: Ctrl-C, an alarm.
 """
 
 from __future__ import annotations
@@ -265,53 +265,61 @@ def die(phase: str, rank: str) -> None:
     print("went on", flush=True)
 
 
-def interrupt(phase: str) -> None:
-    """Ctrl-C on all ranks while all are in a load; each catches it, and they load again."""
+class Alarm(Exception):
+    """What the handler of a signal raises: no error of a load, though an Exception."""
+
+
+def alarm(*_: Any) -> None:
+    raise Alarm
+
+
+def interrupt(phase: str, sent: signal.Signals) -> None:
+    """Ctrl-C, or an alarm, on all ranks while all are in a load; each catches it, and they load again."""
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
     where, name = PHASES[phase]
     right = getattr(where, name)
 
     hitter = 0 if phase == "metadata" else 2
     pids = comm.allgather(os.getpid())
-    tell = Group.tell
+    begin = Group.begin
 
     def arrive(*arguments: Any) -> Any:
         comm.isend(None, dest=hitter)  # this rank is in the load now
-        return tell(*arguments)
+        return begin(*arguments)
 
     def hit() -> None:
         for rank in range(comm.size):
             comm.recv(source=rank)
         for pid in sorted(pids, key=os.getpid().__eq__):  # itself last
-            os.kill(pid, signal.SIGINT)
+            os.kill(pid, sent)
 
-    Group.tell = arrive  # type: ignore[method-assign]
+    Group.begin = arrive  # type: ignore[method-assign]
     if comm.rank == hitter:
         setattr(where, name, on_call(right, 1, hit))
     outcome, started = "loaded", time.perf_counter()
     try:
         load()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Alarm):
         outcome = "interrupted"
     finally:
         setattr(where, name, right)
-        Group.tell = tell  # type: ignore[method-assign]
+        Group.begin = begin  # type: ignore[method-assign]
     seconds = round(time.perf_counter() - started, 2)
-    wait_for_all(phase, pids)
+    wait_for_all(phase, pids, sent)
     check(load(), ramp(SHAPE), mesh_of(), SPEC)
-    print(json.dumps({"phase": phase, "outcome": outcome, "seconds": seconds}), flush=True)
+    print(json.dumps({"phase": phase, "signal": sent.name, "outcome": outcome, "seconds": seconds}), flush=True)
 
 
-def wait_for_all(phase: str, pids: list[int]) -> None:
+def wait_for_all(phase: str, pids: list[int], sent: signal.Signals) -> None:
     """A barrier; a rank that does not come has Ctrl-C pressed again: Python drops what it raises in a destructor."""
-    done = [Path(f"{phase}-{rank}") for rank in range(comm.size)]
+    done = [Path(f"{phase}-{sent}-{rank}") for rank in range(comm.size)]
     done[comm.rank].touch()
     request, deadline = comm.Ibarrier(), time.monotonic() + PATIENCE_SECONDS
     while not request.Test():
         if time.monotonic() > deadline and not any(one.exists() for one in done[: comm.rank]):  # one of them presses
             for pid, one in zip(pids, done, strict=True):
                 if not one.exists():
-                    os.kill(pid, signal.SIGINT)
+                    os.kill(pid, sent)
             deadline += PATIENCE_SECONDS
         time.sleep(0.001)
 
@@ -323,8 +331,10 @@ def main(folder: str, *what: str) -> None:
     if what[:1] == ("die",):
         die(*what[1:])
     elif what[:1] == ("interrupt",):
-        for phase in what[1:]:
-            interrupt(phase)
+        signal.signal(signal.SIGALRM, alarm)
+        for sent in (signal.SIGINT, signal.SIGALRM):
+            for phase in what[1:]:
+                interrupt(phase, sent)
     else:
         survive(list(what))
 

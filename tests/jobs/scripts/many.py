@@ -87,15 +87,31 @@ def threads() -> None:
     for thread in started:
         thread.join()
     computed = all(bool((shard.data == 300).all()) for shard in rolling.addressable_shards)
-    refused = ""
-    group = importlib.import_module("shardload.group").group_of(comm)
-    with group.call():  # as if another thread were in a load
-        try:
-            load()
-        except shardload.ConfigError as error:
-            refused = str(error)
+    outcomes = [on_one_communicator(own) for own in (comm.Dup(), comm.Dup(), comm)]
     load()
-    print(json.dumps({"right": right, "computed": computed, "refused": refused}), flush=True)
+    print(json.dumps({"right": right, "computed": computed, "outcomes": outcomes}), flush=True)
+
+
+def on_one_communicator(own: Any) -> list[str]:
+    """What two threads get that make the first calls over a communicator at the same time, twice each."""
+    start, found = threading.Barrier(2), []
+
+    def work(k: int) -> None:
+        for _ in range(2):
+            start.wait()
+            try:
+                load(k, own)
+                found.append("right")
+            except (shardload.ConfigError, shardload.PeerError) as error:
+                found.append(str(error))
+
+    started = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    load(0, own)  # in step again
+    return sorted(found)
 
 
 def main(folder: str, what: str, *more: str) -> None:
