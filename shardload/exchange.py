@@ -145,7 +145,6 @@ def exchange(
     except BaseException:
         _abandoned.append((traffic.remains(), pieces, slots, pack_slots, reader))
         group.forget_shared_memory()
-        group.is_torn = True
         raise
     moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes, inbox.n_checksums)
     return moving.failure or inbox.problem or advance.problem, moved
