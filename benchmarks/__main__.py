@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import cells as c
+from benchmarks.devices import JOBS, SPECS, measure_devices
+from benchmarks.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.environments import make_heat
 from benchmarks.extras import measure_memory, measure_scatter, measure_small
 from benchmarks.fuzz import fuzz
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
+DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
@@ -150,6 +153,22 @@ def verify(
 
 
 @app.command()
+def devices(
+    size: Size = 256,
+    layouts: Layouts = DEVICES_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(SPECS),
+    jobs: Annotated[str, typer.Option(help="Processes x devices of each, separated by commas.")] = ",".join(JOBS),
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    results: Results = RESULTS,
+) -> None:
+    """Several devices in a process: every way of reading, and reading all with device_put."""
+    chosen = _known(layouts.split(","), c.LAYOUTS)
+    record = measure_devices(data, size, chosen, _known(specs.split(";"), c.SPECS), jobs.split(","), repeats, say)
+    write_record(results / "devices.json", record)
+
+
+@app.command()
 def heat() -> None:
     """Make Heat's environment (PyTorch: a large download) in .venv-heat, once."""
     make_heat()
@@ -180,6 +199,7 @@ def everything(
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
+        (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
         (field_command, {"repeats": repeats, "data": data, "results": results}),
         (report, {"results": results}),

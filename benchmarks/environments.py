@@ -57,12 +57,12 @@ def missing(job: str) -> str:
     return ""
 
 
-def start(job: str, n: int, program: Sequence[str] | None = None) -> RemoteJob:
-    """Start the ranks of a job; `program` replaces the JAX job's arguments to the interpreter."""
+def start(job: str, n: int, program: Sequence[str] | None = None, devices: int = 1) -> RemoteJob:
+    """Start the ranks of a job, with so many devices each; `program` replaces the JAX job's arguments to the interpreter."""
     why = missing(job)
     if why:
         raise RemoteError(why)
-    env = job_environment(n) | {"PYTHONPATH": str(ROOT), "HDF5_PLUGIN_PATH": _hdf5_plugins()}
+    env = job_environment(n, devices_per_process=devices) | {"PYTHONPATH": str(ROOT), "HDF5_PLUGIN_PATH": _hdf5_plugins()}
     if job == "jax":
         return RemoteJob(job, job_command(program or ["-m", "benchmarks.job"], n), n, env)
     if job == "floor":

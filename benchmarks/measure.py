@@ -40,8 +40,8 @@ Say = Callable[[str], None]
 class Jobs:
     """The jobs of one number of ranks, started when first asked for."""
 
-    def __init__(self, n: int, program: Sequence[str] | None = None) -> None:
-        self.n, self.program = n, program
+    def __init__(self, n: int, program: Sequence[str] | None = None, devices: int = 1) -> None:
+        self.n, self.program, self.devices = n, program, devices
         self.running: dict[str, RemoteJob] = {}
         self.broken: dict[str, str] = {}
         self.versions: dict[str, dict[str, str]] = {}
@@ -60,7 +60,7 @@ class Jobs:
             raise RemoteError(self.broken[name])
         if name not in self.running:
             try:
-                self.running[name] = self._stack.enter_context(start(name, self.n, self.program))
+                self.running[name] = self._stack.enter_context(start(name, self.n, self.program, self.devices))
             except RemoteError as error:
                 self.broken[name] = str(error)
                 raise
@@ -76,7 +76,8 @@ class Jobs:
         """Seconds from the first rank's start to the last one's end, and rank 0's report."""
         replies = self.ask(way, do, **request)
         seconds = max(r["end"] for r in replies) - min(r["start"] for r in replies)
-        return {"seconds": seconds, "report": replies[0].get("report") or {}}
+        cpu = sum(r.get("cpu", 0.0) for r in replies)
+        return {"seconds": seconds, "cpu_seconds": cpu, "report": replies[0].get("report") or {}}
 
 
 def measure(

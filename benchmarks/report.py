@@ -23,11 +23,12 @@ from benchmarks.cells import (
     Cell,
     spec_text,
 )
+from benchmarks.devices import devices_table
 from benchmarks.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.measure import median
 from benchmarks.verification import verification_table
 
-KINDS = ("run", "cold", "field", "scatter", "small", "memory", "verify")
+KINDS = ("run", "cold", "field", "scatter", "small", "memory", "verify", "devices")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -78,6 +79,7 @@ def write_report(folder: Path, records: dict[str, Record]) -> Path:
             parts += run_table(records[kind])
     parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small")), *memory_table(records.get("memory"))]
     parts += verification_table(records.get("verify"))
+    parts += devices_table(records.get("devices"))
     parts += failures(records)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "table.md"

@@ -43,6 +43,13 @@ def slice_everywhere(file: dict[str, Any], sharding: NamedSharding, comm: Any) -
         return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
 
 
+def read_and_put(file: dict[str, Any], sharding: NamedSharding, comm: Any) -> jax.Array:
+    """All of the file into NumPy, then `device_put`: what a notebook does, which has all devices."""
+    with opened(file) as data:
+        whole = data[...]
+    return jax.device_put(whole, sharding)
+
+
 def rank_0_scatter(file: dict[str, Any], sharding: NamedSharding, comm: Any) -> jax.Array:
     """Rank 0 reads everything and scatters a list of pieces, pickled."""
     pieces, shape = None, None
@@ -116,6 +123,7 @@ WAYS: dict[str, Way] = {
     "shardload-parallel": shardload_way("parallel"),
     "shardload-direct": shardload_way("direct"),
     "slice": slice_everywhere,
+    "device-put": read_and_put,
     "scatter": rank_0_scatter,
     "jax-power": jax_power,
     "tensorstore": tensorstore_per_device,

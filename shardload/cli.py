@@ -127,11 +127,13 @@ def plan(
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
     outside: Outside = False,
+    processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what a load would do and cost, one process per device, without loading anything.
+    """Show what a load would do and cost, without loading anything.
 
-    Needs no MPI and no devices, so a mesh of any size can be asked for on a laptop.
+    Needs no MPI and no devices, so a mesh of any size can be asked for on a laptop. Each device is a process of its own, unless
+    --processes says how many there are.
 
     For example:
 
@@ -142,6 +144,8 @@ def plan(
       shardload plan run.zarr:/u --mesh n=8 --spec n --select "-1,..." --pad 0
 
       shardload plan run.h5 --mesh a=2,b=2 --spec a+b --json
+
+      shardload plan run.h5 --mesh a=4,b=2 --spec a,b --processes 1
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
@@ -151,6 +155,7 @@ def plan(
         import shardload
 
         how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging, "outside": outside}
+        how["processes"] = processes
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
 

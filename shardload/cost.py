@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardload.count import Traffic, count_direct, count_held, count_traffic
-from shardload.plan import Grid, ReadPlan
+from shardload.plan import NEAR_NBYTES, Grid, ReadPlan, count_runs, run_stride
 from shardload.units import format_nbytes
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "choose_mode", "plan_cost"]
@@ -30,10 +30,7 @@ _CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8
 _OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
 _CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
 _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
-_NEAR_NBYTES = (
-    32 << 10
-)  # runs that start no further apart are read with what lies between them, as sources.hdf5_contiguous does
-_RUN_SECONDS = 5e-8  # ... and copied out of it
+_RUN_SECONDS = 5e-8  # for one that is read with what lies before it, and copied out of that
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
 _WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
@@ -148,10 +145,12 @@ def plan_cost(
     piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * fullest
     reading = _reading(plan, chunks, chunk_nbytes if has_chunks else None, file_itemsize)
     traffic = count_traffic(plan, per_node)
-    is_staged = casts or not plan.is_direct or _is_staged(plan)
+    is_staged = casts or not plan.is_direct or plan.is_merged or _is_staged(plan)
     cores = n_cores or per_node
     seconds = _read_seconds(reading, plan.n_ranks, per_node, cores, _decode_rate(codec, has_chunks))
-    seconds += _copy_seconds(reading, piece_nbytes, per_node, cores) + _traffic_seconds(traffic, reading.n_readers, n_holders)
+    is_in_place = plan.is_direct and not plan.is_merged and reading.runs > 0 and not reading.span_nbytes
+    seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
+    seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
     return Cost(
         mode=mode,
         n_readers=reading.n_readers,
@@ -175,10 +174,11 @@ def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: i
     if plan.is_direct:
         decodes, busiest = count_direct(plan, chunks, has_chunks=chunk_nbytes is not None)
         unit = itemsize if chunk_nbytes is None else chunk_nbytes
-        runs = _runs_per_piece(plan) * fullest if chunk_nbytes is None else 0
+        shape, extent = plan.blocks.shape, plan.extent
+        runs = count_runs(shape, extent) * (1 if plan.is_merged else fullest) if chunk_nbytes is None else 0
         n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
-        stride = _run_stride(plan) * itemsize
-        span_nbytes = stride if runs > 1 and stride <= _NEAR_NBYTES else 0
+        stride = run_stride(shape, extent) * itemsize
+        span_nbytes = stride if runs > 1 and stride <= NEAR_NBYTES else 0
         return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs, span_nbytes)
     n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
     most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
@@ -198,11 +198,6 @@ def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, ra
     share = cores / max(1, busy)
     # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
     return nbytes / rate / min(threads, share) + calls / min(1, share)
-
-
-def _copy_seconds(reading: _Reading, piece_nbytes: int, per_node: int, cores: int) -> float:
-    """How long a rank takes to copy its pieces from decoded blocks; long runs are read to where they belong."""
-    return 0.0 if reading.runs and not reading.span_nbytes else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
 
 
 def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
@@ -246,11 +241,11 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
     rank. From the first to the last, a way is taken if it is better by a margin than the best one before it.
     """
     direct = costs[DIRECT]
-    if n_ranks == 1:
-        return DIRECT, "one process: it reads what it holds"
     if direct.decoded_nbytes == 0:
         return DIRECT, "the array is empty"
     verb = "decode" if direct.chunks_decoded else "read"
+    if n_ranks == 1:  # which shares nothing with anybody, whatever it reads first
+        return DIRECT, f"one process: it {verb}s what its devices hold, {direct.amplification:.3g}x the array"
     if direct.decoded_nbytes <= _SMALL_NBYTES:
         return DIRECT, f"so little data that each rank best {verb}s what it holds"
     best = direct
@@ -295,27 +290,3 @@ def _is_staged(plan: ReadPlan) -> bool:
         # A block that ends inside a shard leaves a gap between the runs of the axes before; so does padding.
         gapless = gapless and size % max(1, extent) == 0 and not any(e % extent for e in range(cell - phase, size, cell))
     return False
-
-
-def _runs_per_piece(plan: ReadPlan) -> int:
-    """Contiguous runs of the file that the fullest piece is made of."""
-    shape, extent = plan.blocks.shape, plan.shards.shard_shape
-    runs, whole = 1, True
-    for n, e in zip(reversed(shape), reversed(extent), strict=True):
-        if not whole:
-            runs *= min(n, e)
-        whole = whole and e >= n
-    return runs
-
-
-def _run_stride(plan: ReadPlan) -> int:
-    """Elements from the start of one run of a piece to the next: one step along the last axis before the last that is cut.
-
-    A run is what the piece has of that axis and all after it. An axis of which it has one element is no step.
-    """
-    shape = plan.blocks.shape
-    cut = [k for k, (n, e) in enumerate(zip(shape, plan.shards.shard_shape, strict=True)) if e < n]
-    if not cut:
-        return 0
-    steps = [k for k in range(cut[-1]) if plan.shards.shard_shape[k] > 1]
-    return math.prod(shape[steps[-1] + 1 :] if steps else shape[cut[-1] :])

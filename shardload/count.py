@@ -26,6 +26,8 @@ __all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
 # Above this many (block, shard, device) triples messages are bounds and shares are sampled, so that planning stays fast.
 _MAX_TRIPLES = 1 << 14
 _N_SAMPLES = 1 << 12
+# Ranks whose shards do not form a grid, above which the chunks that several of their shards share are not looked for.
+_MAX_ODD_RANKS = 256
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -61,55 +63,114 @@ class Traffic:
 def count_held(shards: Shards) -> tuple[int, int]:
     """Ranks that hold anything, and how many shards the fullest of them holds."""
     if isinstance(shards.ranks, RankBoxes):
-        return math.prod(shards.ranks.counts), math.prod(shards.ranks.box[: shards.n_cut_axes])
-    held = shards.held_by_rank
-    return int(np.count_nonzero(held)), int(held.max(initial=0))
+        return math.prod(shards.ranks.counts), shards.most_held
+    return int(np.count_nonzero(shards.held_by_rank)), shards.most_held
 
 
 # --- direct
 
 
 def count_direct(plan: ReadPlan, chunks: Grid, *, has_chunks: bool) -> tuple[int, int]:
-    """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves."""
-    axes = zip(plan.blocks.shape, plan.shards.cuts, plan.shards.shard_shape, chunks.cell, chunks.phase, strict=True)
+    """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves.
+
+    Exact, but for merged plans over meshes in which more than some hundred ranks hold shards that do not form a grid: for those
+    ranks each shard counts by itself, which is an upper bound.
+    """
+    shards = plan.shards
+    axes = zip(plan.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
     per_cut = [_met_by_cuts(*axis, has_chunks=has_chunks) for axis in axes]
-    if isinstance(plan.shards.ranks, RankBoxes):
-        return _direct_in_boxes(per_cut, plan.shards, plan.shards.ranks)
-    shard, rank = plan.shards.holdings
-    if all(along.strides == (0,) for along in per_cut):  # all shards alike
-        each = math.prod(int(along[0]) for along in per_cut)
-        return each * len(shard), each * count_held(plan.shards)[1]
-    counts: IntArray = np.ones((), dtype=np.int64)
-    for along in per_cut:
-        counts = np.multiply.outer(counts, along)
-    per_holding = counts.ravel()[shard]
+    if isinstance(shards.ranks, RankBoxes):
+        return _direct_in_boxes(per_cut, shards, shards.ranks, plan.is_merged and has_chunks)
+    if plan.is_merged and has_chunks:
+        counts = _met_by_ranks(per_cut, shards)
+        return int(counts.sum()), int(counts.max(initial=0))
+    shard, rank = shards.holdings
+    lengths = [high - low for low, high in per_cut]
+    if all(along.size and (along == along[0]).all() for along in lengths):  # all shards alike
+        each = math.prod(int(along[0]) for along in lengths)
+        return each * len(shard), each * shards.most_held
+    per_holding = _outer(lengths)[shard]
     return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
 
 
-def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, has_chunks: bool) -> IntArray:
-    """Along one axis: how many chunks (or elements) each of the cuts meets."""
-    if size == n_cut * extent and size and (not has_chunks or (phase == 0 and (cell % extent == 0 or extent % cell == 0))):
-        each = max(1, extent // cell) if has_chunks else extent
-        alike: IntArray = np.broadcast_to(np.array(each, dtype=np.int64), (n_cut,))
-        return alike
+def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, has_chunks: bool) -> tuple[IntArray, IntArray]:
+    """Along one axis: the first chunk (or element) that each of the cuts meets, and the one after the last."""
     low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
     high = np.minimum(low + extent, size)
-    met: IntArray = np.where(high > low, -(-(high + phase) // cell) - (low + phase) // cell, 0) if has_chunks else high - low
+    if not has_chunks:
+        return low, high
+    first: IntArray = (low + phase) // cell
+    return first, np.where(high > low, -(-(high + phase) // cell), first)
+
+
+def _outer(lengths: list[IntArray]) -> IntArray:
+    """Products of a number along each axis, flat, in C order."""
+    counts: IntArray = np.ones((), dtype=np.int64)
+    for along in lengths:
+        counts = np.multiply.outer(counts, along)
+    return counts.ravel()
+
+
+def _union(first: IntArray, last: IntArray) -> IntArray:
+    """How many chunks each row of intervals, in ascending order, has in all."""
+    before = np.maximum.accumulate(last, axis=-1)[..., :-1]
+    met: IntArray = (last - first)[..., 0] + np.maximum(0, last[..., 1:] - np.maximum(first[..., 1:], before)).sum(axis=-1)
     return met
 
 
-def _direct_in_boxes(per_cut: list[IntArray], shards: Shards, ranks: RankBoxes) -> tuple[int, int]:
-    """A rank's box of shards is a product of intervals, so its sum is a product of sums and the largest one of maxima."""
+def _direct_in_boxes(
+    per_cut: list[tuple[IntArray, IntArray]], shards: Shards, ranks: RankBoxes, is_merged: bool
+) -> tuple[int, int]:
+    """A rank's box of shards is a product along the axes, so the sum of all is a product of sums, the largest one of maxima."""
     total, busiest = math.prod(ranks.counts[shards.n_cut_axes :]), 1
-    mesh = iter(zip(ranks.counts, ranks.box, strict=True))
-    for along in per_cut:
-        shape: list[int] = []
-        while math.prod(shape) < len(along):  # the mesh axes that cut this axis
-            shape += next(mesh)
-        per_rank = along.reshape(shape).sum(axis=tuple(range(1, len(shape), 2)))
-        total *= int(along.sum())
+    for (first, last), (sizes, boxes) in zip(per_cut, shards.mesh_axes, strict=True):
+        # The axes of the mesh, each as the ranks along it and the places of one of them; ranks first.
+        split = [m for n, b in zip(sizes, boxes, strict=True) for m in (n // b, b)]
+        order = [*range(0, len(split), 2), *range(1, len(split), 2)]
+        rows = [along.reshape(split).transpose(order).reshape(-1, math.prod(boxes)) for along in (first, last)]
+        per_rank = _union(*rows) if is_merged else (rows[1] - rows[0]).sum(axis=1)
+        total *= int(per_rank.sum())
         busiest *= int(per_rank.max(initial=0))
     return total, busiest
+
+
+def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> IntArray:
+    """For each rank that holds anything: the chunks that it meets, each once, whichever of its shards they are in."""
+    shard, rank = shards.holdings
+    order = np.argsort(rank, kind="stable")
+    shard, n_held = shard[order], np.bincount(rank)
+    of_rank = n_held[rank[order]]
+    found = []
+    for n in np.unique(n_held[n_held > 0]).tolist():
+        rows = shard[of_rank == n].reshape(-1, n)
+        total, n_places = np.ones(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
+        for (first, last), index in zip(per_cut, _places(rows, shards), strict=True):
+            along = np.sort(index, axis=1)
+            total *= _union(first[along], last[along])
+            n_places *= 1 + (np.diff(along, axis=1) != 0).sum(axis=1)
+        odd = np.flatnonzero(n_places != n)  # shards that are not all of a grid: seen one by one, where they are few
+        if len(odd) > _MAX_ODD_RANKS:
+            total[odd] = _outer([last - first for first, last in per_cut])[rows[odd]].sum(axis=1)
+        else:
+            total[odd] = [_union_of_boxes(per_cut, _places(row, shards)) for row in rows[odd]]
+        found.append(total)
+    return np.concatenate(found)
+
+
+def _places(numbers: IntArray, shards: Shards) -> list[IntArray]:
+    """Where shards stand along each axis."""
+    return [numbers // math.prod(shards.cuts[axis + 1 :]) % n for axis, n in enumerate(shards.cuts)]
+
+
+def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArray]) -> int:
+    """Chunks in any of a few boxes, which stand anywhere: between the bounds of all of them, each cell is in a box or not."""
+    bounds = [(first[i], last[i]) for (first, last), i in zip(per_cut, index, strict=True)]
+    edges = [np.unique(np.concatenate(axis)) for axis in bounds]
+    is_met = np.zeros([max(0, len(e) - 1) for e in edges], dtype=bool)
+    for k in range(len(index[0])):
+        is_met[tuple(slice(*np.searchsorted(e, [a[k], b[k]])) for e, (a, b) in zip(edges, bounds, strict=True))] = True
+    sizes = _outer([np.diff(e) for e in edges])
+    return int(sizes[is_met.ravel()].sum())
 
 
 # --- the other ways

@@ -27,6 +27,7 @@ from shardload.region import Region
 __all__ = [
     "describe_decomposition",
     "describe_sharding",
+    "devices_per_process",
     "layout_shards",
     "local_regions",
     "padded_shape",
@@ -190,6 +191,41 @@ def layout_shards(
             )
         ranks = found.reshape(sizes)
     return plan_shards(shape_global, axes, ranks)
+
+
+def devices_per_process(mesh: Any, processes: Any) -> int:
+    """How many devices of an abstract mesh each of so many processes has; 1 where nothing was said.
+
+    As JAX numbers them: the first process has the first devices of the mesh, in its order, the next one the next.
+
+    Raises
+    ------
+    ConfigError
+        If the mesh has devices of its own, or these cannot be dealt out alike.
+
+    Examples
+    --------
+    >>> devices_per_process(jax.sharding.AbstractMesh((2, 4), ("a", "b")), 2)
+    4
+    """
+    if processes is None:
+        return 1
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ConfigError(
+            f"processes is {processes!r}, but the mesh has devices, which say whose they are: leave it out, or plan over a "
+            "jax.sharding.AbstractMesh"
+        )
+    n_devices = math.prod(mesh.shape.values())
+    is_number = isinstance(processes, (int, np.integer)) and not isinstance(processes, bool)
+    if not is_number or processes < 1 or n_devices % processes:
+        small = [n for n in range(1, math.isqrt(n_devices) + 1) if n_devices % n == 0]
+        possible = [str(n) for n in sorted({*small, *(n_devices // n for n in small)})]
+        expected = " or ".join([", ".join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)
+        raise ConfigError(
+            f"processes is {processes!r}, but the mesh has {n_devices} device{'s' * (n_devices > 1)}, and each process must "
+            f"have as many as the others: expected {expected}"
+        )
+    return int(n_devices // processes)
 
 
 def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[Any]]:

@@ -72,7 +72,7 @@ def load(
         an axis is an error.
     readers : {"auto", "root", "parallel", "direct"} or int
         Who reads: ``"root"``, rank 0 alone; ``"parallel"``, all ranks, each chunk once in the job; ``"direct"``, each process
-        what it holds; an int, that many ranks; ``"auto"`` decides from the plan.
+        what its devices hold; an int, that many ranks; ``"auto"`` decides from the plan.
     staging : str or int
         Cap on each process's host memory beyond its own pieces, in bytes or such as ``"256MiB"``.
     verify : {"index", "checksum", "file", "full"}
@@ -155,13 +155,21 @@ def plan(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    processes: int | None = None,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
-    Opens the file for its metadata, reads no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI: each
-    device is taken to be a process of its own.
+    Opens the file for its metadata, reads no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
 
     Collective: yes, over `comm`; no with an AbstractMesh.
+
+    Parameters
+    ----------
+    path, mesh, spec and all options
+        As in `load`.
+    processes : int, optional
+        With an AbstractMesh alone: how many processes its devices are dealt to, in the order of the mesh, each as many (1: all
+        are one process's). Without it each device is taken to be a process of its own.
 
     Returns
     -------
@@ -177,7 +185,7 @@ def plan(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside,
     )  # fmt: skip
-    with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options) as request:
+    with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options, processes) as request:
         return request.plan(
             lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
             lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),

@@ -30,11 +30,18 @@ def counter_of(plan: ReadPlan, rank: int) -> Counter:
     """Whether `rank` counts a chunk (its selected elements) that it met in a read: true on one rank, in one of its reads."""
 
     def counts(read: Read, chunk: Region) -> bool:
-        if not all(a <= at < b for at, a, b in zip(chunk.start, read.region.start, read.region.stop, strict=True)):
+        if not _has(read.region, chunk):
             return False
-        return not plan.is_direct or plan.shards.holders(read.parts[0].shard)[0] == rank
+        # Of several shards of a rank in one read, that with the chunk's first element; none, where it lies in a gap.
+        shard = next((part.shard for part in read.parts if _has(part.region, chunk)), None) if plan.is_direct else None
+        return not plan.is_direct or (shard is not None and plan.shards.holders(shard)[0] == rank)
 
     return counts
+
+
+def _has(region: Region, chunk: Region) -> bool:
+    """Whether the first element of a chunk is in a region."""
+    return all(a <= at < b for at, a, b in zip(chunk.start, region.start, region.stop, strict=True))
 
 
 def chunk_number(index: Sequence[int], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> int:

@@ -13,7 +13,9 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that 
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +29,7 @@ from shardload.shards import RankBoxes, Shards, plan_shards
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
+    "NEAR_NBYTES",
     "Grid",
     "Part",
     "Parts",
@@ -34,9 +37,12 @@ __all__ = [
     "Read",
     "ReadPlan",
     "Shards",
+    "count_runs",
     "plan_blocks",
+    "plan_direct",
     "plan_row_chunks",
     "plan_shards",
+    "run_stride",
 ]
 
 # MPI counts are C ints, and some transports are slow or wrong near their limits: half of 2 GiB is safe everywhere.
@@ -44,6 +50,9 @@ MAX_MESSAGE_NBYTES = 1 << 30
 
 # Enough blocks per reader that the uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_READER = 4
+
+# Runs that start no further apart are read with what lies between them, as sources.hdf5_contiguous does.
+NEAR_NBYTES = 32 << 10
 
 # Lists of parts up to this length are kept once they were gone through: they are gone through several times.
 _MAX_KEPT = 4096
@@ -172,6 +181,8 @@ class ReadPlan:
         The rank that reads when there is one reader.
     max_message_nbytes : int
         Cap on a message, beside `MAX_MESSAGE_NBYTES`.
+    is_merged : bool
+        Where every rank reads what it holds: whether it reads a block once for all of its shards, or once for each.
     """
 
     blocks: Grid
@@ -181,6 +192,7 @@ class ReadPlan:
     n_readers: int
     root: int = 0
     max_message_nbytes: int = 1 << 62
+    is_merged: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.n_readers <= self.n_ranks or not 0 <= self.root < self.n_ranks:
@@ -193,9 +205,15 @@ class ReadPlan:
 
     @property
     def max_read_size(self) -> int:
-        """Elements that no `Read` exceeds: a block, or as much of it as fits into a shard where only that is read."""
-        reach = self.shards.shard_shape if self.is_direct else self.blocks.shape
-        return math.prod(map(min, self.blocks.cell, self.blocks.shape, reach))
+        """Elements that no `Read` exceeds: a block, or as much of it as a shard, or a rank, has where only that is read."""
+        return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Along each axis, what reads are cut from: the array, a shard where each is read by itself, or what a rank has."""
+        if not self.is_direct:
+            return self.blocks.shape
+        return self.shards.reach if self.is_merged else self.shards.shard_shape
 
     def reader_rank(self, reader: int) -> int:
         """The rank of a reader: readers are spread evenly over the ranks, and so over the nodes."""
@@ -256,12 +274,25 @@ class ReadPlan:
         return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
     def _direct_reads(self, rank: int) -> Iterator[Read]:
+        if self.is_merged:
+            yield from self._merged_reads(rank)
+            return
         for shard in self.shards.shards_of(rank):
             held = self.true_region(shard)
             for block in self.blocks.meeting(held) if held else ():
                 region = self.blocks.region(block).intersect(held) if held else None
                 if region is not None:
                     yield Read(region, (Part(region, shard, rank),))
+
+    def _merged_reads(self, rank: int) -> Iterator[Read]:
+        """Each block once, with a part for each shard that it meets. Between the parts there may be gaps."""
+        block, shard = (found.tolist() for found in self._arriving(rank))
+        for number, pairs in itertools.groupby(zip(block, shard, strict=True), key=operator.itemgetter(0)):
+            bounds = self.blocks.bounds(number)
+            parts = tuple(self._part(bounds, met, rank) for _, met in pairs)
+            start = tuple(map(min, zip(*(part.region.start for part in parts), strict=True)))
+            stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
+            yield Read(Region(start, stop), parts)
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """What a rank gets from each other rank, in the order in which that rank sends it."""
@@ -386,3 +417,69 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
         room //= max(1, reach)
     cell = tuple(g * c for g, c in zip(grouped, chunks.cell, strict=True))
     return Grid(chunks.shape, cell, chunks.phase)
+
+
+def plan_direct(
+    chunks: Grid, shards: Shards, itemsize: int, n_ranks: int, *, has_chunks: bool, file_itemsize: int, max_nbytes: int
+) -> ReadPlan:
+    """Every rank reads what it holds; what several shards of a rank need is read once, where reading it apart costs more.
+
+    That is so where a chunk may lie in two shards, and where runs are so near each other that what lies between is read too.
+    Else each shard is read by itself: without a copy where it lies in the file as in memory, and the first is there early.
+
+    Parameters
+    ----------
+    chunks, has_chunks : Grid, bool
+        The file's chunks, or stand-ins where it has none.
+    shards : Shards
+        Which rank holds which.
+    itemsize, file_itemsize : int
+        Bytes per element as they travel, and in the file.
+    n_ranks : int
+        Ranks in the job.
+    max_nbytes : int
+        Cap on a block.
+    """
+
+    def cut(is_merged: bool) -> ReadPlan:
+        within = shards.reach if is_merged else shards.shard_shape
+        blocks = plan_blocks(chunks, max(itemsize, file_itemsize), max_nbytes=max_nbytes, n_readers=0, within=within)
+        return ReadPlan(blocks, shards, itemsize, n_ranks, 0, is_merged=is_merged)
+
+    if shards.most_held == 1:
+        return cut(False)
+    extent = shards.shard_shape
+    if has_chunks:
+        axes = zip(shards.cuts, extent, chunks.cell, chunks.phase, strict=True)
+        return cut(any(n > 1 and (phase or e % cell) for n, e, cell, phase in axes))
+    is_near = run_stride(chunks.shape, extent) * file_itemsize <= NEAR_NBYTES
+    return cut(count_runs(chunks.shape, extent) > 1 and is_near)
+
+
+def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:
+    """Contiguous runs of the file that a box of it is made of.
+
+    >>> count_runs((8, 8, 8), (4, 8, 8)), count_runs((8, 8, 8), (8, 4, 8)), count_runs((8, 8, 8), (8, 8, 4))
+    (1, 8, 64)
+    """
+    runs, whole = 1, True
+    for n, e in zip(reversed(shape), reversed(extent), strict=True):
+        if not whole:
+            runs *= min(n, e)
+        whole = whole and e >= n
+    return runs
+
+
+def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
+    """Elements from the start of one run of a box to the next: one step along the last axis before the last that is cut.
+
+    A run is what the box has of that axis and all after it. An axis of which it has one element is no step.
+
+    >>> run_stride((8, 8, 8), (4, 8, 8)), run_stride((8, 8, 8), (8, 4, 8)), run_stride((8, 8, 8), (8, 8, 4))
+    (64, 64, 8)
+    """
+    cut = [k for k, (n, e) in enumerate(zip(shape, extent, strict=True)) if e < n]
+    if not cut:
+        return 0
+    steps = [k for k in range(cut[-1]) if extent[k] > 1]
+    return math.prod(shape[steps[-1] + 1 :] if steps else shape[cut[-1] :])

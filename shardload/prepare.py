@@ -28,6 +28,7 @@ from shardload.launch import rank_of_process
 from shardload.layout import (
     describe_decomposition,
     describe_sharding,
+    devices_per_process,
     layout_shards,
     padded_shape,
     read_sharding,
@@ -36,7 +37,7 @@ from shardload.layout import (
 )
 from shardload.letter import let_interruption_pass
 from shardload.options import AUTO, TIMEOUT, Options, pad_value
-from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_row_chunks
+from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_direct, plan_row_chunks
 from shardload.region import Selection, select_axes
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
@@ -62,11 +63,15 @@ _NAMES = tuple(Options.check().describe())
 
 @dataclass
 class Call:
-    """The arguments of one call, checked, and the ranks that make it. `group` is None for an abstract mesh."""
+    """The arguments of one call, checked, and the ranks that make it. `group` is None for an abstract mesh.
+
+    `devices_per_rank` is of an abstract mesh: so many of its devices, in their order, are one process's.
+    """
 
     sharding: NamedSharding
     options: Options
     group: Group | None
+    devices_per_rank: int = 1
 
     @property
     def max_block_nbytes(self) -> int:
@@ -98,7 +103,14 @@ class Request:
     @classmethod
     @contextmanager
     def open(
-        cls, kind: str, mesh: Any, spec: Any, comm: Any, what: dict[str, str], options: dict[str, Any]
+        cls,
+        kind: str,
+        mesh: Any,
+        spec: Any,
+        comm: Any,
+        what: dict[str, str],
+        options: dict[str, Any],
+        processes: Any = None,
     ) -> Iterator[Request]:
         """Check the arguments on this rank, and hold the group for all that the call does. Collective the first time.
 
@@ -112,13 +124,15 @@ class Request:
             What else must be the same on every rank; ``"path"`` first.
         options : dict
             Keywords of `Options.check`.
+        processes : int, optional
+            How many processes an abstract mesh is of.
         """
         given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
         values = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
         call, error = None, None
         timeout: float | None = TIMEOUT
         try:
-            call = Call(read_sharding(mesh, spec), Options.check(**options), None)
+            call = Call(read_sharding(mesh, spec), Options.check(**options), None, devices_per_process(given, processes))
             values |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
             timeout = call.options.timeout
         except ConfigError as found:
@@ -255,9 +269,12 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
     for mode in _possible_modes(call):
         n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
         n_readers = min(n, n_ranks)
-        within = shards.shard_shape if mode == DIRECT else None
-        blocks = plan_blocks(chunks, wide, max_nbytes=max_nbytes, n_readers=n_readers, within=within)
-        plans[mode] = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, n_readers)
+        if mode == DIRECT:
+            more: dict[str, Any] = dict(has_chunks=info.chunks is not None, file_itemsize=itemsize, max_nbytes=max_nbytes)
+            plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **more)
+        else:
+            blocks = plan_blocks(chunks, wide, max_nbytes=max_nbytes, n_readers=n_readers)
+            plans[mode] = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, n_readers)
     return _choose(call, info, plans, selection, chunks, dtype, path)
 
 
@@ -309,8 +326,8 @@ def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str
     if call.options.pad is not None:
         pad_value(call.options.pad, dtype)
     if group is None:
-        n_devices = math.prod(sharding.mesh.shape.values())
-        return layout_shards(sharding, axes, shape_global, None), n_devices
+        n_devices, per_rank = math.prod(sharding.mesh.shape.values()), call.devices_per_rank
+        return layout_shards(sharding, axes, shape_global, None, devices_per_rank=per_rank), n_devices // per_rank
     _refuse_lossy(dtype, name)
     shards = layout_shards(sharding, axes, shape_global, rank_of_process(group))
     verify_layout(shards, sharding, group.rank)

@@ -29,7 +29,7 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.missing import Counter, chunk_number
 from shardload.naming import Naming
 from shardload.node import Bell
-from shardload.plan import Grid, Read
+from shardload.plan import Grid, Part, Read
 from shardload.region import Region, Selection
 from shardload.sources.base import ChunkReader, Source
 from shardload.staging import Block, Piece, Slots, Tile, aligned
@@ -225,22 +225,31 @@ class SourceReader:
             region = self._chunks.region(number).intersect(block.read.region)
             if region is None:
                 continue
+            parts = [part for part in block.read.parts if part.region.intersect(region) is not None]
+            if not parts:  # it lies between the shards of this rank
+                continue
             index = self._names.index(region)
             try:
                 with self._at(region):
-                    self._read_chunk(block, reader, place, region, index, tally)
+                    self._read_chunk(block, reader, place, region, parts, index, tally)
             except (ShardloadError, MemoryError):
                 raise
             except Exception as error:
                 raise self._names.unreadable(error, region, index) from error
 
     def _read_chunk(
-        self, block: Block, reader: ChunkReader, place: int, region: Region, index: tuple[int, ...], tally: Tally
+        self,
+        block: Block,
+        reader: ChunkReader,
+        place: int,
+        region: Region,
+        parts: list[Part],
+        index: tuple[int, ...],
+        tally: Tally,
     ) -> None:
         started = time.perf_counter()
         encoded = reader.fetch(index, self._stored)
         fetched = time.perf_counter()
-        parts = [part for part in block.read.parts if part.region.intersect(region) is not None]
         box = self._selection.to_file(region)
         inside = tuple(
             slice(a - i * c, b - i * c) for a, b, i, c in zip(box.start, box.stop, index, self._chunk_shape, strict=True)
@@ -290,7 +299,7 @@ class SourceReader:
             if len(tally.missing) < MOST_NAMED:  # they come in ascending order
                 tally.missing.append(number)
 
-    def _in_place(self, parts: list[Any], region: Region) -> Array | None:
+    def _in_place(self, parts: list[Part], region: Region) -> Array | None:
         """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
         if self._casts or len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
             return None
@@ -323,6 +332,11 @@ class SourceReader:
 
     def _read_block(self, block: Block, tally: Tally) -> None:
         read = block.read
+        # Parts of several shards, and nobody needs what lies between them.
+        if len(read.parts) > 1 and sum(part.region.size for part in read.parts) < read.region.size:
+            for part in read.parts:
+                self._read_block(Block(Read(part.region, (part,)), slot=block.slot), tally)
+            return
         own = self._own_piece(read)
         if own is not None:
             self._read(read, own, tally)

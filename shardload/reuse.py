@@ -7,7 +7,10 @@ load that asks for exactly as much:
 
 * marked as free (MADV_FREE): the kernel takes it as soon as anybody needs memory, this process or another, and until then
   it is warm. It counts in the resident set all the same;
-* no more than one load's pieces, and none that the next load does not ask for: that is given back before new memory is made.
+* no more than one load's pieces, and none that the next load does not ask for: that is given back before new memory is made;
+* no more than a quarter of what the machine and the job's control groups have left, and nothing where addresses are limited:
+  there it would be missing, whether the kernel could take its pages or not (`spare`). That is looked at when memory comes
+  back, and before each load.
 
 Small pieces are ordinary memory. ``SHARDLOAD_KEEP_MEMORY=0`` in the environment switches this off.
 """
@@ -18,6 +21,7 @@ import gc
 import math
 import mmap
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -26,11 +30,14 @@ from typing import Any
 
 import numpy as np
 
+from shardload.spare import keeps_addresses, spare_nbytes
 from shardload.staging import aligned_empty
 
 __all__ = ["Reserve", "empty_pieces"]
 
 _WORTH_NBYTES = 1 << 20  # below, memory comes from the allocator's own reserve
+_SHARE = 4  # of what is left, no more than the so-manieth part is kept
+_LOOK_SECONDS = 0.02  # the pieces of an array come back together: what is left is looked at once for all of them
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
 
@@ -55,6 +62,7 @@ class Reserve:
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
         self._most = 0  # bytes of the largest load
+        self._spare, self._looked = 0.0, -math.inf  # bytes that may be kept, and when that was found out
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +86,35 @@ class Reserve:
             blocks.append(None if fits is None else free.pop(fits))
         for block in free:  # before anything new is made
             block.close()
-        return [self._lend(block or _new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
+        return [self._lend(block or self._new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
+
+    def trim(self) -> None:
+        """Give back what is more than may be kept now."""
+        self._looked = -math.inf
+        while self._free and self.nbytes > self._room():
+            with suppress(IndexError):  # another thread was first
+                self._free.popleft().close()
+
+    def clear(self) -> None:
+        """Give back everything."""
+        for block in self._take_all():
+            block.close()
+
+    def _room(self) -> float:
+        """Bytes that may be kept."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            # Nobody waits for a lock here: two threads that look at a time find the same.
+            self._spare, self._looked = 0 if keeps_addresses() else spare_nbytes() / _SHARE, now
+        return min(self._most, self._spare)
+
+    def _new(self, size: int) -> mmap.mmap:
+        try:
+            return _new(size)
+        except MemoryError:  # arrays that nobody can see may be waiting to be collected, and may have come back since
+            gc.collect()
+            self.clear()
+            return _new(size)
 
     def _take_all(self) -> list[mmap.mmap]:
         found = []
@@ -94,7 +130,7 @@ class Reserve:
 
     def _give_back(self, block: mmap.mmap) -> None:
         try:
-            if self.nbytes + len(block) <= self._most:
+            if self.nbytes + len(block) <= self._room():
                 block.madvise(mmap.MADV_FREE)
                 return self._free.append(block)
         except (OSError, RuntimeError):  # a kernel that cannot; or another block came back while the bytes were added up
@@ -120,6 +156,7 @@ def empty_pieces(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> lis
     """Uninitialised arrays for one load, which JAX on CPU can use as they are instead of copying them."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     if not _CAN_KEEP or max(sizes, default=0) < _WORTH_NBYTES or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
+        _reserve.trim()
         return [aligned_empty(shape, dtype) for shape in shapes]
     gc.collect(0)  # JAX gives up the memory of arrays that were dropped when Python collects garbage, however little
     return [memory.view(dtype).reshape(shape) for memory, shape in zip(_reserve.take(sizes), shapes, strict=True)]

@@ -189,6 +189,13 @@ class Shards:
         steps = [range(0, n * s, s) for n, s in zip(ranks.counts[k:], ranks.stride[k:], strict=True)]
         return tuple(sorted(map(sum, itertools.product(*steps))))
 
+    @cached_property
+    def most_held(self) -> int:
+        """How many shards the rank holds that holds most."""
+        if isinstance(self.ranks, RankBoxes):
+            return math.prod(self.ranks.box[: self.n_cut_axes])
+        return int(self.held_by_rank.max(initial=0))
+
     def shards_of(self, rank: int) -> tuple[int, ...]:
         """The shards that a rank holds, ascending, each once."""
         if isinstance(self.ranks, RankBoxes):
@@ -203,6 +210,34 @@ class Shards:
             return ()
         held = order[first[rank] : first[rank + 1]].tolist()
         return tuple(sorted({place // self.n_replicas for place in held}))
+
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """Elements along each axis, from the first to the last one that a rank holds; of the rank that reaches furthest."""
+        if isinstance(self.ranks, RankBoxes):
+            spans = [
+                sum((b - 1) * s for b, s in zip(boxes, _strides(sizes), strict=True)) + 1 for sizes, boxes in self.mesh_axes
+            ]
+        else:
+            shard, rank = self.holdings
+            order = np.argsort(rank, kind="stable")
+            shard, first = shard[order], np.flatnonzero(np.diff(rank[order], prepend=-1))
+            spans = []
+            for stride, n in zip(_strides(self.cuts), self.cuts, strict=True):
+                index = shard // stride % n
+                spans.append(1 + int((np.maximum.reduceat(index, first) - np.minimum.reduceat(index, first)).max()))
+        return tuple(n * e for n, e in zip(spans, self.shard_shape, strict=True))
+
+    @cached_property
+    def mesh_axes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of `ranks` as RankBoxes: for each array axis, the sizes and a rank's boxes of the mesh axes that cut it."""
+        found, mesh = [], iter(zip(self.ranks.shape, self.ranks.box, strict=True) if isinstance(self.ranks, RankBoxes) else ())
+        for n in self.cuts:
+            axes: list[tuple[int, int]] = []
+            while math.prod(size for size, _ in axes) < n:
+                axes.append(next(mesh))
+            found.append((tuple(size for size, _ in axes), tuple(b for _, b in axes)))
+        return found
 
     def ranks_at(self, shards: IntArray, replicas: IntArray | int) -> IntArray:
         """The rank of the device that holds each of many shards as each of many replicas, element by element."""

@@ -55,7 +55,10 @@ def test_the_other_commands(tmp_path: Path) -> None:
     command("small", "--ranks", "2", "--repeats", "2", *places)
     command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
     command("verify", "--sizes", "64", "--ranks", "2", "--specs", "a,b", "--repeats", "1", *places)
+    options = ["--size", "64", "--layouts", "hdf5-gzip-planes", "--specs", "-,a,b", "--jobs", "1x2", "--repeats", "1"]
+    command("devices", *options, *places)
     table = command("report", "--results", str(tmp_path))
+    assert '| 1 x 2 | hdf5-gzip-planes | `P(None, "a", "b")` |' in table
     assert "| scatter of 0 MiB, 2 ranks" in table
     assert '| hdf5-gzip-planes, 64^3 | `P("a", "b")` |' in table
     for cell in json.loads((tmp_path / "verify.json").read_text())["cells"]:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload.assemble import EarlyPieces, assemble
 from shardload.errors import ShardloadError
 from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
@@ -370,7 +373,50 @@ def assemble_takes_pieces_that_left_early() -> None:
         assert not quiet.arrays, "on CPU JAX uses the piece itself"
 
 
-CHECKS = [n for n, f in globals().items() if n.startswith(("layout_", "assemble_")) and f.__module__ == __name__]
+# --- loading
+
+
+def load_decodes_each_chunk_once() -> None:
+    """However many devices of this process need some of it, in every way of reading, from the library and chunk by chunk."""
+    mesh = Mesh(np.array(jax.devices())[[5, 2, 7, 0, 1, 4, 3, 6]].reshape(2, 4), ("a", "b"))
+    with tempfile.TemporaryDirectory() as folder, h5py.File(f"{folder}/a.h5", "w") as file:
+        for name, shape, chunks in (
+            ("large", (6, 96, 128), (1, 96, 128)),  # decoded by threads, one by one
+            ("small", (12, 16, 24), (1, 16, 24)),  # read by the library, block by block
+            ("cubes", (16, 64, 96), (8, 40, 40)),
+        ):
+            table = table_of(shape)
+            file.create_dataset(name, data=table, chunks=chunks, compression="gzip")
+            n_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunks, strict=True))
+            for spec in (P("a", "b"), P(None, "a", "b"), P(None, None, ("b", "a")), P(None, "b"), P("a"), P()):
+                pad = {} if shape[0] % 2 == 0 else {"pad": 0}
+                for readers in ("auto", "direct", "parallel"):
+                    plan = shardload.plan(file[name], mesh, spec, readers=readers, **pad)
+                    array = plan.execute()
+                    np.testing.assert_array_equal(np.asarray(array), table, err_msg=f"{name} {spec} {readers}")
+                    found = plan.report.chunks_decoded if plan.report else -1
+                    expected = plan.costs[plan.readers].chunks_decoded
+                    assert found == expected, f"{name} {spec} {readers}: {found} chunks were decoded, {expected} planned"
+                    assert found == n_chunks, f"{name} {spec} {readers}: {found} chunks were decoded of {n_chunks}"
+
+
+def load_counts_chunks_that_are_not_stored_once() -> None:
+    """Wrong if one that several devices need were counted for each, or one whose first element another has not at all."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+    with tempfile.TemporaryDirectory() as folder, h5py.File(f"{folder}/a.h5", "w") as file:
+        made = file.create_dataset("x", (8, 96, 128), "f4", chunks=(1, 96, 128), fillvalue=3)
+        made[:5] = 1
+        for spec in (P("a", "b"), P(None, "a", "b"), P("a"), P(None, None, "b")):
+            plan = shardload.plan(made, mesh, spec, missing="fill", readers="direct")
+            plan.execute()
+            assert plan.report and plan.report.chunks_missing == 3, f"{spec}: {plan.report}"
+
+
+CHECKS = [
+    n
+    for n, f in globals().items()
+    if n.startswith(("layout_", "assemble_", "load_")) and getattr(f, "__module__", "") == __name__
+]
 
 
 def with_name(name: str, check: Callable[[], None]) -> None:

@@ -31,6 +31,7 @@ class Case:
     root: int = 0
     itemsize: int = 4
     block_nbytes: int = 64
+    is_merged: bool = False
 
     @property
     def shape_global(self) -> tuple[int, ...]:
@@ -54,10 +55,10 @@ class Case:
                 self.itemsize,
                 max_nbytes=self.block_nbytes,
                 n_readers=self.n_readers,
-                within=None if self.n_readers else shards.shard_shape,
+                within=None if self.n_readers else shards.reach if self.is_merged else shards.shard_shape,
             )
         numbers = self.itemsize, self.n_ranks, self.n_readers, self.root
-        return kind(blocks, shards, *numbers, max_message_nbytes=max_message_nbytes)
+        return kind(blocks, shards, *numbers, max_message_nbytes=max_message_nbytes, is_merged=self.is_merged)
 
 
 @st.composite
@@ -97,6 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(0, n_ranks - 1)) if n_readers == 1 else 0,
         draw(st.sampled_from([1, 4, 8])),
         draw(st.sampled_from([1, 16, 64, 256, 1 << 20])),
+        n_readers == 0 and draw(st.booleans()),
     )
 
 
@@ -196,6 +198,9 @@ def simulate(case: Case, plan: ReadPlan) -> Counter[str]:
 
 
 def chunks_read(plan: ReadPlan, chunks: Grid, rank: int) -> list[list[int]]:
-    """The chunks that each read of a rank decodes, by looking at each of its elements."""
+    """The chunks that each read of a rank decodes, by looking at each of the elements that somebody needs of it."""
     numbers = cell_numbers(chunks)
-    return [np.unique(numbers[read.region.slices()]).tolist() for read in plan.reads(rank)]
+    return [
+        np.unique(np.concatenate([numbers[p.region.slices()].ravel() for p in read.parts])).tolist()
+        for read in plan.reads(rank)
+    ]

@@ -240,6 +240,16 @@ def test_plan_json(file: str) -> None:
     assert plan["costs"]["parallel"]["chunks_decoded"] == 10
 
 
+@pytest.mark.parametrize(("processes", "decoded"), [((), 96), (("--processes", "2"), 24), (("--processes", "1"), 12)])
+def test_plan_for_processes_of_several_devices(file: str, processes: tuple[str, ...], decoded: int) -> None:
+    """Wrong if every device were a process of its own whatever was said, or a process decoded a chunk for each device."""
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", *processes, "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["n_ranks"] == int(processes[1] if processes else 8)
+    assert (plan["costs"]["direct"]["chunks_decoded"], plan["costs"]["parallel"]["chunks_decoded"]) == (decoded, 12)
+
+
 def test_plan_pads_when_told_to(file: str) -> None:
     args = ("plan", f"{file}:/fields/density", "--mesh", "a=3", "--spec", "-,a", "--json")
     code, _, err = run(*args)
@@ -274,6 +284,16 @@ def test_plan_over_two_mesh_axes(file: str) -> None:
         (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "readers"),
         (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "staging"),
         (("--mesh", "a=4", "--spec", "a", "--select", "99"), 1, "99"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "has 4 devices, and each process must have as many as"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "as many as the others: expected 1, 2 or 4"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "8"), 1, "expected 1, 2 or 4"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "0"), 1, "processes is 0"),
+        (
+            ("--mesh", "a=1", "--spec", "a", "--processes", "2"),
+            1,
+            "has 1 device, and each process must have as many as the others: e",
+        ),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "x"), 2, "--processes"),
     ],
 )
 def test_plan_refuses(file: str, args: tuple[str, ...], code: int, text: str) -> None:

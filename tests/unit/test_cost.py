@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from shardload import cost as costs
 from shardload import count
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, choose_mode, plan_cost
-from shardload.plan import Grid, ReadPlan, plan_blocks, plan_row_chunks, plan_shards
+from shardload.plan import (
+    Grid,
+    ReadPlan,
+    count_runs,
+    plan_blocks,
+    plan_direct,
+    plan_row_chunks,
+    plan_shards,
+    run_stride,
+)
 from shardload.region import Region
+from tests.unit.eight_devices import CHECKS, outcome
 from tests.unit.planning import Case, cases, chunks_read, flat_index, grids, held_regions, simulate
 
 
@@ -79,7 +89,7 @@ def test_without_chunks_each_byte_counts_as_often_as_it_is_read(case: Case) -> N
 @settings(max_examples=150)
 @given(cases())
 def test_peak_memory_is_pieces_and_staging_where_reads_are_staged(case: Case) -> None:
-    case = replace(case, n_readers=0)
+    case = replace(case, n_readers=0, is_merged=False)
     plan = case.plan()
     held = held_regions(case)
     staged = False
@@ -144,26 +154,37 @@ def test_runs_of_a_piece_against_its_elements(case: Case) -> None:
     first = plan.shards.region(0).intersect(Region.whole(case.shape))
     assert first is not None
     flat = flat_index(case.shape)[first.slices()].ravel()
-    assert costs._runs_per_piece(plan) == 1 + int((np.diff(flat) != 1).sum())
+    assert count_runs(case.shape, plan.shards.shard_shape) == 1 + int((np.diff(flat) != 1).sum())
 
 
 # --- which way
 
 
+@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("load_")])
+def test_on_eight_devices(name: str) -> None:
+    assert not outcome(name), outcome(name)
+
+
 def plan_all(
-    shape: tuple[int, ...], cell: tuple[int, ...] | None, axes: Any, mesh: tuple[int, ...], codec: str, **more: Any
+    shape: tuple[int, ...],
+    cell: tuple[int, ...] | None,
+    axes: Any,
+    mesh: tuple[int, ...],
+    codec: str,
+    per_rank: int = 1,
+    **more: Any,
 ) -> tuple[dict[str, Cost], int]:
-    """The costs of a float32 array over a mesh with a rank per device, as `prepare` counts them."""
-    n_ranks = math.prod(mesh)
-    shards = plan_shards(shape, axes, np.arange(n_ranks).reshape(mesh))
+    """The costs of a float32 array over a mesh with a rank for every so many devices, as `prepare` counts them."""
+    n_ranks = math.prod(mesh) // per_rank
+    shards = plan_shards(shape, axes, np.arange(math.prod(mesh)).reshape(mesh) // per_rank)
     chunks = Grid(shape, cell or plan_row_chunks(shape, 4), (0,) * len(shape))
-    found = {}
-    for mode, n_readers in {ROOT: 1, PARALLEL: n_ranks, DIRECT: 0}.items():
-        within = shards.shard_shape if mode == DIRECT else None
-        blocks = plan_blocks(chunks, 4, max_nbytes=16 << 20, n_readers=n_readers, within=within)
-        plan = ReadPlan(blocks, shards, 4, n_ranks, n_readers)
-        found[mode] = plan_cost(mode, plan, chunks, has_chunks=cell is not None, file_itemsize=4, codec=codec, **more)
-    return found, n_ranks
+    plans = {}
+    for mode, n_readers in {ROOT: 1, PARALLEL: n_ranks}.items():
+        blocks = plan_blocks(chunks, 4, max_nbytes=16 << 20, n_readers=n_readers)
+        plans[mode] = ReadPlan(blocks, shards, 4, n_ranks, n_readers)
+    known: dict[str, Any] = dict(has_chunks=cell is not None, file_itemsize=4)
+    plans[DIRECT] = plan_direct(chunks, shards, 4, n_ranks, max_nbytes=16 << 20, **known)
+    return {mode: plan_cost(mode, plan, chunks, codec=codec, **known, **more) for mode, plan in plans.items()}, n_ranks
 
 
 CUBE = (512, 512, 512)
@@ -190,6 +211,42 @@ def test_choice(shape: Any, cell: Any, axes: Any, mesh: Any, codec: str, expecte
     assert mode == expected and text in why, (mode, why, found)
     assert choose_mode(dict(reversed(found.items())), n_ranks) == (mode, why), "the order of the ways decides nothing"
     assert tuple(found) == MODES
+
+
+@pytest.mark.parametrize(
+    ("cell", "axes", "per_rank", "expected", "decoded"),
+    [
+        ((1, 512, 512), PENCIL, 8, DIRECT, 512),  # each plane once, for all eight devices
+        ((1, 512, 512), PENCIL, 4, PARALLEL, 2 * 512),  # once in each of two processes
+        ((1, 512, 512), PENCIL, 2, PARALLEL, 4 * 512),
+        ((1, 512, 512), ((0,), (1,), ()), 4, DIRECT, 512),  # each process has whole planes, its devices have not
+        ((1, 512, 512), ((0,), (1,), ()), 2, PARALLEL, 2 * 512),
+        ((96, 96, 96), ((0,), (1,), ()), 8, DIRECT, 6**3),
+        (None, ((), (), (1,)), 8, DIRECT, 0),
+        (None, ((), (0,), (1,)), 4, DIRECT, 0),
+    ],
+)
+def test_a_process_of_several_devices_reads_once_for_all_of_them(
+    cell: Any, axes: Any, per_rank: int, expected: str, decoded: int
+) -> None:
+    """Wrong if a chunk counted, or was decoded, once for each device that needs some of it."""
+    found, n_ranks = plan_all(CUBE, cell, axes, (2, 4), "gzip", per_rank)
+    mode, why = choose_mode(found, n_ranks)
+    assert (mode, found[DIRECT].chunks_decoded) == (expected, decoded), (why, found)
+    if n_ranks == 1:
+        assert found[DIRECT].amplification == (1 if cell is None or 512 % cell[0] == 0 else pytest.approx((576 / 512) ** 3))
+        assert found[DIRECT].seconds <= 1.1 * min(found[PARALLEL].seconds, found[ROOT].seconds)
+
+
+def test_what_odd_sets_of_shards_share_is_counted_while_they_are_few() -> None:
+    """Three of four shards are no grid. Above a number of such ranks, each shard counts by itself: more, never less."""
+    shards = plan_shards((8, 8), ((0,), (1,)), np.array([[0, 0], [0, 1]]))
+    plan = ReadPlan(Grid((8, 8), (8, 8), (0, 0)), shards, 4, 2, 0, is_merged=True)
+    chunks = Grid((8, 8), (8, 2), (0, 0))  # columns: two of them in each shard
+    assert count.count_direct(plan, chunks, has_chunks=True) == (6, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(count, "_MAX_ODD_RANKS", 0)
+        assert count.count_direct(plan, chunks, has_chunks=True) == (8, 6)
 
 
 def test_a_simpler_way_wins_unless_another_is_clearly_better() -> None:
@@ -349,7 +406,7 @@ def test_distance_of_runs_against_elements(case: Case) -> None:
     flat = flat_index(case.shape)[first.slices()].ravel()
     starts = flat[np.flatnonzero(np.diff(flat, prepend=-2) != 1)]
     if len(starts) > 1:
-        assert costs._run_stride(plan) == starts[1] - starts[0]
+        assert run_stride(case.shape, plan.shards.shard_shape) == starts[1] - starts[0]
 
 
 def test_what_lies_between_near_runs_is_read_too() -> None:

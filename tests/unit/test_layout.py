@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload.errors import ConfigError
 from shardload.layout import (
     describe_decomposition,
     describe_sharding,
+    devices_per_process,
     layout_shards,
     padded_shape,
     read_sharding,
@@ -36,6 +40,34 @@ def test_on_eight_devices(name: str) -> None:
 
 def one_device(*axes: str) -> Mesh:
     return Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(axes)), axes)
+
+
+# --- whose are the devices
+
+
+def test_processes_are_said_of_an_abstract_mesh_alone(tmp_path: Path) -> None:
+    """Wrong if it were taken, and did nothing, where the devices themselves say whose they are."""
+    assert [devices_per_process(MESH, n) for n in (None, 1, 2, 8, np.int64(4))] == [1, 8, 4, 1, 2]
+    assert devices_per_process(one_device("a"), None) == 1
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((8, 8), "f4")
+    for mesh in (one_device("a", "b"), NamedSharding(one_device("a", "b"), P("a"))):
+        with pytest.raises(
+            ConfigError, match=r"processes is 1, but the mesh has devices, which say whose they are: leave it out"
+        ):
+            shardload.plan(tmp_path / "a.h5", mesh, None if isinstance(mesh, NamedSharding) else P("a"), processes=1)
+    with pytest.raises(TypeError, match="processes"):
+        shardload.load(tmp_path / "a.h5", MESH, P("a"), processes=1)  # type: ignore[call-arg]
+    held = shardload.plan(tmp_path / "a.h5", MESH, P("a", "b"), processes=4).read_plan.shards
+    assert [held.shards_of(rank) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize("processes", [0, -1, 3, 16, 2.0, "2", True])
+def test_processes_share_the_devices_alike(processes: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"processes is {processes!r}, but the mesh has 8 devices, .* expected 1, 2, 4 or 8$"
+    ):
+        devices_per_process(MESH, processes)
 
 
 # --- what is a sharding

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.missing import chunk_number, counter_of, describe_missing, fold_first, settle_missing, unfold_first
-from shardload.plan import Grid
+from shardload.plan import Grid, ReadPlan, plan_shards
 from shardload.region import Region, select_axes
 from shardload.sources import open_source, read_small
 from shardload.sources.base import ArrayInfo
@@ -36,6 +36,17 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
         for read in plan.reads(rank):
             counted.update(n for n in case.chunks.meeting(read.region) if counts(read, case.chunks.region(n)))
     assert counted == Counter(range(case.chunks.n_cells))
+
+
+def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> None:
+    """Rank 0 has the first and the last of three shards, and the last is rank 1's replica: in one read, with a gap between."""
+    shards = plan_shards((6, 4), [(0,), ()], np.array([[0, 2], [1, 1], [2, 0]]))
+    plan = ReadPlan(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, 0, is_merged=True)
+    chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
+    for rank in range(3):
+        (read,) = plan.reads(rank)
+        counted.append([n for n in range(6) if counter_of(plan, rank)(read, chunks.region(n))])
+    assert counted == [[0, 1, 4, 5], [2, 3], []]
 
 
 @pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from shardload.plan import (
     MAX_MESSAGE_NBYTES,
     Grid,
     Part,
+    RankBoxes,
     Read,
     ReadPlan,
     Shards,
     plan_blocks,
+    plan_direct,
     plan_row_chunks,
     plan_shards,
 )
@@ -335,27 +338,54 @@ def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: in
 
 
 @settings(max_examples=150)
-@given(cases(), st.integers(1, 4000))
-def test_direct_reads_stay_below_the_cap(case: Case, cap: int) -> None:
+@given(cases(), st.integers(1, 4000), st.booleans())
+def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) -> None:
+    """Wrong if a chunk were decoded twice for one shard or, merged, for two shards of one rank."""
     assume(case.n_readers == 0 or math.prod(case.shape) > 0)
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
-    blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_readers=0, within=shards.shard_shape)
-    plan = ReadPlan(blocks, shards, case.itemsize, case.n_ranks, 0)
+    within = shards.reach if is_merged else shards.shard_shape
+    blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_readers=0, within=within)
+    plan = ReadPlan(blocks, shards, case.itemsize, case.n_ranks, 0, is_merged=is_merged)
+    simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
-        for read, numbers in zip(plan.reads(rank), chunks_read(plan, case.chunks, rank), strict=True):
+        found = list(zip(plan.reads(rank), chunks_read(plan, case.chunks, rank), strict=True))
+        for read, numbers in found:
             largest = max(largest, read.region.size)
             assert read.region.size * case.itemsize <= cap or len(numbers) == 1
-        for shard in shards.shards_of(rank):
-            # No chunk is decoded twice for one shard.
-            mine = [r.region for r in plan.reads(rank) if r.parts[0].shard == shard]
-            table = cell_numbers(case.chunks)
-            decoded = [c for r in mine for c in np.unique(table[r.slices()]).tolist()]
+        for shard in [None] if is_merged else shards.shards_of(rank):
+            decoded = [n for read, numbers in found for n in numbers if shard in (None, read.parts[0].shard)]
             assert len(decoded) == len(set(decoded))
     assert largest <= plan.max_read_size
-    cell_nbytes = math.prod(map(min, case.cell, shards.shard_shape)) * case.itemsize
+    cell_nbytes = math.prod(map(min, case.cell, within)) * case.itemsize
     # ... and the bound on a read, which staging buffers are made of, is no looser than the cap.
     assert plan.max_read_size * case.itemsize <= max(cap, cell_nbytes) * 2 ** len(case.shape)
+
+
+@pytest.mark.parametrize(
+    ("cell", "axes", "per_rank", "merged"),
+    [
+        ((1, 64, 64), ((), (0,), (1,)), 8, True),  # planes as pencils
+        ((1, 64, 64), ((), (0,), (1,)), 4, True),
+        ((1, 64, 64), ((), (0,), (1,)), 1, False),  # a device each: nothing to share
+        ((1, 64, 64), ((0,), (), ()), 8, False),  # no chunk is in two shards
+        ((16, 16, 16), ((), (0,), (1,)), 8, False),
+        ((16, 16, 24), ((), (0,), (1,)), 8, True),
+        (None, ((0,), (), ()), 8, False),  # each shard lies in the file as in memory
+        (None, ((0,), (1,), ()), 8, True),  # its runs begin every 16 KiB
+        (None, ((), (), (1,)), 8, True),  # of each row a part: between them lies what others need
+        (None, ((), (), (1,)), 2, True),
+        (None, ((), (), (1,)), 1, False),
+    ],
+)
+def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank: int, merged: bool) -> None:
+    shape, devices = (64, 64, 64), np.arange(8).reshape(2, 4)
+    for ranks in (devices // per_rank, RankBoxes.in_order((2, 4), per_rank)):
+        shards = plan_shards(shape, axes, ranks)  # type: ignore[arg-type]
+        chunks = Grid(shape, cell or (1, 1, 64), (0, 0, 0))
+        numbers = 4, 8 // per_rank
+        plan = plan_direct(chunks, shards, *numbers, has_chunks=cell is not None, file_itemsize=4, max_nbytes=1 << 18)
+        assert plan.is_merged == merged
 
 
 def test_staging_buffers_are_no_larger_than_a_shard() -> None:

@@ -38,6 +38,20 @@ def staged(reader: SourceReader, region: Region, dtype: Any = "f4") -> Array:
 # --- where blocks go
 
 
+@pytest.mark.parametrize("shows", [None, TABLE])
+def test_what_lies_between_the_shards_of_a_rank_is_not_read(shows: Any) -> None:
+    """Wrong if the block were read as a whole, or a chunk that two shards share by each of them where there is no gap."""
+    source = FakeSource(TABLE, (2, 4), shows=shows)
+    pieces = {0: piece_of(rows(0, 2)), 1: piece_of(rows(2, 4)), 2: piece_of(Region((6, 1), (8, 3)))}
+    with reader_of(source, pieces) as reader:
+        parts = [Part(piece.region, shard, 0) for shard, piece in pieces.items()]
+        fetch(reader, Read(rows(0, 4), tuple(parts[:2])))
+        fetch(reader, Read(rows(0, 8), (parts[0], parts[2])))
+    assert shows is not None or source.reads == [rows(0, 4), rows(0, 2), Region((6, 1), (8, 3))]
+    for piece in pieces.values():
+        np.testing.assert_array_equal(piece.data, TABLE[piece.region.slices()])
+
+
 def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     piece = piece_of(rows(2, 6))
     source = FakeSource(TABLE, (2, 4))

@@ -122,6 +122,16 @@ def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> Non
     assert slots.has_room()
 
 
+def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
+    source = chunked(TABLE, (2, 4))
+    pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
+    with reader_of(source, pieces) as reader:
+        fetch(reader, Read(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
+    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.tally.chunks_decoded == 3
+    np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
+    np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
+
+
 def test_a_replica_elsewhere_is_staged_and_delivered_here() -> None:
     source = chunked(TABLE, (2, 4))
     piece = piece_of(rows(0, 2))
@@ -358,8 +368,13 @@ def test_all_ranks_readers_together_read_a_selection(
                     if part.rank != rank:
                         pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
                 block.release()
-        assert reader.tally.chunks_decoded == sum(decoded)
-        assert reader.tally.nbytes_read == 4 * sum(read.region.size for read in plan.reads(rank))
+        nbytes = 4 * sum(read.region.size for read in plan.reads(rank))
+        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.reads(rank) for part in read.parts)
+        if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
+            assert reader.tally.nbytes_read <= nbytes
+            assert n_threads == 0 or reader.tally.chunks_decoded == sum(decoded)
+        else:
+            assert reader.tally.chunks_decoded == sum(decoded) and reader.tally.nbytes_read == nbytes
     for mine in pieces:
         for shard, piece in mine.items():
             true = plan.true_region(shard)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +21,14 @@ from shardload import reuse
 from shardload.reuse import Reserve, empty_pieces
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_limits_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this process was started with."""
+    monkeypatch.setattr(reuse, "keeps_addresses", lambda: False)
+
+
 needs_madvise = pytest.mark.skipif(not reuse._CAN_KEEP, reason="this system cannot mark memory as free")
 
 
@@ -81,6 +92,73 @@ def test_no_more_is_kept_than_the_largest_load() -> None:
     held = [reserve.take([2 * MIB]) for _ in range(5)]
     held.clear()
     assert reserve.nbytes == 2 * MIB
+
+
+def test_no_more_is_kept_than_a_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a process that has come near the limit of its job kept what it does not need."""
+    for left, kept in ((64 * MIB, 8 * MIB), (32 * MIB, 8 * MIB), (16 * MIB, 4 * MIB), (3 * MIB, 0)):
+        monkeypatch.setattr(reuse, "spare_nbytes", lambda left=left: left)
+        reserve = Reserve()
+        pieces = reserve.take([2 * MIB] * 4)
+        pieces.clear()
+        assert reserve.nbytes == kept, left
+
+
+def test_what_is_kept_is_given_back_when_a_limit_comes_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were looked at only when memory comes back: a small load asks for none of it, and never takes any."""
+    monkeypatch.setattr(reuse, "_reserve", Reserve())
+    monkeypatch.setattr(reuse, "spare_nbytes", lambda: 1 << 40)
+    empty_pieces([(2 * MIB,)] * 4, np.dtype("u1"))
+    assert reuse._reserve.nbytes == 8 * MIB
+    empty_pieces([(100,)], np.dtype("u1"))
+    assert reuse._reserve.nbytes == 8 * MIB
+    monkeypatch.setattr(reuse, "spare_nbytes", lambda: 8 * MIB)
+    empty_pieces([(100,)], np.dtype("u1"))
+    assert reuse._reserve.nbytes == 2 * MIB
+    monkeypatch.setattr(reuse, "keeps_addresses", lambda: True)
+    empty_pieces([(100,)], np.dtype("u1"))
+    assert reuse._reserve.nbytes == 0
+
+
+def test_an_application_gets_all_that_a_limit_of_addresses_leaves() -> None:
+    """Wrong if memory that nobody uses any more were missing where the kernel cannot take it back."""
+    script = f"""
+import resource, numpy
+from pathlib import Path
+from shardload.reuse import empty_pieces
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + {1 << 30}, resource.RLIM_INFINITY))
+(piece,) = empty_pieces([({640 * MIB},)], numpy.dtype("u1"))
+del piece
+numpy.empty({640 * MIB}, "u1")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_load_that_finds_no_memory_gives_the_kept_one_back_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a load failed beside memory that nobody uses, given back or waiting to be collected."""
+    reserve, new = Reserve(), reuse._new
+    monkeypatch.setattr(reuse, "spare_nbytes", lambda: 1 << 40)
+    cycle: list[object] = [reserve.take([4 * MIB])]
+    cycle.append(cycle)
+    made: list[int] = []
+
+    def short(size: int) -> mmap.mmap:
+        made.append(reserve.nbytes)
+        if len(made) == 1:
+            raise MemoryError("no memory")
+        return new(size)
+
+    monkeypatch.setattr(reuse, "_new", short)
+    del cycle
+    (memory,) = reserve.take([2 * MIB])
+    memory[...] = 1
+    gc.collect()
+    assert made == [0, 0] and reserve.nbytes == 0, "what nobody could see was collected, came back, and was given up as well"
+    monkeypatch.setattr(reuse, "_new", lambda size: (_ for _ in ()).throw(MemoryError("no memory")))
+    with pytest.raises(MemoryError, match="no memory"):
+        reserve.take([2 * MIB, 3 * MIB])
 
 
 def test_memory_that_is_kept_is_the_kernels_to_take() -> None:

@@ -44,6 +44,8 @@ def test_a_formula_is_the_table_it_stands_for(drawn: tuple[Case, int]) -> None:
     formula = plan_shards(case.shape_global, case.axes, boxes)
     assert isinstance(formula.ranks, RankBoxes) and (formula.table() == table.ranks).all()
     assert (formula.cuts, formula.n_shards, formula.n_replicas) == (table.cuts, table.n_shards, table.n_replicas)
+    assert (formula.reach, formula.most_held) == (table.reach, table.most_held)
+    assert table.most_held == max(len(table.shards_of(rank)) for rank in range(case.n_ranks))
     for shard in range(table.n_shards):
         assert formula.holders(shard) == table.holders(shard)
         assert [formula.holder(shard, k) for k in range(formula.n_holders or 0)] == list(table.holders(shard))

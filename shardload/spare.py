@@ -1,0 +1,123 @@
+"""How much memory could this process still take, before a limit stops it?
+
+Memory that is marked as free is the kernel's to take wherever *pages* are short: on the machine, and in a control group. It
+counts all the same where *addresses* are limited (RLIMIT_AS, RLIMIT_DATA, a machine that does not overcommit): there the next
+allocation of anybody in the process fails, and nobody asks whether some of it could be done without.
+
+* `keeps_addresses`: is there such a limit?
+* `spare_nbytes`: the least of what the machine and each control group above this process have left; file cache and memory
+  marked as free count as left, for the kernel takes them first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+__all__ = ["keeps_addresses", "spare_nbytes"]
+
+_NEVER_OVERCOMMIT = 2
+_NO_LIMIT = 1 << 60  # the older interface says a number as large as can be
+_READ_NBYTES = 1 << 14
+_MEMINFO, _OVERCOMMIT = "/proc/meminfo", "/proc/sys/vm/overcommit_memory"
+_GROUPS, _MOUNTS = "/proc/self/cgroup", "/proc/self/mountinfo"
+# Files of a control group, by version of the interface: limits, what is used, and the names in memory.stat of what the kernel
+# takes first.
+_LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+_USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
+_CACHED = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file", "active_file")}
+
+
+def keeps_addresses() -> bool:
+    """Whether the addresses of this process are limited, so that memory which is kept is lost for the rest of it."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return False
+    if any(resource.getrlimit(which)[0] != resource.RLIM_INFINITY for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)):
+        return True
+    return _read(_OVERCOMMIT).strip() == str(_NEVER_OVERCOMMIT)
+
+
+def spare_nbytes() -> float:
+    """Bytes that this process could still take before the machine or a control group is full; infinity where nothing says."""
+    spare = _in_machine()
+    for folder, version in _folders(_read(_GROUPS)):
+        spare = min(spare, _in_group(folder, version))
+    return max(0.0, spare)
+
+
+def _in_machine() -> float:
+    return next(
+        (1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith("MemAvail")), math.inf
+    )
+
+
+def _in_group(folder: str, version: int) -> float:
+    """What a control group has left, whichever of its limits is lower."""
+    texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
+    limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
+    if limit >= _NO_LIMIT:
+        return math.inf
+    used = _read(f"{folder}/{_USED[version]}").strip()
+    if not used.isdigit():
+        return math.inf
+    pairs = (line.split() for line in _read(f"{folder}/memory.stat").splitlines())
+    return limit - int(used) + sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in _CACHED[version])
+
+
+@cache
+def _folders(groups: str) -> tuple[tuple[str, int], ...]:
+    """The control groups that limit the memory of a process with this ``/proc/self/cgroup``, from its own to the outermost."""
+    found = []
+    for version, root, mount in _mounts():
+        path = next((p for number, names, p in _split(groups) if _is_memory(version, number, names)), None)
+        if path is None:
+            continue
+        # In a container the mount may begin below the path that the process is told, or be all that there is of it.
+        inner = os.path.relpath(path, root) if path == root or path.startswith(root.rstrip("/") + "/") else "."
+        folder = mount / inner
+        folder = folder if folder.is_dir() else mount
+        while folder.is_relative_to(mount):
+            if (folder / _LIMITS[version][0]).exists():  # not where no memory is counted, as in the outermost one
+                found.append((str(folder), version))
+            folder = folder.parent
+    return tuple(found)
+
+
+def _split(groups: str) -> list[tuple[str, list[str], str]]:
+    """The number, the controllers and the path of each line."""
+    lines = (line.split(":", 2) for line in groups.splitlines())
+    return [(line[0], line[1].split(","), line[2]) for line in lines if len(line) == 3]
+
+
+def _is_memory(version: int, number: str, controllers: list[str]) -> bool:
+    return number == "0" if version == 2 else "memory" in controllers
+
+
+def _mounts() -> list[tuple[int, str, Path]]:
+    """Where control groups of memory are mounted: version, what of the hierarchy is there, and where."""
+    found = []
+    for line in _read(_MOUNTS).splitlines():
+        fields, _, rest = line.partition(" - ")
+        kind, *more = rest.split() or [""]
+        is_memory = kind == "cgroup" and "memory" in more[-1].split(",")
+        if is_memory or kind == "cgroup2":
+            found.append((1 if is_memory else 2, fields.split()[3], Path(fields.split()[4])))
+    return found
+
+
+def _read(path: str) -> str:
+    """A small file of the kernel's; empty where there is none. (Python's own `open` takes twice as long.)"""
+    try:
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError:
+        return ""
+    try:
+        return b"".join(iter(lambda: os.read(file, _READ_NBYTES), b"")).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
