@@ -1,13 +1,26 @@
-"""What do the flags of the command line mean? Text to plain values, or a message that says what to type."""
+"""What do the flags of the command line mean? Text to plain values, or a message that says what to type.
+
+The ``complete`` functions say what a flag may go on with, to shells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import EllipsisType
 
 import typer
 
-__all__ = ["parse_mesh", "parse_pad", "parse_select", "parse_spec"]
+__all__ = [
+    "complete_mesh",
+    "complete_spec",
+    "completes",
+    "parse_mesh",
+    "parse_pad",
+    "parse_readers",
+    "parse_select",
+    "parse_spec",
+]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -85,6 +98,47 @@ def parse_pad(text: str) -> int | float:
         except ValueError:
             continue
     raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+
+
+def parse_readers(text: str) -> str | int:
+    """A way of reading, or how many processes read, from ``--readers``; the library says which ways there are.
+
+    >>> parse_readers("direct"), parse_readers("16")
+    ('direct', 16)
+    """
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def completes(*words: str) -> Callable[[str], list[str]]:
+    """What completes a flag that takes one of `words`.
+
+    >>> completes("warn", "error")("w")
+    ['warn']
+    """
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
+
+
+def complete_mesh(incomplete: str) -> list[str]:
+    """Usual meshes, or sizes for the axis that is being typed.
+
+    >>> complete_mesh("n"), complete_mesh("a=2,b=")[:2]
+    (['n=4', 'n=8'], ['a=2,b=1', 'a=2,b=2'])
+    """
+    _, equals, size = incomplete.rpartition("=")
+    if equals and not size:
+        return [f"{incomplete}{2**k}" for k in range(7)]
+    return [mesh for mesh in ("a=2,b=2", "a=4,b=2", "a=4,b=4", "n=4", "n=8") if mesh.startswith(incomplete)]
+
+
+def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
+    """What the next array axis can be cut by: mesh axes of ``--mesh`` that are not used yet, or none."""
+    axes = {"a": 0, "b": 0}
+    with suppress(typer.BadParameter):
+        axes = parse_mesh(ctx.params.get("mesh") or "")
+    head = incomplete[: 1 + max(incomplete.rfind(","), incomplete.rfind("+"))]
+    used = head.replace("+", ",").split(",")
+    names = [name for name in axes if name not in used] + ["-"] * (not head.endswith("+"))
+    return [head + name for name in names if (head + name).startswith(incomplete)]
 
 
 def _wrong(flag: str, message: str) -> typer.BadParameter:

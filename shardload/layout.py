@@ -102,9 +102,9 @@ def _check_mesh(mesh: Any) -> None:
         )
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return
-    ids = [device.id for device in mesh.devices.flat]
-    if len(set(ids)) < len(ids):
-        twice = next(device for device, n in zip(mesh.devices.flat, map(ids.count, ids), strict=True) if n > 1)
+    devices: list[Any] = list(mesh.devices.flat)
+    if len(set(devices)) < len(devices):
+        twice = next(device for k, device in enumerate(devices) if device in devices[:k])
         raise ConfigError(f"the mesh has the device {twice} twice; a device can hold one shard of an array. Pass each once")
 
 
@@ -248,6 +248,7 @@ def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[
 def devices_of_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[str]]:
     """By JAX's own index map: the ids of the devices that hold each region, of all processes."""
     held: dict[Region, list[str]] = {}
+    device: Any
     for device, index in sharding.devices_indices_map(tuple(shape_global)).items():
         slices = (slice(None),) * len(shape_global) if index is None else index
         held.setdefault(Region.from_index(slices, shape_global), []).append(str(device.id))
