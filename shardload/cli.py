@@ -313,7 +313,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     columns = [Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("chunks")]
     columns += [Column("shards")] if sharded else []
     columns += [
-        Column("codec", lead=""),
+        Column("codec"),
         Column("size", is_number=True),
         Column("stored", is_number=True),
         Column("notes", lead=""),

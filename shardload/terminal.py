@@ -37,11 +37,12 @@ __all__ = [
 WIDTH = 80  # where output is no terminal: a log, a mail, a file, a launcher's pipe
 _LEAST = 20  # of which a line should be able to take a word
 _KEPT = "\u00a0"  # stands for a space at which no line is broken
-# What is read as one: a shape or spec in parentheses, a product, a number and its unit.
+# What is read as one: a shape or spec in parentheses, a product, a number and its unit, a version.
 _WHOLE = re.compile(
     r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)"
     r"|\w+(?:\+\w+)?(?: x \w+(?:\+\w+)?)+"
     r"|(?<![\w.])\d[\d.,]* (?:[KMGTP]?i?B|s)\b"
+    r"|[A-Za-z][\w-]* \d+\.\d+\.[\w.]*\w"
 )
 
 
@@ -141,7 +142,7 @@ def fit_table(
     Parameters
     ----------
     columns, rows
-        What is shown; cells are texts, and one that says nothing is ``""``.
+        What is shown; cells are texts, and one that says nothing is ``""`` or ``"-"``.
     width : int
         Columns of the terminal.
     narrow : sequence of sequences of str
@@ -168,7 +169,7 @@ def fit_table(
     body = lines[len(made) :] if places else [row[0] for row in rows]
     for line, row, said in zip(body, rows, notes, strict=True):
         made.append(line)
-        parts = [_with_lead(columns[k], row[k]) for k in others if row[k]]
+        parts = [_with_lead(columns[k], row[k]) for k in others if row[k] not in ("", "-")]
         indent = " " * 4
         made += wrap_parts(parts, width, indent) if parts else []
         for note in said:

@@ -88,7 +88,7 @@ def _count(n: int, what: str) -> str:
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
     # Flags and paths stay whole, so that they can be copied.
-    return wrap(text, width, head, None if len(head) <= width // 3 else "    ")
+    return wrap(text, width, head, None if len(head) <= width // 2 else "    ")
 
 
 Column = tuple[str, Callable[[Facts], str]]
