@@ -49,7 +49,7 @@ def describe_plan(plan: Described, width: int = WIDTH) -> str:
     lines = wrap(_title(plan), width, "", "  ")
     for name, text in _facts(plan).items():
         first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
-        parts = [text] if name == "taken" else text.split("; ")
+        parts = [text] if name in ("file", "taken") else text.split("; ")
         lines += wrap_parts(parts, width, first, None if width >= _WIDE else "    ")
     return "\n".join([*lines, "", *_table(plan, width)])
 
@@ -84,7 +84,7 @@ def _cell(tag: str, text: str, style: str = "", align: str = "left") -> str:
 
 
 def _title(plan: Described) -> str:
-    return f"load {printable(str(plan.info))}, {plan.info.format}"
+    return f"load '{printable(plan.info.dataset)}', {plan.info.format}"
 
 
 def _facts(plan: Described) -> dict[str, str]:
@@ -97,6 +97,7 @@ def _facts(plan: Described) -> dict[str, str]:
     chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     return {
+        "file": printable(plan.info.path),
         "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
         "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
         f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}",

@@ -51,7 +51,8 @@ WHY = "each rank by itself would decode 4x the array in all; once in the job, an
 
 def test_the_whole_text() -> None:
     assert describe_plan(Fake()).splitlines() == [
-        "load '/rho' in 'run.h5', HDF5",
+        "load '/rho', HDF5",
+        "  file      run.h5",
         "  array     (512, 512, 512), float64, 1.0 GiB;",
         "            chunks (1, 512, 512), gzip+shuffle",
         "  sharding  pencil: P(None, 'x', 'y') on mesh x=2, y=2;",
