@@ -54,8 +54,9 @@ _OTHERS = (
 def split_path(path: str) -> tuple[str, str | None]:
     """Cut ``"file.h5:/group/rho"`` into the path and the name of the array in it.
 
-    A path that exists as it stands is kept whole; ``~`` at its beginning is the user's home. ``:`` separates where what precedes it exists; ``:/`` separates
-    always (except in ``"s3://"``), so that the message about a missing file names the file.
+    ``~`` at the beginning is the user's home. A path that exists as it stands is kept whole. ``:`` separates where what
+    precedes it exists; ``:/`` separates always (except in ``"s3://"``), so that the message about a missing file names the
+    file.
 
     Examples
     --------

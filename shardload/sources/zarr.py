@@ -348,7 +348,7 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
 
 
 def _attribute(array: Any, key: str) -> Any:
-    """An attribute as plain Python; a ``_FillValue`` that xarray wrote, base64 of a float64's bytes, as the number that it is."""
+    """An attribute as plain Python; a ``_FillValue`` that xarray wrote (base64 of a float64's bytes) as the number it is."""
     value = json_value(array.attrs[key])
     kind = getattr(array.dtype, "kind", "")
     if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and its like

@@ -217,7 +217,7 @@ def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "stored", "told"),
     [
-        ("f4", "E5eYAQAAnkc=", 9.969209968386869e36),  # as xarray writes it: base64 of the bytes of a little-endian float64
+        ("f4", "E5eYAQAAnkc=", 9.96921e36),  # as xarray writes it: base64 of the bytes of a little-endian float64
         ("f8", "AAAAAAAA+H8=", math.nan),
         ("f2", "AAAAAAAA8P8=", -math.inf),
         ("c8", ["AAAAAAAA8D8=", "AAAAAAAAAMA="], [1.0, -2.0]),
