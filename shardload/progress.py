@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from shardload.options import Progress
-from shardload.terminal import printable
+from shardload.terminal import printable, width_of
 from shardload.units import format_nbytes
 
 __all__ = ["progress_of"]
@@ -62,19 +62,29 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
             yield advance
         return
     from rich.console import Console  # only here: a job without a terminal never needs it
+    from rich.markup import escape as escape_markup
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"rank 0: {name.replace('[', chr(92) + '[')}", total=total_nbytes)
+    width = width_of(sys.stderr)
+    columns: list[Any] = [TextColumn("{task.description}"), DownloadColumn(True)]
+    if width >= 60:
+        columns = [columns[0], BarColumn(16 if width < 100 else 30), columns[1], TimeRemainingColumn()]
+    if width >= 100:
+        columns.insert(3, TransferSpeedColumn())
+    room = max(8, width - {2: 18, 4: 44, 5: 70}[len(columns)])  # beside what these take
+    with Bar(*columns, console=Console(stderr=True, width=width)) as bar:
+        task = bar.add_task(escape_markup(_short(f"rank 0: {name}", room)), total=total_nbytes)
         yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _short(text: str, room: int) -> str:
+    """`text`, or its beginning and its end, where the name of the file is.
+
+    >>> _short("rank 0: '/rho' in '/a/long/path/to/run.h5'", 28)
+    "rank 0: '/r…path/to/run.h5'"
+    """
+    return text if len(text) <= room else text[: room * 2 // 5] + "…" + text[-(room * 3 // 5 - 1) :]
 
 
 def _is_notebook() -> bool:

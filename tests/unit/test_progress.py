@@ -94,10 +94,17 @@ def test_a_load_that_fails_leaves_the_bar_where_it_was(monkeypatch: pytest.Monke
     assert notebook.shown[-1].done == 30
 
 
-def test_a_bar_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
-    load(True)
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_bar_on_standard_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], columns: int) -> None:
+    """Wrong if the name of a file took the room of the bar, as a long path did, or were a command for the terminal."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with progress_of(True, f"'/<b>[red]\x1b[1m' in '/scratch/{'long/' * 30}run.h5'", 100 << 30, 0) as advance:
+        advance(100 << 30)
     out, err = capfd.readouterr()
-    assert out == "" and r"rank 0: '/<b>\x1b[1m' in 'a.h5'" in err
+    (line,) = err.splitlines()
+    assert out == "" and len(line) <= columns
+    assert line.startswith("rank 0") and "run.h5' " in line and "100.0/100.0 GiB" in line
+    assert ("━━━━━━━━" in line) is (columns >= 60)
 
 
 def test_a_function_is_told_on_every_rank() -> None:
