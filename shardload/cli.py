@@ -21,6 +21,7 @@ import typer
 
 from shardload.errors import ConfigError, ShardloadError
 from shardload.flags import (
+    as_typed,
     complete_mesh,
     complete_spec,
     completes,
@@ -302,7 +303,7 @@ def _one_message() -> Iterator[None]:
     try:
         yield
     except ShardloadError as error:
-        say_error(str(error))
+        say_error(as_typed(str(error)))
         raise typer.Exit(1) from None
 
 

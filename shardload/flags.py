@@ -5,6 +5,7 @@ The ``complete`` functions say what a flag may go on with, to shells.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import EllipsisType
@@ -12,6 +13,7 @@ from types import EllipsisType
 import typer
 
 __all__ = [
+    "as_typed",
     "complete_mesh",
     "complete_spec",
     "completes",
@@ -139,6 +141,29 @@ def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
     used = head.replace("+", ",").split(",")
     names = [name for name in axes if name not in used] + ["-"] * (not head.endswith("+"))
     return [head + name for name in names if (head + name).startswith(incomplete)]
+
+
+def as_typed(message: str) -> str:
+    """A message of the library, with the flags of the command line in the place of its keywords.
+
+    >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or outside=True")
+    'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --outside'
+    >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
+    ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
+    """
+    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
+    return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
+
+
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("dataset", "dtype", "missing", "outside", "pad", "readers")}
+_FLAGS |= {name: f"--{name}" for name in ("select", "staging")} | {"verify": "--how"}
+_SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
+_KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
+
+
+def _flag(name: str, value: str) -> str:
+    bare = value.strip("'\"")
+    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {bare}"
 
 
 def _wrong(flag: str, message: str) -> typer.BadParameter:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
 from shardload.execute import Plan
+from shardload.flags import as_typed
 from shardload.group import group_of, world
 from shardload.launch import initialize
 from shardload.load import plan
@@ -62,10 +63,11 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
         made.execute()
     except ShardloadError as error:  # the same on every rank
         if rank == 0:
+            message = as_typed(str(error))
             if as_json:
-                told = {"ok": False, "error": type(error).__name__, "message": str(error)}
+                told = {"ok": False, "error": type(error).__name__, "message": message}
                 print(json.dumps(told, indent=2), file=out, flush=True)
-            say_error(str(error))
+            say_error(message)
         return 1
     if rank == 0:
         print(_as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out)), file=out, flush=True)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import shardload
 from shardload.cli import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.flags import as_typed
 
 MESH = {"a": 4, "b": 2}
 
@@ -310,8 +311,10 @@ def test_plan_over_two_mesh_axes(file: str) -> None:
             2,
             "--spec",
         ),
-        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "readers"),
-        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "staging"),
+        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "--readers is 'all'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "--staging is 'much'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "1"), 1, "--staging 1MiB or more"),
+        (("--mesh", "a=8", "--spec", "a"), 1, "Pass --pad 0 (or another fill value)"),
         (("--mesh", "a=4", "--spec", "a", "--select", "99"), 1, "99"),
     ],
 )
@@ -400,6 +403,19 @@ def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
     missing = shell("info", str(tmp_path / "no.h5"))
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: ")
+
+
+def test_a_message_names_what_can_be_typed() -> None:
+    """Wrong if the command told people to pass Python's keywords, or changed what is in quotes."""
+    for said, typed in (
+        ("verify is 'all'; expected", "--how is 'all'; expected"),
+        ("Pass readers='direct' (or 'auto')", "Pass --readers direct (or 'auto')"),
+        ("Pass dataset= one of these", "Pass --dataset one of these"),
+        ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
+        ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
+        ("staging is what it is; padding=0", "staging is what it is; padding=0"),
+    ):
+        assert as_typed(said) == typed
 
 
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
