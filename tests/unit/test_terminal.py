@@ -106,6 +106,6 @@ def test_a_command_has_its_output_for_itself() -> None:
         "    print('\\u2500 mine', file=out)\n"
         "print('after')\n"
     )
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}  # set, the C library would hold nothing back
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, env=environ)
     assert done.stdout.decode().splitlines() == ["before", "\u2500 mine", "after"]
