@@ -213,6 +213,10 @@ def own_stdout() -> Iterator[IO[str]]:
 
     Libraries in C and C++ write to the descriptor, and know nothing of `sys.stdout`.
     """
+    if sys.stdout is None:  # closed by who started this
+        with open(os.devnull, "w") as nowhere:
+            yield nowhere
+        return
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace") as out:
         _send_stdout_to(os.devnull)

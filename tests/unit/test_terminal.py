@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardload.terminal import Column, fit_table, printable, width_of, width_of_prints, wrap, wrap_parts
+from shardload.terminal import Column, fit_table, own_stdout, printable, width_of, width_of_prints, wrap, wrap_parts
 
 COLUMNS = (Column("name"), Column("shape", lead=""), Column("dtype"), Column("size", is_number=True))
 ROWS = [
@@ -109,3 +109,10 @@ def test_a_command_has_its_output_for_itself() -> None:
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}  # set, the C library would hold nothing back
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, env=environ)
     assert done.stdout.decode().splitlines() == ["before", "\u2500 mine", "after"]
+
+
+def test_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a command whose output nobody wants failed for that."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with own_stdout() as out:
+        print("said", file=out, flush=True)
