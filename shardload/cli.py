@@ -2,27 +2,36 @@
 
 Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
 with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
+
+What is printed for people fits the terminal, and 80 columns where there is none: the same in a log, a mail and a pipe. In
+a narrow place more lines are taken, and nothing is left out or cut; the line that begins with an array's name has its shape and
+dtype where these fit, for grep. ``COLUMNS=1000`` puts everything about an array into one line, and ``--json`` is for programs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from shardload.errors import ConfigError, ShardloadError
-from shardload.flags import parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.flags import (
+    as_typed,
+    complete_mesh,
+    complete_spec,
+    completes,
+    parse_mesh,
+    parse_pad,
+    parse_readers,
+    parse_select,
+    parse_spec,
+)
+from shardload.terminal import Column, fit_table, printable, say_error, width_of, wrap
 from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -34,20 +43,46 @@ _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "sha
 _PLAN_NAMES += ["n_readers", "why"]
 
 File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
-MeshText = Annotated[str, typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.")]
-SpecText = Annotated[str, typer.Option(metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.")]
+MeshText = Annotated[
+    str,
+    typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.", autocompletion=complete_mesh),
+]
+SpecText = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
+    ),
+]
 Dataset = Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")]
 Select = Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')]
 Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
 Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
-Readers = Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")]
+Readers = Annotated[
+    str,
+    typer.Option(
+        help="Who reads: auto, root, parallel or direct, or how many processes.",
+        autocompletion=completes("auto", "root", "parallel", "direct"),
+    ),
+]
 Outside = Annotated[bool, typer.Option("--outside", help="Follow links and references that lead out of the file's folder.")]
-Missing = Annotated[str, typer.Option(help="Chunks that are not stored: warn, error or fill (with the fill value).")]
+Missing = Annotated[
+    str,
+    typer.Option(
+        help="Chunks that are not stored: warn, error or fill (with the fill value).",
+        autocompletion=completes("warn", "error", "fill"),
+    ),
+]
+How = Annotated[
+    str,
+    typer.Option(
+        help="How sure: index, checksum, file (some regions again) or full (all).",
+        autocompletion=completes("index", "checksum", "file", "full"),
+    ),
+]
 StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
 app = typer.Typer(
     name="shardload",
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -73,6 +108,23 @@ app = typer.Typer(
       srun --mpi=pmi2 -n 4 shardload doctor
     """,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shardload import __version__
+
+        typer.echo(f"shardload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -151,13 +203,15 @@ def plan(
     partition = parse_spec(spec, axes)
     index = None if select is None else parse_select(select)
     value = None if pad is None else parse_pad(pad)
+    who = parse_readers(readers)
     with _one_message():
         import shardload
+        from shardload.describe import describe_plan
 
-        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging, "outside": outside}
+        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": who, "staging": staging, "outside": outside}
         how["processes"] = processes
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
-        typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
+        typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
 
 
 @app.command()
@@ -173,31 +227,35 @@ def verify(
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
     outside: Outside = False,
-    how: Annotated[str, typer.Option(help="How sure: index, checksum, file (some regions again) or full (all).")] = "full",
+    how: How = "full",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
     """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
+
+    The mesh is made of the devices of all processes. On CPU a process makes as many as are needed, so one is enough.
 
     For example:
 
       mpiexec -n 4 shardload verify run.h5:/density --mesh a=2,b=2 --spec a,b
 
-      shardload verify run.zarr --mesh n=4 --spec n --how file
+      shardload verify run.zarr --mesh n=4 --spec n --how file --json
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
     more |= {"missing": missing, "outside": outside}
+    who = parse_readers(readers)
     from shardload.verify_command import run
 
-    raise typer.Exit(run(file, axes, partition, readers=readers, staging=staging, verify=how, **more))
+    raise typer.Exit(run(file, axes, partition, as_json, readers=who, staging=staging, verify=how, **more))
 
 
 @app.command()
 def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
-    """Load real climate fields and a field of SIZE^3, check every element, transform it, compare with the usual ways.
+    r"""Load real climate fields and a field of SIZE^3, check every element, transform it, compare with the usual ways.
 
-    Needs pip install 'shardload[demo]'. Writes the SIZE^3 field twice into a temporary folder, and removes it.
+    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a temporary folder, and removes it.
 
     For example:
 
@@ -250,35 +308,37 @@ def _one_message() -> Iterator[None]:
     try:
         yield
     except ShardloadError as error:
-        Console(stderr=True, soft_wrap=True).print(Text(f"error: {error}", style="red"))
+        say_error(as_typed(str(error)))
         raise typer.Exit(1) from None
 
 
-def _console_and_table() -> tuple[Console, Table]:
-    console = Console(width=None if sys.stdout.isatty() else 10_000)  # a pipe has no width to fit into: cut nothing
-    return console, Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, header_style="bold")
-
-
 def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
-    console, table = _console_and_table()
-    console.print(f"{path}: {arrays[0].format if arrays else 'no arrays'}", highlight=False, markup=False)
+    said = f"{arrays[0].format}, {_count(len(arrays), 'array')}" if arrays else "no arrays"
+    lines = wrap(f"{printable(path)}: {said}", width_of())
     sharded = any(array.shards for array in arrays)
-    for title in ("name", "shape", "dtype", "chunks", *(("shards",) if sharded else ()), "codec"):
-        table.add_column(title, overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("stored", justify="right", no_wrap=True)
-    table.add_column("notes", overflow="fold")
+    columns = [Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("chunks")]
+    columns += [Column("shards")] if sharded else []
+    columns += [
+        Column("codec"),
+        Column("size", is_number=True),
+        Column("stored", is_number=True),
+        Column("notes", lead=""),
+    ]
+    rows = []
     for array in arrays:
         row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
-        table.add_row(*map(escape, row), style="dim" if array.refused or array.is_coordinate else None)
-    if arrays:
-        _print_table(console, table)
+        rows.append([printable(cell) for cell in row])
+    narrow = [[column.title for column in columns[:-1]], ["name", "shape", "dtype", "size"], ["name", "shape", "dtype"]]
+    lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
+    typer.echo("\n".join(lines))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _print_array(array: ArrayInfo) -> None:
-    console, table = _console_and_table()
-    table.show_header = False
     rows = {
         "array": str(array),
         "format": array.format,
@@ -292,21 +352,10 @@ def _print_array(array: ArrayInfo) -> None:
         "coordinate": "of other arrays (a dimension scale)" if array.is_coordinate else "",
         "refused": array.refused or "",
     }
-    for title, value in rows.items():
-        if value:
-            table.add_row(title, escape(value))
-    for key, value in array.attributes.items():
-        table.add_row(escape(key), f"{escape(_plain_text(value))}  (reported, not applied)")
-    _print_table(console, table)
-
-
-def _print_table(console: Console, table: Table) -> None:
-    if console.is_terminal:
-        console.print(table)
-        return
-    with console.capture() as captured:
-        console.print(table)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    rows |= {printable(key): f"{_plain_text(value)}  (reported, not applied)" for key, value in array.attributes.items()}
+    widest = max(map(len, rows))
+    lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in rows.items() if text]
+    typer.echo("\n".join(line for some in lines for line in some))
 
 
 def _notes(array: ArrayInfo) -> str:

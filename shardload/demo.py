@@ -12,7 +12,6 @@ number that is printed was measured in the run that prints it.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import statistics
@@ -26,7 +25,7 @@ from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import jax
@@ -34,13 +33,12 @@ import numpy as np
 import zarr
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.table import Table
 from zarr.codecs import ZstdCodec
 
 import shardload
 from shardload.errors import ConfigError, ShardloadError
 from shardload.group import world
+from shardload.terminal import Column, fit_table, own_stdout, say_error, width_of, wrap
 
 __all__ = ["run"]
 
@@ -48,6 +46,7 @@ _REPEATS = 3
 _LOADS = ("array", "shape", "layout", "shard", "readers", "seconds", "chunk reads", "max error")
 _COMPARISON = ("file", "how", "seconds", "x shardload", "chunk reads")
 _NUMBERS = ("seconds", "x shardload", "chunk reads", "max error")
+_PLAIN = ("shape", "layout", "readers")  # say what they are
 _FFT_TOLERANCE = 1e-5  # of the largest mode; a float32 FFT is good to about 1e-7 times the log of its length
 _SLABS, _PENCILS, _BLOCKS = P(("a", "b")), P(None, "a", "b"), P("a", "b")
 _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
@@ -56,7 +55,33 @@ _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("E1_north_america.nc", "air_temperature", (_SLABS, _PENCILS)),
 )
 
+# What stands beside each other where not all columns fit.
+_NARROW = (
+    ("array", "shard", "seconds", "chunk reads", "max error"),
+    ("array", "seconds", "chunk reads", "max error"),
+    ("file", "how", "seconds", "x shardload"),
+    ("array", "seconds"),
+    ("how", "seconds", "x shardload"),
+)
+
 Index = tuple[slice, ...]
+
+
+@dataclass
+class _Table:
+    """Rows of texts, shown as wide as the terminal allows."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+    def lines(self, width: int) -> list[str]:
+        columns = [Column(name, is_number=name in _NUMBERS, lead="" if name in _PLAIN else None) for name in self.headings]
+        narrow = [titles for titles in _NARROW if titles[0] in self.headings and set(titles) <= set(self.headings)]
+        return ["", *wrap(self.title, width), *fit_table(columns, self.rows, width, narrow, rule=True)]
 
 
 class _Ranks:
@@ -89,16 +114,22 @@ class _Demo:
     """What all steps share, and what they found."""
 
     ranks: _Ranks
-    console: Console
+    out: IO[str]
     pencil_fft: ModuleType
     mesh: Mesh
-    loads: Table
+    loads: _Table
     n_loads: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def say(self, what: str | Table) -> None:
+    def say(self, what: str | _Table) -> None:
         if self.ranks.rank == 0:
-            self.console.print(what, highlight=False)
+            width = width_of(self.out)
+            lines = (
+                [line for part in what.split("\n") for line in wrap(part, width, "", "  ")]
+                if isinstance(what, str)
+                else what.lines(width)
+            )
+            print("\n".join(lines), file=self.out, flush=True)
 
     def median_seconds(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, float]:
         """Time `load` as stated below the table, and return its last array too."""
@@ -141,21 +172,21 @@ def run(size: int = 256) -> int:
     int
         Exit code: 0 if every load was exact and the FFT right, else 1.
     """
-    with _quiet_stdout() as console:
+    with own_stdout() as out:
         shardload.initialize()
         ranks = _Ranks(world())
         try:
             with _one_fate(ranks):
-                return _run(ranks, console, size)
+                return _run(ranks, out, size)
         except ShardloadError as error:
             if ranks.rank == 0:
-                Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False)
+                say_error(str(error))
             return 1
 
 
-def _run(ranks: _Ranks, console: Console, size: int) -> int:
+def _run(ranks: _Ranks, out: IO[str], size: int) -> int:
     pencil_fft = _pencil_fft()
-    demo = _Demo(ranks, console, pencil_fft, pencil_fft.square_mesh(), _table("Loaded by shardload", *_LOADS))
+    demo = _Demo(ranks, out, pencil_fft, pencil_fft.square_mesh(), _Table("Loaded by shardload", _LOADS))
     axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
     demo.say(f"ranks: {ranks.size}, mesh: {axes}, jax: {jax.__version__}\n")
     _load_climate(demo)
@@ -164,12 +195,11 @@ def _run(ranks: _Ranks, console: Console, size: int) -> int:
     return _conclude(demo, comparison)
 
 
-def _conclude(demo: _Demo, comparison: Table) -> int:
-    demo.say("")
+def _conclude(demo: _Demo, comparison: _Table) -> int:
     demo.say(demo.loads)
     demo.say(comparison)
     demo.say(
-        f"seconds: slowest rank, median of {_REPEATS} after one run that is not counted, file in the page cache\n"
+        f"\nseconds: slowest rank, median of {_REPEATS} after one run that is not counted, file in the page cache\n"
         "chunk reads: chunks decoded by all ranks together / chunks in the array\n"
         "max error: of a load, absolute; of an FFT, relative to its largest mode, against numpy.fft.fftn in float64\n"
     )
@@ -213,7 +243,7 @@ def _load_verified(demo: _Demo, array: Any, path: Path, dataset: str, spec: Any)
     return x, seconds, decoded
 
 
-def _load_and_transform(demo: _Demo, folder: Path, size: int) -> Table:
+def _load_and_transform(demo: _Demo, folder: Path, size: int) -> _Table:
     """Write the field, load it both ways, transform it, and time the peers; returns the comparison."""
     step = math.lcm(*demo.mesh.devices.shape)
     n = -(-size // step) * step
@@ -221,11 +251,11 @@ def _load_and_transform(demo: _Demo, folder: Path, size: int) -> Table:
         _write_field(folder, n, demo.say)
     demo.ranks.wait()
     reference: Any = None
-    table = _table(f"The same load, {n}^3 float32 as {_spec_text(_PENCILS)}", *_COMPARISON)
+    table = _Table(f"The same load, {n}^3 float32 as {_spec_text(_PENCILS)}", _COMPARISON)
     for file in ("field.h5", "field.zarr"):
         array = _open(folder / file)
         x, seconds, decoded = _load_verified(demo, array, folder / file, "density", _PENCILS)
-        table.add_row(file, "shardload", f"{seconds:.3f}", "1.0", decoded, style="bold")
+        table.add_row(file, "shardload", f"{seconds:.3f}", "1.0", decoded)
         if reference is None and demo.ranks.rank == 0:
             reference = np.fft.fftn(array[...].astype(np.float64))
         demo.ranks.wait()
@@ -327,13 +357,6 @@ def _per_chunk(n_decoded: int, array: Any) -> str:
     return f"{n_decoded / _chunks_met(array, ()):.2f}" if array.chunks else "no chunks"
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
-    return table
-
-
 def _box(shape: Sequence[object]) -> str:
     return " x ".join(map(str, shape))
 
@@ -385,15 +408,3 @@ def _one_fate(ranks: _Ranks) -> Iterator[None]:
         if ranks.comm:
             ranks.comm.Abort(1)
         raise
-
-
-@contextmanager
-def _quiet_stdout() -> Iterator[Console]:
-    """A console for the demo, while what C++ libraries write to stdout (Gloo: a line per connection) goes nowhere."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as out, open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        try:
-            yield Console(file=out, width=None if out.isatty() else 160)
-        finally:
-            os.dup2(out.fileno(), 1)

@@ -22,14 +22,16 @@ from jax.sharding import NamedSharding
 
 from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
-from shardload.describe import describe_plan
+from shardload.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
 from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group, Invocation
+from shardload.layout import devices_of_regions
 from shardload.letter import let_interruption_pass
 from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
+from shardload.picture import draw_shards
 from shardload.plan import Grid, ReadPlan
 from shardload.progress import progress_of
 from shardload.reader import SourceReader
@@ -40,6 +42,7 @@ from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
 from shardload.staging import Piece, Slots, aligned
+from shardload.terminal import width_of_prints
 from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.verify import Checked, Verifier, VerifyReport
 
@@ -47,6 +50,7 @@ __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
 
 _log = logging.getLogger("shardload")
 _WORTH_SHARING_NBYTES = 1 << 16  # smaller blocks go as messages: MPI has them there in microseconds
+_MOST_TOLD = 4096  # devices that are named in a picture; of more, JAX's list takes longer than a reader will wait
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Staging:
     pack_nbytes: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Plan:
     """What a load will do: inspect it, print it, `execute` it.
 
@@ -134,8 +138,19 @@ class Plan:
         return self._job.read_plan
 
     def __str__(self) -> str:
-        """For a person."""
-        return describe_plan(self)
+        """For a person: fits the terminal that is printed to; exactly the same on all ranks where that is none."""
+        return describe_plan(self, width_of_prints())
+
+    def __repr__(self) -> str:
+        """One line."""
+        return describe_plan_in_a_line(self)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the facts, a picture of which device holds what, and the costs."""
+        devices = None
+        if not isinstance(self.sharding.mesh, jax.sharding.AbstractMesh) and self.sharding.mesh.size <= _MOST_TOLD:
+            devices = devices_of_regions(self.sharding, self.shape_global)
+        return describe_plan_as_html(self, draw_shards(self.read_plan.shards, devices))
 
     def execute(self) -> jax.Array:
         """Do it. Collective: yes, over the ranks that planned. May be called again.

@@ -1,13 +1,28 @@
-"""What do the flags of the command line mean? Text to plain values, or a message that says what to type."""
+"""What do the flags of the command line mean? Text to plain values, or a message that says what to type.
+
+The ``complete`` functions say what a flag may go on with, to shells.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import EllipsisType
 
 import typer
 
-__all__ = ["parse_mesh", "parse_pad", "parse_select", "parse_spec"]
+__all__ = [
+    "as_typed",
+    "complete_mesh",
+    "complete_spec",
+    "completes",
+    "parse_mesh",
+    "parse_pad",
+    "parse_readers",
+    "parse_select",
+    "parse_spec",
+]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -85,6 +100,70 @@ def parse_pad(text: str) -> int | float:
         except ValueError:
             continue
     raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+
+
+def parse_readers(text: str) -> str | int:
+    """A way of reading, or how many processes read, from ``--readers``; the library says which ways there are.
+
+    >>> parse_readers("direct"), parse_readers("16")
+    ('direct', 16)
+    """
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def completes(*words: str) -> Callable[[str], list[str]]:
+    """What completes a flag that takes one of `words`.
+
+    >>> completes("warn", "error")("w")
+    ['warn']
+    """
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
+
+
+def complete_mesh(incomplete: str) -> list[str]:
+    """Usual meshes, or sizes for the axis that is being typed.
+
+    >>> complete_mesh("n"), complete_mesh("a=2,b=")[:2]
+    (['n=4', 'n=8'], ['a=2,b=1', 'a=2,b=2'])
+    """
+    _, equals, size = incomplete.rpartition("=")
+    if equals and not size:
+        return [f"{incomplete}{2**k}" for k in range(7)]
+    return [mesh for mesh in ("a=2,b=2", "a=4,b=2", "a=4,b=4", "n=4", "n=8") if mesh.startswith(incomplete)]
+
+
+def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
+    """What the next array axis can be cut by: mesh axes of ``--mesh`` that are not used yet, or none."""
+    axes = {"a": 0, "b": 0}
+    with suppress(typer.BadParameter):
+        axes = parse_mesh(ctx.params.get("mesh") or "")
+    head = incomplete[: 1 + max(incomplete.rfind(","), incomplete.rfind("+"))]
+    used = head.replace("+", ",").split(",")
+    names = [name for name in axes if name not in used] + ["-"] * (not head.endswith("+"))
+    return [head + name for name in names if (head + name).startswith(incomplete)]
+
+
+def as_typed(message: str) -> str:
+    """A message of the library, with the flags of the command line in the place of its keywords.
+
+    >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or outside=True")
+    'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --outside'
+    >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
+    ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
+    """
+    message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
+    return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
+
+
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("dataset", "dtype", "missing", "outside", "pad", "readers")}
+_FLAGS |= {name: f"--{name}" for name in ("select", "staging")} | {"verify": "--how"}
+_SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
+_KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
+
+
+def _flag(name: str, value: str) -> str:
+    bare = value.strip("'\"")
+    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {bare}"
 
 
 def _wrong(flag: str, message: str) -> typer.BadParameter:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from shardload.region import Region
 __all__ = [
     "describe_decomposition",
     "describe_sharding",
+    "devices_of_regions",
     "devices_per_process",
     "layout_shards",
     "local_regions",
@@ -52,6 +54,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
             raise ConfigError(
                 f"a NamedSharding was given together with a spec {spec!r}: pass the sharding alone, or a mesh and a spec"
             )
+        _check_mesh(mesh.mesh)
         return mesh
     if isinstance(mesh, jax.sharding.Sharding):
         raise ConfigError(
@@ -60,6 +63,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
         )
     if not hasattr(mesh, "axis_names") or not hasattr(mesh, "shape"):
         raise ConfigError(f"expected a jax.sharding.Mesh or NamedSharding, found {type(mesh).__name__}: {mesh!r}")
+    _check_mesh(mesh)
     if spec is None:
         raise ConfigError(
             "a mesh was given without a spec. Pass how the mesh cuts the array: P('a', 'b'), or P() to replicate it"
@@ -67,7 +71,7 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     if not isinstance(spec, PartitionSpec):
         if not isinstance(spec, tuple):
             raise ConfigError(f"spec is {spec!r}; expected a PartitionSpec such as P('a', 'b')")
-        spec = PartitionSpec(*spec)
+        spec = _as_spec(spec)
     names = tuple(mesh.axis_names)
     unknown = [n for entry in spec for n in _entry_names(entry) if n not in names]
     if unknown:
@@ -77,6 +81,45 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     if repeated:
         raise ConfigError(f"{_spec_text(spec)} names mesh axis {repeated[0]!r} twice; a mesh axis can cut one array axis")
     return NamedSharding(mesh, spec)
+
+
+@lru_cache(maxsize=16)  # a mesh is as long as its devices are many, and loads follow each other
+def _check_mesh(mesh: Any) -> None:
+    """ConfigError unless arrays can live on it: JAX would say nothing, fail an assertion or end the process."""
+    sizes = dict(mesh.shape)
+    empty = [name for name, size in sizes.items() if size < 1]
+    if empty:
+        raise ConfigError(
+            f"the mesh has no devices: its axis {empty[0]!r} has size {sizes[empty[0]]}. Pass a mesh of one device or more; "
+            "jax.devices() lists those of this job"
+        )
+    types = getattr(mesh, "axis_types", None) or ()
+    types = list(zip(mesh.axis_names, types, strict=True)) if isinstance(types, tuple) else []
+    manual = [name for name, kind in types if str(kind).rpartition(".")[2] == "Manual"]
+    if manual:
+        raise ConfigError(
+            f"the mesh axis {manual[0]!r} is Manual, which means the inside of jax.shard_map, where there are no arrays of the "
+            "whole mesh. Load outside of it, with a mesh of Auto or Explicit axes: jax.make_mesh(...), or Mesh(devices, names)"
+        )
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return
+    devices: list[Any] = list(mesh.devices.flat)
+    if len(set(devices)) < len(devices):
+        twice = next(device for k, device in enumerate(devices) if device in devices[:k])
+        raise ConfigError(f"the mesh has the device {twice} twice; a device can hold one shard of an array. Pass each once")
+
+
+def _as_spec(entries: tuple[Any, ...]) -> PartitionSpec:
+    """What a plain tuple means as a spec."""
+    for entry in entries:
+        names = entry if isinstance(entry, (tuple, list)) else (entry,)
+        # JAX takes 0, False and "" for None, and would cut nothing.
+        if any(isinstance(name, (tuple, list, dict, set, slice)) or not (name or name is None) for name in names):
+            raise ConfigError(
+                f"spec is {entries!r}, where {entry!r} is no mesh axis; expected for each array axis a name, a tuple of names "
+                "or None, such as P('a', ('b', 'c'), None)"
+            )
+    return PartitionSpec(*entries)
 
 
 def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
@@ -235,6 +278,16 @@ def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[
         # A 0-d array, and in some releases a replicated one, has no index at all.
         slices = (slice(None),) * len(shape_global) if index is None else index
         held.setdefault(Region.from_index(slices, shape_global), []).append(device)
+    return held
+
+
+def devices_of_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[str]]:
+    """By JAX's own index map: the ids of the devices that hold each region, of all processes."""
+    held: dict[Region, list[str]] = {}
+    device: Any
+    for device, index in sharding.devices_indices_map(tuple(shape_global)).items():
+        slices = (slice(None),) * len(shape_global) if index is None else index
+        held.setdefault(Region.from_index(slices, shape_global), []).append(str(device.id))
     return held
 
 

@@ -338,6 +338,6 @@ def _sharding_of(x: jax.Array) -> Any:
 
 def _describe_path(path: Any) -> str:
     if isinstance(path, (str, os.PathLike)):
-        return repr(os.fspath(path))
+        return repr(os.path.expanduser(os.fspath(path)))
     # Open arrays: the name inside says enough; how the file is called may differ from rank to rank.
     return f"an open array named {getattr(path, 'name', None)!r}"

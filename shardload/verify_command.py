@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
-import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import IO, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
+from shardload.execute import Plan
+from shardload.flags import as_typed
 from shardload.group import group_of, world
 from shardload.launch import initialize
 from shardload.load import plan
+from shardload.terminal import own_stdout, printable, say_error, width_of, wrap, wrap_parts
 
 __all__ = ["run"]
 
 
-def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], **how: Any) -> int:
+def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool = False, **how: Any) -> int:
     """Load, verify, and say on rank 0 what was proven.
 
     Collective: yes, all processes of the job.
@@ -32,6 +36,8 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], **how: Any) 
         Mesh axes and their sizes. The mesh is made of the first devices of the job; on CPU a process has as many as it needs.
     parts : tuple
         Of the PartitionSpec.
+    as_json : bool
+        Print one JSON document, also of what went wrong, in place of text.
     **how
         Keywords of `shardload.plan`.
 
@@ -40,6 +46,11 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], **how: Any) 
     int
         Exit code: 0 if all was proven, else 1.
     """
+    with own_stdout() as out:
+        return _run(out, file, axes, parts, as_json, how)
+
+
+def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, how: dict[str, Any]) -> int:
     rank = 0
     try:
         comm = world()
@@ -52,13 +63,38 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], **how: Any) 
         made.execute()
     except ShardloadError as error:  # the same on every rank
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            message = as_typed(str(error))
+            if as_json:
+                told = {"ok": False, "error": type(error).__name__, "message": message}
+                print(json.dumps(told, indent=2), file=out, flush=True)
+            say_error(message)
         return 1
     if rank == 0:
-        shape = " x ".join(map(str, made.shape)) or "scalar"
-        print(f"{made.info}: {shape} {made.dtype} as {made.decomposition} on {n_wanted} devices of {made.n_ranks} ranks")
-        print(f"{made.report.proven if made.report else ''}", flush=True)
+        print(_as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out)), file=out, flush=True)
     return 0
+
+
+def _as_text(made: Plan, n_devices: int, width: int) -> str:
+    shape = " x ".join(map(str, made.shape)) or "scalar"
+    what = f"{shape} {made.dtype} as {made.decomposition} on {n_devices} devices of {made.n_ranks} ranks"
+    lines = wrap(f"{printable(str(made.info))}: {what}", width, "", "  ")
+    return "\n".join([*lines, *wrap_parts(str(made.report and made.report.proven).split("; "), width, "", "  ")])
+
+
+def _as_json(made: Plan, n_devices: int) -> str:
+    names = ("shape", "shape_global", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers")
+    report = asdict(made.report) if made.report else {}
+    what = {
+        "ok": True,
+        "path": made.info.path,
+        "dataset": made.info.dataset,
+        "dtype": str(made.dtype),
+        **{name: getattr(made, name) for name in names},
+        "n_devices": n_devices,
+        "proven": report.pop("proven", None),
+        "report": report,
+    }
+    return json.dumps(what, indent=2)
 
 
 def _have_devices(n: int) -> None:

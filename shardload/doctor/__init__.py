@@ -12,14 +12,12 @@ import errno
 import os
 import socket
 import subprocess
-import sys
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import IO
 
 from shardload.doctor.checks import Watch, run_checks
 from shardload.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
@@ -30,6 +28,7 @@ from shardload.errors import ShardloadError
 from shardload.group import Group, group_of
 from shardload.launch import initialize
 from shardload.started import launched
+from shardload.terminal import own_stdout, width_of
 
 __all__ = ["run"]
 
@@ -60,13 +59,13 @@ def run(timeout: float, json: bool = False) -> int:
     """
     # The checks need next to nothing, and two processes on one GPU should be told so, not run out of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with _own_stdout() as out, Watch(timeout, "shardload doctor") as watch:
+    with own_stdout() as out, Watch(timeout, "shardload doctor") as watch:
         facts = _start_mpi(os.environ)
         watch.name(f"rank {facts.rank} on {facts.host}" if facts.size > 1 else f"task {facts.task} on {facts.host}")
         report = _examine(facts, watch)
         group = group_of()
         if facts.task == 0 if group.size == 1 else group.rank == 0:
-            print(as_json(report) if json else as_text(report), file=out, flush=True)
+            print(as_json(report) if json else as_text(report, width_of(out)), file=out, flush=True)
         _let_the_first_print(group, facts, watch)
     return 0 if report.is_well else 1
 
@@ -155,15 +154,3 @@ def _last_words(text: str) -> Iterator[None]:
         yield
     finally:
         listener.communicate(b"\n")
-
-
-@contextmanager
-def _own_stdout() -> Iterator[IO[str]]:
-    """Where to print, while what libraries write to stdout (Gloo: a line per connection) goes nowhere."""
-    sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as out, open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        try:
-            yield out
-        finally:
-            os.dup2(out.fileno(), 1)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from shardload.doctor.checks import Check
 from shardload.doctor.facts import Facts
 from shardload.doctor.finding import ERROR, NOTE, WARNING, Finding, ranges, ranks_text
+from shardload.terminal import WIDTH, fit_table, printable, wrap
+from shardload.terminal import Column as TextColumn
 from shardload.units import format_nbytes
 
 __all__ = ["Report", "as_json", "as_text"]
-
-_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -51,32 +45,29 @@ def as_json(report: Report) -> str:
     return json.dumps(what, indent=2)
 
 
-def as_text(report: Report) -> str:
-    """For people: what all ranks have in common first, then a row a rank with what differs."""
+def as_text(report: Report, width: int = WIDTH) -> str:
+    """For people, in `width` columns: a row a rank with what differs first, then what all ranks have in common."""
     common, columns = _split(report.rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title, _ in columns:
-        table.add_column(title, no_wrap=True)
-    for row in report.rows:
-        table.add_row(*(show(row) for _, show in columns))
-    # As wide as it needs to be: under a launcher stdout is a pipe, and a cell that is cut helps nobody.
-    console = Console(file=io.StringIO(), width=10_000, markup=False, highlight=False, color_system=None)
-    with console.capture() as drawn:
-        console.print(table)
-    lines = [line.rstrip() for line in drawn.get().splitlines()] + [""]
-    width = max((len(title) for title, _ in common), default=0)
-    lines += [f"{title.ljust(width)}  {text}" for title, text in common] + [""]
-    width = max((len(check.name) for check in report.checks), default=0)
+    titles = [title for title, _ in columns]
+    rows = [[printable(show(row)) for _, show in columns] for row in report.rows]
+    always = [title for title, _ in _ALWAYS]
+    narrow = [always, always[:4], always[:3]]
+    lines = [*fit_table([TextColumn(title) for title in titles], rows, width, narrow, rule=True), ""]
+    widest = max((len(title) for title, _ in common), default=0)
+    for title, text in common:
+        lines += _wrapped(f"{title.ljust(widest)}  ", printable(text), width)
+    lines += [""]
+    widest = max((len(check.name) for check in report.checks), default=0)
     for check in report.checks:
         said = {True: "ok    ", False: "FAILED", None: "-     "}[check.ok]
-        lines += _wrapped(f"{said}  {check.name.ljust(width)}  ", check.text)
+        lines += _wrapped(f"{said}  {check.name.ljust(widest)}  ", check.text, width)
     lines += [""] if report.checks else []
     for finding in report.findings:
         where = ranks_text(finding.ranks)
         where = "" if len(finding.ranks) == len(report.rows) or where in finding.text else f" ({where})"
-        lines += _wrapped(f"{finding.level}: ".ljust(9), finding.text + where)
-        lines += _wrapped("   -> ".ljust(9), finding.fix)
-    return "\n".join([*lines, *([""] if report.findings else []), _verdict(report)])
+        lines += _wrapped(f"{finding.level}: ".ljust(9), finding.text + where, width)
+        lines += _wrapped("   -> ".ljust(9), finding.fix, width)
+    return "\n".join([*lines, *([""] if report.findings else []), *wrap(_verdict(report), width, "", "  ")])
 
 
 def _verdict(report: Report) -> str:
@@ -95,12 +86,9 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _wrapped(head: str, text: str) -> list[str]:
+def _wrapped(head: str, text: str, width: int) -> list[str]:
     # Flags and paths stay whole, so that they can be copied.
-    rest = " " * len(head)
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    ) or [head.rstrip()]
+    return wrap(text, width, head, None if len(head) <= width // 2 else "    ")
 
 
 Column = tuple[str, Callable[[Facts], str]]

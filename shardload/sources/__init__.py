@@ -55,8 +55,9 @@ _OTHERS = (
 def split_path(path: str) -> tuple[str, str | None]:
     """Cut ``"file.h5:/group/rho"`` into the path and the name of the array in it.
 
-    A path that exists as it stands is kept whole. ``:`` separates where what precedes it exists; ``:/`` separates
-    always (except in ``"s3://"``), so that the message about a missing file names the file.
+    ``~`` at the beginning is the user's home. A path that exists as it stands is kept whole. ``:`` separates where what
+    precedes it exists; ``:/`` separates always (except in ``"s3://"``), so that the message about a missing file names the
+    file.
 
     Examples
     --------
@@ -69,6 +70,7 @@ def split_path(path: str) -> tuple[str, str | None]:
     if scheme:
         left, found, name = rest.rpartition(":/")
         return (f"{head}://{left}", "/" + name) if found and left else (path, None)
+    path = os.path.expanduser(path)
     if os.path.exists(path):
         return path, None
     colons = [k for k, letter in enumerate(path) if letter == ":" and k > 0]
@@ -241,9 +243,9 @@ def _possible() -> str:
 
 
 def _as_path(path_or_object: Any) -> str | None:
-    """The path, if it is one; None for an open array."""
+    """The path, if it is one, with ``~`` read as shells read it outside of quotes; None for an open array."""
     if isinstance(path_or_object, str | os.PathLike):
-        return os.fsdecode(path_or_object)
+        return os.path.expanduser(os.fsdecode(path_or_object))
     return None
 
 

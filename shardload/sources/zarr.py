@@ -13,12 +13,14 @@ that was lost. `ZarrSource.missing` says which they were.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import itertools
 import json
 import math
 import os
+import struct
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -341,8 +343,28 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
         shards=None if shards is None else tuple(shards),
         refused=refused,
         is_coordinate=array.ndim == 1 and list(dimensions or ()) == [name.rpartition("/")[2]],
-        attributes={key: json_value(array.attrs[key]) for key in _TOLD if key in array.attrs},
+        attributes={key: _attribute(array, key) for key in _TOLD if key in array.attrs},
     )
+
+
+def _attribute(array: Any, key: str) -> Any:
+    """An attribute as plain Python; a ``_FillValue`` that xarray wrote (base64 of a float64's bytes) as the number it is."""
+    value = json_value(array.attrs[key])
+    kind = getattr(array.dtype, "kind", "")
+    if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and its like
+        return value
+    if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
+        return [_float_of_base64(part) for part in value]
+    return _float_of_base64(value)
+
+
+def _float_of_base64(value: Any) -> Any:
+    """JSON has no NaN, and xarray writes every float so; what is something else stays as it is."""
+    try:
+        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
+    except (TypeError, ValueError, struct.error):
+        return value
+    return math.nan if math.isnan(number) else number
 
 
 def _unsafe(array: Any) -> str | None:

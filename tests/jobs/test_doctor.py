@@ -262,7 +262,7 @@ sys.exit(doctor.run(100))
 """
     job = run_job(["-W", "error", "-c", program], 3, timeout=120, env=ENV)
     assert job.returncode == 1
-    assert "FAILED  scatter" in job.stdout and "Too many open files" in job.stdout
+    assert "FAILED  scatter" in job.stdout and "Too many open files" in " ".join(job.stdout.split())
     assert job.stdout.splitlines()[-1].endswith("1 failed check")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import shardload
 from shardload.cli import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.flags import as_typed
 
 MESH = {"a": 4, "b": 2}
 
 
-def run(*args: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(args))
+def run(*args: str, columns: int = 80) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": str(columns)})
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -141,8 +144,9 @@ def test_human_size(nbytes: int | None, text: str) -> None:
 
 
 def test_info_lists_every_array_with_what_matters(file: str) -> None:
-    code, out, _ = run("info", file)
+    code, out, _ = run("info", file, columns=1000)
     assert code == 0
+    assert out.splitlines()[0] == f"{file}: HDF5, 4 arrays"
     lines = {line.split()[0]: line for line in out.splitlines()[2:]}
     assert set(lines) == {"/fields/density", "/big", "/words", "/x"}
     for part in (
@@ -161,22 +165,58 @@ def test_info_lists_every_array_with_what_matters(file: str) -> None:
     assert "coordinate" in lines["/x"]
 
 
-def test_info_in_a_pipe_is_not_cut_or_wrapped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [40, 60, 80, 132, 200])
+def test_info_fits_and_loses_nothing(file: str, columns: int) -> None:
+    """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
+    code, out, _ = run("info", file, columns=columns)
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines[1:])) <= columns and all(line == line.rstrip() for line in lines)
+    names = [line.split()[0] for line in lines if line.startswith("/")]
+    assert [name for name in names if name != file + ":"] == ["/big", "/fields/density", "/words", "/x"]
+    text = " ".join(out.split())
+    for whole in (
+        "12 x 8 x 20",
+        "1 x 8 x 20",
+        "16384 x 16384 x 16384",
+        "7.5 KiB",
+        "16.0 TiB",
+        "scale_factor=0.5",
+        "coordinate",
+    ):
+        assert text.count(whole) == 1
+    if columns == 80:
+        assert [line for line in lines if "/big" in line and "16384 x 16384 x 16384" in line and "float32" in line]
+
+
+def test_info_says_the_same_in_a_pipe_and_in_80_columns(file: str) -> None:
+    """Wrong if what goes to a log, a mail or a pager were laid out for a screen that nobody has."""
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "shardload", "info", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert done.stdout == run("info", file)[1]
+
+
+def test_a_name_is_never_cut(tmp_path: Path) -> None:
     name = "/" + "long" * 80
     with h5py.File(tmp_path / "f.h5", "w") as h5:
         h5[name] = np.zeros(3)
+        h5["a\x1b[2Jb"] = np.zeros(3)
     code, out, _ = run("info", str(tmp_path / "f.h5"))
     assert code == 0
+    assert name in out.splitlines() and "\x1b" not in out and r"/a\x1b[2Jb" in out
+    code, out, _ = run("info", str(tmp_path / "f.h5"), columns=1000)
     assert [line for line in out.splitlines() if name in line and "float64" in line]
-    assert out == "\n".join(line.rstrip() for line in out.splitlines()) + "\n"
 
 
 def test_info_of_one_array_shows_its_attributes(file: str) -> None:
-    code, out, _ = run("info", f"{file}:/fields/density")
+    code, out, _ = run("info", f"{file}:/fields/density", columns=300)
     assert code == 0
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert rows["scale_factor"] == "0.5  (reported, not applied)"
     assert rows["shape"] == "12 x 8 x 20"
+    narrow = run("info", f"{file}:/fields/density", columns=40)[1].splitlines()[2:]
+    assert max(map(len, narrow)) <= 40
 
 
 def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
@@ -199,7 +239,7 @@ def test_info_json(file: str) -> None:
 def test_info_of_zarr_shows_shards(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     zarr.create_array(str(tmp_path / "z.zarr"), shape=(8, 8), chunks=(2, 4), shards=(4, 8), dtype="i2")
-    code, out, _ = run("info", str(tmp_path / "z.zarr"))
+    code, out, _ = run("info", str(tmp_path / "z.zarr"), columns=200)
     assert code == 0
     header, row = out.splitlines()[1:]
     assert "shards" in header
@@ -281,8 +321,10 @@ def test_plan_over_two_mesh_axes(file: str) -> None:
             2,
             "--spec",
         ),
-        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "readers"),
-        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "staging"),
+        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "--readers is 'all'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "--staging is 'much'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "1"), 1, "--staging 1MiB or more"),
+        (("--mesh", "a=8", "--spec", "a"), 1, "Pass --pad 0 (or another fill value)"),
         (("--mesh", "a=4", "--spec", "a", "--select", "99"), 1, "99"),
         (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "has 4 devices, and each process must have as many as"),
         (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "as many as the others: expected 1, 2 or 4"),
@@ -318,12 +360,55 @@ def test_a_plan_for_65536_devices(file: str) -> None:
     assert json.loads(done.stdout)["n_ranks"] == 65536
 
 
+def test_version() -> None:
+    assert run("--version") == (0, f"shardload {shardload.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("plan f.h5 --readers ", ["auto", "root", "parallel", "direct"]),
+        ("plan f.h5 --readers d", ["direct"]),
+        ("verify f.h5 --how f", ["file", "full"]),
+        ("verify f.h5 --missing ", ["warn", "error", "fill"]),
+        ("plan f.h5 --mesh n", ["n=4", "n=8"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec ", ["x", "y", "-"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec x,", ["x,y", "x,-"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec x+", ["x+y"]),
+        ("pl", ["plan"]),
+        ("plan f", []),  # the shell itself knows files
+    ],
+)
+def test_what_a_shell_completes(typed: str, expected: list[str]) -> None:
+    words = ["shardload", *typed.split(" ")]
+    env = {"_SHARDLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    printed = CliRunner().invoke(app, [], env=env, prog_name="shardload").stdout
+    assert printed.split() == expected
+
+
+def test_a_number_of_readers(file: str) -> None:
+    """Wrong if the number that the message offers were refused."""
+    args = ("plan", f"{file}:/fields/density", "--mesh", "a=4", "--spec", "a", "--json", "--readers")
+    code, out, err = run(*args, "2")
+    assert code == 0, err
+    assert (json.loads(out)["readers"], json.loads(out)["n_readers"]) == ("parallel", 2)
+    assert run(*args, "0")[0] == 1
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_plan_fits(file: str, columns: int) -> None:
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", columns=columns)
+    assert code == 0
+    assert max(len(line) for line in out.splitlines() if "run.h5" not in line) <= columns
+
+
 def test_help_has_examples() -> None:
     for args, text in (
         ((), "mpiexec -n 4 python -m shardload demo"),
         (("info",), "shardload info run.h5:/fields/density"),
         (("plan",), "--mesh a=256,b=256 --spec -,a,b"),
         (("demo",), "--size 128"),
+        (("demo",), "pip install 'shardload[demo]'"),
         (("doctor",), "mpiexec -n 4 python -m shardload doctor --json"),
     ):
         code, printed, _ = run(*args, "--help")
@@ -338,6 +423,19 @@ def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
     missing = shell("info", str(tmp_path / "no.h5"))
     assert missing.returncode == 1
     assert missing.stderr.startswith("error: ")
+
+
+def test_a_message_names_what_can_be_typed() -> None:
+    """Wrong if the command told people to pass Python's keywords, or changed what is in quotes."""
+    for said, typed in (
+        ("verify is 'all'; expected", "--how is 'all'; expected"),
+        ("Pass readers='direct' (or 'auto')", "Pass --readers direct (or 'auto')"),
+        ("Pass dataset= one of these", "Pass --dataset one of these"),
+        ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
+        ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
+        ("staging is what it is; padding=0", "staging is what it is; padding=0"),
+    ):
+        assert as_typed(said) == typed
 
 
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -23,7 +24,7 @@ from tests.unit.test_doctor import alone, job, singleton
 def table(text: str) -> list[list[str]]:
     """Cells of the rows of the table that a report opens with."""
     lines = text.splitlines()
-    return [line.split("   ") for line in lines[2 : lines.index("")]]
+    return [re.split("  +", line) for line in lines[2 : lines.index("")]]
 
 
 # --- facts
@@ -86,7 +87,7 @@ CHECKS = [Check("scatter", True, "1.0 MiB"), Check("all-reduce", None, "not trie
 
 
 def test_a_row_for_each_rank_and_once_what_all_have() -> None:
-    text = as_text(Report(job(6, 3), [], CHECKS))
+    text = as_text(Report(job(6, 3), [], CHECKS), 200)
     rows = table(text)
     assert [row[0] for row in rows] == ["n0", "n0", "n0", "n1", "n1", "n1"]
     for rank, row in enumerate(rows):
@@ -102,7 +103,7 @@ def test_a_row_for_each_rank_and_once_what_all_have() -> None:
 def test_what_differs_is_a_column() -> None:
     rows = job()
     rows[2] = replace(rows[2], shm_nbytes=3 << 20, environ=rows[2].environ | {"CUDA_VISIBLE_DEVICES": "1,2"})
-    text = as_text(Report(rows, [], []))
+    text = as_text(Report(rows, [], []), 200)
     assert "CUDA_VISIBLE_DEVICES" in text.splitlines()[0] and "/dev/shm free" in text.splitlines()[0]
     assert ["3.0 MiB" in line and "1,2" in line for line in text.splitlines()[2:6]] == [False, False, True, False]
 
@@ -115,11 +116,26 @@ def test_findings_with_where_and_what_to_type() -> None:
     ]
     text = as_text(Report(job(), findings, [Check("scatter", False, "on rank 2 of 4: no"), *CHECKS]))
     lines = text.splitlines()
-    assert max(map(len, lines[8:])) <= 120
+    assert max(map(len, lines)) <= 80
     assert "(ranks 1-2)" in text and "all of them\n" in text and "on n1 do\n" in text, "where, once, unless it is everywhere"
     assert "   ->    srun --gpus-per-task=1" in lines
     assert "FAILED  scatter" in text and "ok      scatter" in text and "-       all-reduce" in text
     assert lines[-1] == "NOT WELL: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_it_fits_and_loses_nothing(width: int) -> None:
+    """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
+    rows = job(6, 3)
+    rows[2] = replace(rows[2], shm_nbytes=3 << 20, environ=rows[2].environ | {"CUDA_VISIBLE_DEVICES": "1,2"})
+    findings = [Finding("a", ERROR, "it is not as it should be " * 5, "srun --gpus-per-task=1 --mpi=pmi2 ...", (1, 2))]
+    lines = as_text(Report(rows, findings, [*CHECKS, Check("long", True, "word " * 40)]), width).splitlines()
+    assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
+    text = " ".join(" ".join(lines).split())
+    for rank in range(6):
+        assert text.count(f"{rank}/6 node ? local ?") == 1 and f"gpu {rank} (1 of 6)" in text
+    for whole in ("3.0 MiB", "1,2", "MPICH 5.0.2", "--gpus-per-task=1", "NOT WELL: 6 ranks on 2 nodes, 6 devices; 1 error"):
+        assert whole in text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import h5py
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -104,11 +104,46 @@ def test_a_mesh_and_a_spec(spec: Any) -> None:
         (MESH, ("a", "a"), "P('a', 'a') names mesh axis 'a' twice; a mesh axis can cut one array axis"),
         (MESH, (("a", "b"), "b"), "names mesh axis 'b' twice"),
         (MESH, P(None, UNCONSTRAINED), "P.UNCONSTRAINED leaves the layout to the compiler"),
+        (MESH, ((("a",), "b"),), "where (('a',), 'b') is no mesh axis; expected for each array axis a name, a tuple of names"),
+        (MESH, ({"a"},), "where {'a'} is no mesh axis"),
+        (MESH, (slice(None),), "where slice(None, None, None) is no mesh axis"),
+        (MESH, (0,), "where 0 is no mesh axis"),
+        (MESH, ("",), "where '' is no mesh axis"),
     ],
 )
 def test_what_is_no_sharding(mesh: Any, spec: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         read_sharding(mesh, spec)
+
+
+def no_devices(*shape: int) -> Mesh:
+    return Mesh(np.empty(shape, dtype=object), ("a", "b")[: len(shape)])
+
+
+def manual(*axes: str) -> Mesh:
+    """A mesh of one device, of which these axes are Manual."""
+    kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in ("a", "b"))
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"), axis_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (manual("b"), "the mesh axis 'b' is Manual, which means the inside of jax.shard_map"),
+        (manual("a", "b"), "the mesh axis 'a' is Manual"),
+        (AbstractMesh((2,), ("a",), axis_types=(AxisType.Manual,)), "the mesh axis 'a' is Manual"),
+        (no_devices(0), "the mesh has no devices: its axis 'a' has size 0. Pass a mesh of one device or more"),
+        (no_devices(2, 0), "the mesh has no devices: its axis 'b' has size 0"),
+        (AbstractMesh((0,), ("a",)), "the mesh has no devices"),
+        (AbstractMesh((-2,), ("a",)), "its axis 'a' has size -2"),
+        (Mesh(np.array(jax.devices()[:1] * 2), ("a",)), "twice; a device can hold one shard of an array. Pass each once"),
+    ],
+)
+def test_a_mesh_on_which_no_array_can_be(mesh: Any, text: str) -> None:
+    """Wrong if JAX were left to say it: by an assertion without a word, a division by zero, or the end of the process."""
+    for arguments in ((mesh, P()), (NamedSharding(mesh, P()), None)):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            read_sharding(*arguments)
 
 
 def test_a_sharding_and_a_spec_are_too_much() -> None:

@@ -15,11 +15,15 @@ import h5py
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
+import shardload
 from shardload import sources
 from shardload.errors import ConfigError, SourceError
+from shardload.load import _describe_path
 from shardload.region import Region
-from shardload.sources import find_array, list_arrays, open_source, refusal, split_path
+from shardload.sources import find_array, list_arrays, open_source, read_small, refusal, split_path
 from shardload.sources.base import ArrayInfo, Format, Source, json_value
 from shardload.sources.memory import FORMAT, MemorySource
 from tests.unit.files import ALONE, DTYPES, SHAPES, check_source, flat, write_hdf5, write_zarr
@@ -332,3 +336,28 @@ def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monke
             with pytest.raises(SourceError, match=f"'{path}' cannot be opened: .*{type(error).__name__}: ") as caught:
                 attempt(path)
             assert caught.value.__cause__ is error and caught.value.path == path
+
+
+def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if ``~`` were read in the one call and not in the other, or in the middle of a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = str(tmp_path / "a~.h5")
+    with h5py.File(path, "w") as file:
+        file["rho"] = np.arange(4.0)
+    assert split_path("~/a~.h5:/rho") == (path, "/rho")
+    assert split_path("~/no.h5:/rho") == (str(tmp_path / "no.h5"), "/rho")
+    for given in ("~/a~.h5", "~/a~.h5:/rho", "~/a~.h5:rho", Path("~/a~.h5"), Path("~") / "a~.h5", Path("~/a~.h5:/rho")):
+        info = find_array(given)
+        assert (info.path, info.dataset) == (path, "/rho")
+        assert read_small(given, info) == np.arange(4.0).tobytes()
+        source = open_source(given, info.dataset)
+        assert source.info == info
+        source.close()
+    assert find_array("~/a~.h5", "rho").path == path
+    with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/b.h5'"):
+        find_array("~/b.h5")
+    with pytest.raises(SourceError, match=r"no file '~nobody-of-this-name/b\.h5'"):
+        find_array("~nobody-of-this-name/b.h5")
+    mesh = AbstractMesh((2,), ("a",))
+    assert shardload.plan("~/a~.h5:/rho", mesh, P("a")).info.path == path
+    assert _describe_path(Path("~/a~.h5")) == repr(path), "what ranks compare, whose homes may differ"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -210,6 +211,30 @@ def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
     assert (infos["/lat"].is_coordinate, infos["/rho"].is_coordinate) == (True, False)
     assert infos["/rho"].attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
     assert find_array(tmp_path / "a.zarr").dataset == "/rho"
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "stored", "told"),
+    [
+        ("f4", "E5eYAQAAnkc=", 9.96921e36),  # as xarray writes it: base64 of the bytes of a little-endian float64
+        ("f8", "AAAAAAAA+H8=", math.nan),
+        ("f2", "AAAAAAAA8P8=", -math.inf),
+        ("c8", ["AAAAAAAA8D8=", "AAAAAAAAAMA="], [1.0, -2.0]),
+        ("f4", -9.5, -9.5),
+        ("f4", "NaN", "NaN"),
+        ("f4", "no base64!", "no base64!"),
+        ("i2", -9, -9),
+        ("i2", "E5eYAQAAnkc=", "E5eYAQAAnkc="),
+    ],
+)
+def test_fill_values_are_numbers(tmp_path: Path, dtype: str, stored: Any, told: Any, zarr_format: Any) -> None:
+    """Wrong if people were shown letters, as xarray writes them, or another number."""
+    made = zarr.create_array(str(tmp_path / "a.zarr"), shape=(3,), dtype=dtype, zarr_format=zarr_format)
+    made.attrs.update({"_FillValue": stored, "missing_value": stored})
+    found = find_array(tmp_path / "a.zarr").attributes
+    assert repr(found["_FillValue"]) == repr(told) and type(found["_FillValue"]) is type(told)
+    assert found["missing_value"] == stored, "which xarray writes as it is"
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])
