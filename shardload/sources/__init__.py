@@ -18,6 +18,7 @@ import importlib
 import math
 import os
 import pkgutil
+import stat
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal
+from shardload.sources.fence import NotAFileError, OutsideError, kind_of, open_file
 
 __all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
 
@@ -64,6 +66,7 @@ def split_path(path: str) -> tuple[str, str | None]:
     >>> split_path("s3://bucket/store.zarr")
     ('s3://bucket/store.zarr', None)
     """
+    path = _without_scheme(path)
     head, scheme, rest = path.rpartition("://")
     if scheme:
         left, found, name = rest.rpartition(":/")
@@ -91,6 +94,7 @@ def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[Ar
     SourceError
         If there is no such file, it is of no format known here, or it is damaged.
     """
+    path = _without_scheme(path)
     file_format = _format_of(path)
     with _as_source_error(path):
         return file_format.list_arrays(path, outside, texts)
@@ -241,8 +245,18 @@ def _possible() -> str:
 def _as_path(path_or_object: Any) -> str | None:
     """The path, if it is one; None for an open array."""
     if isinstance(path_or_object, str | os.PathLike):
-        return os.fsdecode(path_or_object)
+        return _without_scheme(os.fsdecode(path_or_object))
     return None
+
+
+def _without_scheme(path: str) -> str:
+    """A URL of a file or folder of this machine as its path; all else as it is.
+
+    >>> _without_scheme("file:///data/store.zarr"), _without_scheme("s3://bucket/store.zarr")
+    ('/data/store.zarr', 's3://bucket/store.zarr')
+    """
+    scheme, found, rest = path.partition("://")
+    return rest if found and scheme.lower() in ("file", "local") else path
 
 
 def _full_name(dataset: str) -> str:
@@ -270,6 +284,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
         return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, NotAFileError | OutsideError):
+        return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
         f"says: {type(error).__name__}: {error}",
@@ -291,10 +307,16 @@ def _format_of(path: str) -> Format:
 def _check_access(path: str) -> None:
     """SourceError unless `path` is there and readable by this user."""
     try:
-        os.stat(path)
-        # Opened, not listed: a folder may hold a million chunks.
-        os.scandir(path).close() if os.path.isdir(path) else open(path, "rb").close()
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()  # opened, not listed: it may hold a million chunks
+        elif not stat.S_ISREG(mode):
+            raise SourceError(f"'{path}' is {kind_of(mode)}, expected a file or folder. Pass another path.", path=path)
+        else:
+            os.close(open_file(path))
         return
+    except SourceError:
+        raise
     except PermissionError as error:
         text = f"'{path}' may not be read by this user ({error.strerror}: '{error.filename}'). Ask for access."
     except (FileNotFoundError, NotADirectoryError):
@@ -325,7 +347,7 @@ def _what_it_is(path: str) -> str:
         inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
         hint = f" In it: {_some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
         return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
-    with open(path, "rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         head = file.read(512)
     if not head:
         return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."

@@ -42,7 +42,7 @@ from shardload.sources.base import (
     refusal,
     state_of,
 )
-from shardload.sources.fence import Fence
+from shardload.sources.fence import Fence, open_file
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
 from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
 
@@ -197,7 +197,7 @@ class ZarrFormat:
         with _quiet():
             if os.path.isdir(path):
                 return list(_describe_folder(path, Fence.around_store(path, outside), frozenset()))
-            store = open_store(path)
+            store = open_store(path, outside)
             try:
                 root = zarr.open(store, mode="r")
                 return [describe(root, path, "/")] if isinstance(root, zarr.Array) else list(_describe_all(root, path))
@@ -305,7 +305,7 @@ def _is_array(folder: str, fence: Fence) -> bool:
     if not fence.holds(file):
         return True
     try:
-        with open(file, "rb") as opened:
+        with os.fdopen(open_file(file), "rb") as opened:
             return bool(json.load(opened)["node_type"] == "array")
     except (OSError, ValueError, LookupError, TypeError):
         return True
