@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardload.errors import ConfigError, ShardloadError
+from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.flags import parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.units import format_nbytes
 
@@ -256,7 +256,7 @@ def _console_and_table() -> tuple[Console, Table]:
 
 def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     console, table = _console_and_table()
-    console.print(f"{path}: {arrays[0].format if arrays else 'no arrays'}", highlight=False, markup=False)
+    console.print(f"{printable(path)}: {arrays[0].format if arrays else 'no arrays'}", highlight=False, markup=False)
     sharded = any(array.shards for array in arrays)
     for title in ("name", "shape", "dtype", "chunks", *(("shards",) if sharded else ()), "codec"):
         table.add_column(title, overflow="fold")
@@ -266,7 +266,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     for array in arrays:
         row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
-        table.add_row(*map(escape, row), style="dim" if array.refused or array.is_coordinate else None)
+        table.add_row(*(escape(printable(cell)) for cell in row), style="dim" if array.refused or array.is_coordinate else None)
     if arrays:
         _print_table(console, table)
 
@@ -289,9 +289,9 @@ def _print_array(array: ArrayInfo) -> None:
     }
     for title, value in rows.items():
         if value:
-            table.add_row(title, escape(value))
+            table.add_row(title, escape(printable(value)))
     for key, value in array.attributes.items():
-        table.add_row(escape(key), f"{escape(_plain_text(value))}  (reported, not applied)")
+        table.add_row(escape(printable(key)), f"{escape(printable(_plain_text(value)))}  (reported, not applied)")
     _print_table(console, table)
 
 

@@ -25,7 +25,23 @@ __all__ = [
     "SourceError",
     "StallError",
     "VerifyError",
+    "printable",
 ]
+
+
+def printable(text: str, kept: str = "") -> str:
+    r"""Text as a terminal may show it: control characters, and whatever else is not to be seen, as their escapes.
+
+    Names in a file can hold codes that clear the screen, or type. Characters in `kept` stay.
+
+    Examples
+    --------
+    >>> print(printable("rho\x1b[2J\n\u202e"), printable("Dichte ρ, 密度"))
+    rho\x1b[2J\n\u202e Dichte ρ, 密度
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class ShardloadError(Exception):
@@ -39,7 +55,7 @@ class ShardloadError(Exception):
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message, kept="\n\t"))
         self.rank = rank
 
 

@@ -14,8 +14,10 @@ Values that HDF5 has not stored (chunks never written) are its fill value, as HD
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,12 +28,14 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources.base import (
+    MOST_NAMED,
     ArrayInfo,
     ChunkReader,
     Source,
     check_request,
     native_dtype,
     read_by_chunks,
+    some,
     state_of,
 )
 from shardload.sources.fence import Fence, OutsideError, open_file
@@ -47,6 +51,7 @@ __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
     importlib.import_module("hdf5plugin")
 
+_MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
@@ -211,10 +216,13 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(
+        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    ) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path, Fence.around_file(path, outside), texts))
+            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like)
+            return list(itertools.islice(found, None if most is None else most + 1))
 
     def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
@@ -238,7 +246,8 @@ class Hdf5Format:
         path = str(obj.file.filename)
         fence = Fence.around_file(place_of(obj.file), outside)
         if isinstance(obj, h5py.Group):
-            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path, fence)) or "none"
+            found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
+            names = some([repr(info.dataset) for info in found]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
@@ -289,17 +298,33 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.
 
 def _describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False) -> ArrayInfo:
     """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
-    if others.refused and others.is_unlimited:
-        return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
-    with others.watched():
-        return describe(dataset, path, name, others, texts)
+    if not (others.refused and others.is_unlimited):
+        try:
+            with others.watched():
+                return describe(dataset, path, name, others, texts)
+        except OutsideError as error:
+            others.refused = str(error)
+    return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
 
 
-def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = False) -> Iterator[ArrayInfo]:
-    """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
+def _describe_all(
+    group: h5py.Group, path: str, fence: Fence, texts: bool = False, most: int | None = None, like: str = ""
+) -> Iterator[ArrayInfo]:
+    """What is known of every dataset below `group`; one that cannot be opened is listed as such.
+
+    With `most`, names are read up to a limit (16 microseconds each; a dataset takes 300), and where there are more than that,
+    those like `like` come first.
+    """
     names: list[Any] = []
-    group.visit(names.append)
+
+    def keep(name: Any) -> bool | None:
+        names.append(name)
+        return True if most is not None and len(names) >= _MOST_NAMES else None
+
+    group.visit(keep)
     base = (group.name or "").rstrip("/")
+    if most is not None and len(names) > most and like:
+        names = _likest_first(names, like.removeprefix(base).strip("/"))
     for name in names:
         full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for what is not UTF-8
         try:
@@ -308,3 +333,11 @@ def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = Fals
                 yield _describe(found, path, full, look_through(found, fence), texts)
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+
+
+def _likest_first(names: list[Any], like: str) -> list[Any]:
+    """What is below the group `like`, then the names most like it, then the others."""
+    texts = {os.fsdecode(name): name for name in names}
+    below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
+    near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
+    return [texts[text] for text in dict.fromkeys([*near, *texts])]

@@ -29,6 +29,7 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
+from shardload.errors import printable
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.sources.hdf5_raw import plain_descriptor
 
@@ -138,13 +139,13 @@ def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -
         if kind == h5py.h5l.TYPE_HARD:
             at = _open_at(at, part, here)
             continue
-        told = f"'{os.fsdecode(here)}' in '{file.filename}' is a link to"
+        told = f"'{_shown(here)}' in '{file.filename}' is a link to"
         if kind == h5py.h5l.TYPE_SOFT:
-            link, inside = f"{told} '{os.fsdecode(target)}'", target
+            link, inside = f"{told} '{_shown(target)}'", target
             at, here = (_root(file), b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
         elif kind == h5py.h5l.TYPE_EXTERNAL:
             other, inside = target
-            link = f"{told} '{os.fsdecode(inside)}' in '{os.fsdecode(other)}'"
+            link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
             file = _open_linked(file, os.fsdecode(other), link, fence)
             opened.append(file)
             at, here = _root(file), b""
@@ -162,6 +163,10 @@ def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -
     return at
 
 
+def _shown(name: bytes) -> str:
+    return printable(os.fsdecode(name))
+
+
 def _root(file: h5py.File) -> Any:
     return h5py.h5g.open(file.id, b"/")
 
@@ -177,14 +182,14 @@ def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int | None, Any]:
         told = kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
         return kind, at.links.get_val(part) if told else None
     except (KeyError, RuntimeError, ValueError) as error:  # a KeyError would say that there is no such name
-        raise OSError(f"the link '{os.fsdecode(here)}' cannot be read: {error}") from error
+        raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
 
 
 def _open_at(at: Any, part: bytes, here: bytes) -> Any:
     try:
         return h5py.h5o.open(at, part)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise OSError(f"'{os.fsdecode(here)}' cannot be opened: {error}") from error
+        raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
 
 
 def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.File:
@@ -342,7 +347,7 @@ def _look_at_pattern(dataset: h5py.Dataset, one: _Mapping, others: Others, seen:
     while _look_at_source(dataset.file, *one.names(number), others, seen, level, may_be_missing=True):
         number += 1
     name, inside = one.names(number)
-    lost = f"values of another file, '{inside}' in '{name}', which is not there (HDF5 would deliver"
+    lost = f"values of another file, '{printable(inside)}' in '{printable(name)}', which is not there (HDF5 would deliver"
     if number == 0:
         raise _RefusedError(f"{lost} an empty array)")
     with others.watched():
@@ -362,7 +367,7 @@ def _look_at_source(
 ) -> bool:
     """One dataset that a virtual one in `file` is made of. False where it is not there, if that may be."""
     path = str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file)
-    what = f"values of another file, '{name}'"
+    what = f"values of another file, '{printable(name)}'"
     if not others.fence.holds(path):
         raise OutsideError(_outside(what))
     if may_be_missing and not os.path.exists(path):
@@ -391,9 +396,9 @@ def _look_at_source(
             return False
         why = "there is no such name" if isinstance(error, KeyError) else str(error)
         raise _RefusedError(
-            f"{what}, whose '{inside}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"
+            f"{what}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"
         ) from None
-    raise _RefusedError(f"{what}, whose '{inside}' is a group (HDF5 would deliver fill values in its place)")
+    raise _RefusedError(f"{what}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
 
 
 def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
@@ -408,7 +413,7 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
         if len(stored) >= _LONGEST_NAME:
             raise _RefusedError("values of another file with a name that is too long to be told")
         path = os.path.join(prefix, name)  # without a prefix: from the working folder, unlike all else
-        what = f"values of another file, '{name}'"
+        what = f"values of another file, '{printable(name)}'"
         if not others.fence.holds(path):
             raise OutsideError(_outside(what))
         if (why := why_not_a_file(path)) is not None:
