@@ -428,9 +428,9 @@ def test_escape_codes_in_names_are_shown_and_not_printed(tmp_path: Path) -> None
     bad, shown = "rho\x1b[2J\nerror: \u202e", r"rho\x1b[2J\nerror: \u202e"
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file[bad], file["b"] = np.arange(3), np.arange(4)
-        file["soft"] = h5py.SoftLink("/\x1b]0;title\x07")
+        file["soft"] = h5py.SoftLink("/\x1b]0;title\x07\n")
         file["out"] = h5py.ExternalLink("../\x1b[1m", "/x")
-        virtual(file, "v", "gone\x1b[1m.h5", "x")
+        virtual(file, "v", "gone\n\x1b[1m.h5", "x")
     path = str(tmp_path / "a.h5")
     messages = [str(find_array(path, bad))]
     for name in (None, "/nothing", "/soft", "/out", "/v"):
