@@ -161,6 +161,15 @@ def test_info_lists_every_array_with_what_matters(file: str) -> None:
     assert "coordinate" in lines["/x"]
 
 
+def test_info_shows_control_characters_as_escapes(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as made:
+        made["rho\x1b[2J"] = np.zeros(2)
+        made["rho\x1b[2J"].attrs["units"] = np.bytes_(b"K\x1b[1m\r")
+    for path in (tmp_path / "f.h5", f"{tmp_path}/f.h5:/rho\x1b[2J"):
+        code, out, _ = run("info", str(path))
+        assert code == 0 and "\x1b" not in out and r"/rho\x1b[2J" in out and r"K\x1b[1m\r" in out
+
+
 def test_info_in_a_pipe_is_not_cut_or_wrapped(tmp_path: Path) -> None:
     name = "/" + "long" * 80
     with h5py.File(tmp_path / "f.h5", "w") as h5:
