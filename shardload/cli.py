@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardload.errors import ConfigError, ShardloadError
+from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.flags import (
     as_typed,
     complete_mesh,
@@ -31,7 +31,7 @@ from shardload.flags import (
     parse_select,
     parse_spec,
 )
-from shardload.terminal import Column, fit_table, printable, say_error, width_of, wrap
+from shardload.terminal import Column, fit_table, say_error, width_of, wrap
 from shardload.units import format_nbytes
 
 if TYPE_CHECKING:

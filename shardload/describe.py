@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.cost import Cost
+from shardload.errors import printable
 from shardload.plan import ReadPlan
 from shardload.sources.base import ArrayInfo
-from shardload.terminal import WIDTH, printable, wrap, wrap_parts
+from shardload.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
 
 __all__ = ["Described", "describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]

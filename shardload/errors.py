@@ -17,6 +17,8 @@ that went another way. `rank` says where it happened.
 
 from __future__ import annotations
 
+import unicodedata
+
 __all__ = [
     "ConfigError",
     "MissingChunksWarning",
@@ -25,7 +27,27 @@ __all__ = [
     "SourceError",
     "StallError",
     "VerifyError",
+    "printable",
 ]
+
+
+def printable(text: str, kept: str = "") -> str:
+    r"""Text as a terminal may show it: control characters, and whatever else is not to be seen, as their escapes.
+
+    Names in a file can hold codes that clear the screen, or type. Characters in `kept` stay.
+
+    Examples
+    --------
+    >>> print(printable("rho\x1b[2J\n\u202e"), printable("Dichte ρ, 密度"))
+    rho\x1b[2J\n\u202e Dichte ρ, 密度
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if _is_seen(c) or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_seen(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 class ShardloadError(Exception):
@@ -39,7 +61,7 @@ class ShardloadError(Exception):
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(message, kept="\n\t"))
         self.rank = rank
 
 

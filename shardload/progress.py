@@ -13,8 +13,9 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
+from shardload.errors import printable
 from shardload.options import Progress
-from shardload.terminal import printable, width_of
+from shardload.terminal import width_of
 from shardload.units import format_nbytes
 
 __all__ = ["progress_of"]

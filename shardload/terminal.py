@@ -15,18 +15,18 @@ import os
 import re
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
+
+from shardload.errors import printable
 
 __all__ = [
     "WIDTH",
     "Column",
     "fit_table",
     "own_stdout",
-    "printable",
     "say_error",
     "width_of",
     "width_of_prints",
@@ -84,17 +84,6 @@ def width_of_prints() -> int:
     with suppress(AttributeError, ValueError):  # no standard output, or a closed one
         return width_of(sys.stdout) if sys.stdout.isatty() else WIDTH
     return WIDTH
-
-
-def printable(text: str) -> str:
-    r"""`text` without what a terminal takes for commands: names in files may hold any character.
-
-    >>> printable("a\x1b[2Jb")
-    'a\\x1b[2Jb'
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in text)
 
 
 def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardload.errors import ConfigError, ShardloadError
+from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.execute import Plan
 from shardload.flags import as_typed
 from shardload.group import group_of, world
 from shardload.launch import initialize
 from shardload.load import plan
-from shardload.terminal import own_stdout, printable, say_error, width_of, wrap, wrap_parts
+from shardload.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
 
 __all__ = ["run"]
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from shardload.doctor.checks import Check
 from shardload.doctor.facts import Facts
 from shardload.doctor.finding import ERROR, NOTE, WARNING, Finding, ranges, ranks_text
-from shardload.terminal import WIDTH, fit_table, printable, wrap
+from shardload.errors import printable
+from shardload.terminal import WIDTH, fit_table, wrap
 from shardload.terminal import Column as TextColumn
 from shardload.units import format_nbytes
 

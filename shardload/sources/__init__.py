@@ -18,20 +18,22 @@ import importlib
 import math
 import os
 import pkgutil
+import stat
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, ShardloadError, SourceError
+from shardload.errors import ConfigError, ShardloadError, SourceError, printable
 from shardload.letter import let_interruption_pass
 from shardload.region import Region
-from shardload.sources.base import ArrayInfo, Format, Source, refusal
+from shardload.sources.base import ArrayInfo, Format, Source, refusal, some
+from shardload.sources.fence import NotAFileError, OutsideError, kind_of, open_file
 
 __all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
 
-_MOST_NAMED = 8
+_MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
 _SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
 
 # Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
@@ -66,6 +68,7 @@ def split_path(path: str) -> tuple[str, str | None]:
     >>> split_path("s3://bucket/store.zarr")
     ('s3://bucket/store.zarr', None)
     """
+    path = _without_scheme(path)
     head, scheme, rest = path.rpartition("://")
     if scheme:
         left, found, name = rest.rpartition(":/")
@@ -83,20 +86,24 @@ def split_path(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+def list_arrays(
+    path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
     Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
+    With `most`, one more than that tells that there are more; those with a name like `like` are among them, if that is quick.
 
     Raises
     ------
     SourceError
         If there is no such file, it is of no format known here, or it is damaged.
     """
+    path = _without_scheme(path)
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path, outside, texts)
+        return file_format.list_arrays(path, outside, texts, most, like)
 
 
 def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
@@ -134,13 +141,18 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        return _only_array(path, list_arrays(path, outside, texts=False))
+        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED)
+        if len(infos) > _MOST_LISTED and len(_fields(infos)) < 2:
+            infos = list_arrays(path, outside, texts=False)
+            return _only_array(path, infos, False)
+        return _only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
             source = file_format.open_path(path, name, outside)
     except KeyError:
-        raise _no_such_array(path, name, list_arrays(path, outside, texts=False)) from None
+        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, like=name)
+        raise _no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
     source.close()
     return _loadable(source.info)
 
@@ -245,8 +257,18 @@ def _possible() -> str:
 def _as_path(path_or_object: Any) -> str | None:
     """The path, if it is one, with ``~`` read as shells read it outside of quotes; None for an open array."""
     if isinstance(path_or_object, str | os.PathLike):
-        return os.path.expanduser(os.fsdecode(path_or_object))
+        return os.path.expanduser(_without_scheme(os.fsdecode(path_or_object)))
     return None
+
+
+def _without_scheme(path: str) -> str:
+    """A URL of a file or folder of this machine as its path; all else as it is.
+
+    >>> _without_scheme("file:///data/store.zarr"), _without_scheme("s3://bucket/store.zarr")
+    ('/data/store.zarr', 's3://bucket/store.zarr')
+    """
+    scheme, found, rest = path.partition("://")
+    return rest if found and scheme.lower() in ("file", "local") else path
 
 
 def _full_name(dataset: str) -> str:
@@ -274,6 +296,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
         return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, NotAFileError | OutsideError):
+        return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
         f"says: {type(error).__name__}: {error}",
@@ -295,10 +319,16 @@ def _format_of(path: str) -> Format:
 def _check_access(path: str) -> None:
     """SourceError unless `path` is there and readable by this user."""
     try:
-        os.stat(path)
-        # Opened, not listed: a folder may hold a million chunks.
-        os.scandir(path).close() if os.path.isdir(path) else open(path, "rb").close()
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()  # opened, not listed: it may hold a million chunks
+        elif not stat.S_ISREG(mode):
+            raise SourceError(f"'{path}' is {kind_of(mode)}, expected a file or folder. Pass another path.", path=path)
+        else:
+            os.close(open_file(path))
         return
+    except SourceError:
+        raise
     except PermissionError as error:
         text = f"'{path}' may not be read by this user ({error.strerror}: '{error.filename}'). Ask for access."
     except (FileNotFoundError, NotADirectoryError):
@@ -327,9 +357,9 @@ def _what_it_is(path: str) -> str:
     """The message about a file that no format claims."""
     if os.path.isdir(path):
         inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
-        hint = f" In it: {_some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
+        hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
         return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
-    with open(path, "rb") as file:
+    with os.fdopen(open_file(path), "rb") as file:
         head = file.read(512)
     if not head:
         return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."
@@ -371,28 +401,37 @@ def _loadable(info: ArrayInfo) -> ArrayInfo:
     return info
 
 
-def _only_array(path: str, infos: Sequence[ArrayInfo]) -> ArrayInfo:
+def _fields(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
+    """Those that can be meant where none is named."""
+    return [info for info in infos if info.refused is None and not info.is_coordinate]
+
+
+def _only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
     """The array that can be meant when no name is given."""
-    fields = [info for info in infos if info.refused is None and not info.is_coordinate]
+    fields = _fields(infos)
     if len(fields) == 1:
         return fields[0]
     if fields:
         fields.sort(key=_nbytes, reverse=True)
+        n, which = f"{len(fields)}", "largest first"
+        if has_more:
+            n, which = f"more than {n}", f"of the first {len(infos)}, largest first"
         raise ConfigError(
-            f"'{path}' holds {len(fields)} arrays; pass dataset='...' (largest first): "
-            f"{_some([_told(info) for info in fields])}."
+            f"'{path}' holds {n} arrays; pass dataset='...' ({which}): "
+            f"{some([_told(info) for info in fields], 'many' * has_more)}."
         )
     others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
-    there = f"It holds {_some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
+    there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
 
 
-def _no_such_array(path: str, name: str, infos: Sequence[ArrayInfo]) -> ConfigError:
-    """The message about a name that is no array's: a group's, or nobody's."""
+def _no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
+    """The message about a name that is no array's: a group's, or nobody's. With `has_more`, of some of those that are there."""
+    more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:
         what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
-        return ConfigError(f"{what}: {_some([_told(i) for i in below])}.")
+        return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.")
     if not infos:
         return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
 
@@ -400,7 +439,7 @@ def _no_such_array(path: str, name: str, infos: Sequence[ArrayInfo]) -> ConfigEr
         pairs = (info.dataset, name), (info.dataset.rpartition("/")[2], name.rpartition("/")[2])
         return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
 
-    near = _some([_told(info) for info in sorted(infos, key=likeness, reverse=True)])
+    near = some([_told(info) for info in sorted(infos, key=likeness, reverse=True)], more)
     return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
 
 
@@ -412,10 +451,4 @@ def _nbytes(info: ArrayInfo) -> int:
 
 
 def _told(info: ArrayInfo) -> str:
-    return f"'{info.dataset}' {info.shape} {info.dtype}"
-
-
-def _some(texts: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
-    rest = len(texts) - _MOST_NAMED
-    return ", ".join(texts[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return f"'{printable(info.dataset)}' {info.shape} {info.dtype}"

@@ -15,9 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from shardload.errors import printable
 from shardload.region import Region
 
 __all__ = [
+    "MOST_NAMED",
     "ArrayInfo",
     "ChunkReader",
     "Encoded",
@@ -30,6 +32,7 @@ __all__ = [
     "native_dtype",
     "read_by_chunks",
     "refusal",
+    "some",
     "state_of",
 ]
 
@@ -96,7 +99,7 @@ class ArrayInfo:
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
-        return f"'{self.dataset}' in '{self.path}'"
+        return f"'{printable(self.dataset)}' in '{printable(self.path)}'"
 
 
 @runtime_checkable
@@ -256,10 +259,13 @@ class Format(Protocol):
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
         ...
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(
+        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    ) -> list[ArrayInfo]:
         """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused.
 
-        Without `texts`, attributes that are texts may be left out of what is told.
+        Without `texts`, attributes that are texts may be left out of what is told. With `most`, one more than that tells that
+        there are more; those below `like`, or with a name like it, are then among them where the format lists names quickly.
         """
         ...
 
@@ -270,6 +276,19 @@ class Format(Protocol):
     def open_object(self, obj: Any, outside: bool = False) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
+
+
+MOST_NAMED = 8
+
+
+def some(texts: Sequence[str], more: str = "") -> str:
+    """The first few, and how many more there are; with `more`, that in place of the number.
+
+    >>> some([str(n) for n in range(10)])
+    '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
+    """
+    rest = len(texts) - MOST_NAMED
+    return ", ".join(texts[:MOST_NAMED]) + (f" and {more or rest} more" if rest > 0 else "")
 
 
 _KINDS = {

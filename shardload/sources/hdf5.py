@@ -14,10 +14,12 @@ Values that HDF5 has not stored (chunks never written) are its fill value, as HD
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h5py
@@ -26,19 +28,21 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources.base import (
+    MOST_NAMED,
     ArrayInfo,
     ChunkReader,
     Source,
     check_request,
     native_dtype,
     read_by_chunks,
+    some,
     state_of,
 )
-from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
+from shardload.sources.fence import Fence, OutsideError, open_file
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
 from shardload.sources.hdf5_describe import describe, filters_of
-from shardload.sources.hdf5_links import Others, follow, look_through
+from shardload.sources.hdf5_links import LostError, Others, close_all, follow, look_through, place_of
 from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
 from shardload.sources.hdf5_raw import RawFile, plain_descriptor
 
@@ -47,6 +51,7 @@ __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
     importlib.import_module("hdf5plugin")
 
+_MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
@@ -64,12 +69,12 @@ class Hdf5Source:
         What `describe` says of it.
     others : Others
         The other files that its values are in.
-    file : h5py.File, optional
-        The file to close with this source; None where the dataset is the caller's.
+    files : sequence of h5py.File
+        The files to close with this source: none where the dataset is the caller's.
     """
 
-    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, file: h5py.File | None = None) -> None:
-        self._dataset, self._info, self._others, self._file = dataset, info, others, file
+    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, files: Sequence[h5py.File] = ()) -> None:
+        self._dataset, self._info, self._others, self._files = dataset, info, others, files
         self._whole = Whole.of(dataset)
         self._absent: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
@@ -95,6 +100,10 @@ class Hdf5Source:
         check_request(self._info, self._dtype, region, out)
         if region.size == 0:
             return
+        with self._others.watched():
+            self._read_into(region, out)
+
+    def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         identifier = self._dataset.id
         if identifier.valid and self._contiguous is not None:
             self._contiguous.read_into(region, out)
@@ -141,7 +150,8 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
-        return np.asarray(self._dataset[region.slices()])
+        with self._others.watched():
+            return np.asarray(self._dataset[region.slices()])
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""
@@ -178,10 +188,9 @@ class Hdf5Source:
         raw = self.__dict__.get("_raw")
         if raw is not None:
             raw.close()
-        if self._file is not None and self._file.id.valid:
-            # A dataset reached through an external link lives in another file, which closes with its last object.
+        if self._files and self._files[0].id.valid:
             self._dataset.id.close()
-            self._file.close()
+            close_all(self._files)
 
 
 class Hdf5Format:
@@ -193,7 +202,7 @@ class Hdf5Format:
         """Whether the HDF5 signature is at byte 0, 512, 1024, 2048, ... as the HDF5 file format asks."""
         try:
             size, at = os.path.getsize(path), 0
-            with open(path, "rb") as file:
+            with os.fdopen(open_file(path), "rb") as file:
                 while at < size:
                     file.seek(at)
                     if file.read(len(_SIGNATURE)) == _SIGNATURE:
@@ -207,20 +216,24 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(
+        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    ) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path, Fence.around_file(path, outside), texts))
+            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like)
+            return list(itertools.islice(found, None if most is None else most + 1))
 
     def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file, fence = _open_file(path), Fence.around_file(path, outside)
+        files, fence = [_open_file(path)], Fence.around_file(path, outside)
         try:
-            found = _look_up(file, path, dataset, fence)
+            found, opened = _look_up(files[0], path, dataset, fence)
+            files += opened
             others = look_through(found, fence)
-            return Hdf5Source(found, describe(found, path, dataset, others), others, file)
+            return Hdf5Source(found, _describe(found, path, dataset, others), others, files)
         except BaseException:
-            file.close()
+            close_all(files)
             raise
 
     def open_object(self, obj: Any, outside: bool = False) -> Source:
@@ -231,14 +244,15 @@ class Hdf5Format:
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         path = str(obj.file.filename)
-        fence = Fence.around_file(path, outside)
+        fence = Fence.around_file(place_of(obj.file), outside)
         if isinstance(obj, h5py.Group):
-            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path, fence)) or "none"
+            found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
+            names = some([repr(info.dataset) for info in found]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
         others = look_through(obj, fence)
-        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>"), others), others)
+        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others), others)
 
 
 FORMAT = Hdf5Format()
@@ -264,49 +278,66 @@ def _open_file(path: str) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
 
 
-def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> h5py.Dataset:
-    """The dataset of that name; KeyError if there is none, SourceError if a link leads nowhere, or outside."""
+def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
+    """The dataset of that name, and the files opened on the way; KeyError if there is none, SourceError if a link leads
+    nowhere, or outside.
+    """
     try:
-        follow(file, name, fence)
-        found = file[name]
-        if not fence.holds(str(found.file.filename)):
-            raise OutsideError(f"'{name}' is in '{found.file.filename}', outside the folder of this file; {TARGET_HINT}")
+        found, opened = follow(file, name, fence)
     except OutsideError as error:
         raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
-    except (KeyError, OSError, RuntimeError) as error:
-        try:
-            link = file.get(name, getlink=True)
-        except (KeyError, OSError, RuntimeError):
-            link = None
-        if link is None:
-            raise KeyError(name) from error
-        if isinstance(link, h5py.SoftLink):
-            target = f"'{link.path}'"
-        elif isinstance(link, h5py.ExternalLink):
-            target = f"'{link.path}' in '{link.filename}'"
-        else:
-            raise OSError(str(error)) from error  # a KeyError would say that there is no such name
-        raise SourceError(
-            f"'{name}' in '{path}' is a link to {target}, which cannot be opened. Restore the target, or name another "
-            f"array. HDF5 says: {error}",
-            path=path,
-            dataset=name,
-        ) from error
-    if not isinstance(found, h5py.Dataset):
+    except LostError as error:
+        text = str(error) if str(error).startswith(f"'{name}' in '{path}'") else f"'{name}' in '{path}' leads nowhere: {error}"
+        text += ". Restore the target, or name another array."
+        raise SourceError(text, path=path, dataset=name) from error
+    if not isinstance(found, h5py.h5d.DatasetID):
+        close_all(opened)
         raise KeyError(name)
-    return found
+    return h5py.Dataset(found), opened
 
 
-def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = False) -> Iterator[ArrayInfo]:
-    """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
-    names: list[str] = []
-    group.visit(names.append)
+def _describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False) -> ArrayInfo:
+    """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
+    if not (others.refused and others.is_unlimited):
+        try:
+            with others.watched():
+                return describe(dataset, path, name, others, texts)
+        except OutsideError as error:
+            others.refused = str(error)
+    return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
+
+
+def _describe_all(
+    group: h5py.Group, path: str, fence: Fence, texts: bool = False, most: int | None = None, like: str = ""
+) -> Iterator[ArrayInfo]:
+    """What is known of every dataset below `group`; one that cannot be opened is listed as such.
+
+    With `most`, names are read up to a limit (16 microseconds each; a dataset takes 300), and where there are more than that,
+    those like `like` come first.
+    """
+    names: list[Any] = []
+
+    def keep(name: Any) -> bool | None:
+        names.append(name)
+        return True if most is not None and len(names) >= _MOST_NAMES else None
+
+    group.visit(keep)
     base = (group.name or "").rstrip("/")
+    if most is not None and len(names) > most and like:
+        names = _likest_first(names, like.removeprefix(base).strip("/"))
     for name in names:
-        full = f"{base}/{name}"
+        full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for what is not UTF-8
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield describe(found, path, full, look_through(found, fence), texts)
+                yield _describe(found, path, full, look_through(found, fence), texts)
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+
+
+def _likest_first(names: list[Any], like: str) -> list[Any]:
+    """What is below the group `like`, then the names most like it, then the others."""
+    texts = {os.fsdecode(name): name for name in names}
+    below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
+    near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
+    return [texts[text] for text in dict.fromkeys([*near, *texts])]

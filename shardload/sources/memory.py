@@ -115,7 +115,9 @@ class MemoryFormat:
         """Whether `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(
+        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    ) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 

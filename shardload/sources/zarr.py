@@ -34,6 +34,7 @@ import zarr.storage
 from shardload.errors import ConfigError
 from shardload.region import Region
 from shardload.sources.base import (
+    MOST_NAMED,
     ArrayInfo,
     ChunkReader,
     Source,
@@ -42,9 +43,10 @@ from shardload.sources.base import (
     native_dtype,
     read_by_chunks,
     refusal,
+    some,
     state_of,
 )
-from shardload.sources.fence import Fence
+from shardload.sources.fence import Fence, open_file
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
 from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
 
@@ -194,15 +196,19 @@ class ZarrFormat:
         """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(
+        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    ) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
+        limit = None if most is None else most + 1
         with _quiet():
             if os.path.isdir(path):
-                return list(_describe_folder(path, Fence.around_store(path, outside), frozenset()))
-            store = open_store(path)
+                return list(itertools.islice(_describe_folder(path, Fence.around_store(path, outside), frozenset()), limit))
+            store = open_store(path, outside)
             try:
                 root = zarr.open(store, mode="r")
-                return [describe(root, path, "/")] if isinstance(root, zarr.Array) else list(_describe_all(root, path))
+                found = [describe(root, path, "/")] if isinstance(root, zarr.Array) else _describe_all(root, path)
+                return list(itertools.islice(found, limit))
             finally:
                 close_store(store)
 
@@ -229,7 +235,7 @@ class ZarrFormat:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
-            names = ", ".join(repr(info.dataset) for info in _describe_all(obj, path)) or "none"
+            names = some([repr(info.dataset) for info in itertools.islice(_describe_all(obj, path), MOST_NAMED + 1)]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
@@ -307,7 +313,7 @@ def _is_array(folder: str, fence: Fence) -> bool:
     if not fence.holds(file):
         return True
     try:
-        with open(file, "rb") as opened:
+        with os.fdopen(open_file(file), "rb") as opened:
             return bool(json.load(opened)["node_type"] == "array")
     except (OSError, ValueError, LookupError, TypeError):
         return True

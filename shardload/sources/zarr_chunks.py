@@ -25,7 +25,7 @@ import zarr.storage
 
 from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
 from shardload.sources.codecs import Chain
-from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
+from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.sources.zarr_layout import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.sources.zarr_store import inner_store
 
@@ -250,9 +250,13 @@ def _open_file(path: str, fence: Fence) -> int | None:
         if os.path.islink(path):  # it was there, and is lost
             raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
         return None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise NotAFileError(f"'{path}' is a socket, expected a file") from None
+        raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise NotAFileError(f"'{path}' is {kind_of(os.fstat(fd).st_mode)}, expected a file")
         if not fence.holds_open(fd, path):
             raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
         return fd

@@ -1,13 +1,16 @@
 """What does zarr-python get from a store, and where does that come from? Looked at on its way.
 
 1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys
-   and symbolic links that lead out of the store, and values that are longer than a stored chunk can be.
+   and symbolic links that lead out of the store, pipes and the like, and values that are longer than a stored chunk can be.
 2. `open_store` makes a path, a zip file or a URL into one; `watch` puts one under an array that is open already.
+3. `local_folder` finds the folder that a store of another library is. What leads elsewhere by design (references), or reaches
+   folders in a way that links cannot be looked at, is refused.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import zipfile
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any
@@ -16,12 +19,14 @@ import zarr
 import zarr.storage
 from zarr.abc.store import Store
 
-from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
+from shardload.errors import SourceError
+from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 
 __all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "watch"]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_METADATA_NBYTES = 1 << 28
+_MOST_LAYERS = 16  # of one file system over another
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
@@ -45,7 +50,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
     def __init__(self, store: Any, fence: Fence | None = None) -> None:
         super().__init__(store)
         self._fence = fence or Fence()
-        self._folder = os.fspath(store.root) if isinstance(store, zarr.storage.LocalStore) else None
+        self._folder = local_folder(store)
         self.absent: set[str] = set()
         self.most_nbytes: int | None = None
 
@@ -63,15 +68,13 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         Raises
         ------
         OSError
-            If it leads out of the store, or to a link without a target.
+            If it leads out of the store, to a link without a target, or to what is no file.
         ValueError
             If it is longer than a stored chunk can be.
         """
         self._check_key(key)
         found = await self._store.get(key, prototype, byte_range)
         if found is None:
-            if self._folder is not None and os.path.exists(os.path.join(self._folder, key)):
-                raise OSError(f"'{os.path.join(self._folder, key)}' is no file")  # zarr-python takes a folder for a lost chunk
             self.absent.add(key)
         elif self.most_nbytes is not None and len(found) > self.most_nbytes and key.rpartition("/")[2] not in _METADATA:
             raise ValueError(f"'{key}' has {len(found)} bytes, what is stored of this array {self.most_nbytes} at most")
@@ -100,14 +103,23 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         path = os.path.join(self._folder, key)
         if not self._fence.holds(path):
             raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
-        if os.path.islink(path) and not os.path.exists(path):
-            raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there")
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:
+            if os.path.islink(path):
+                raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there") from None
+            return
+        if not stat.S_ISREG(mode):  # zarr-python waits for a pipe, and takes a folder for a lost chunk
+            raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
 
 
 def open_store(path: str, outside: bool = False) -> Any:
-    """What `zarr.open` takes for `path`: a watched store, or the URL itself."""
+    """What `zarr.open` takes for `path`: a watched store."""
     if "://" in path:
-        return path
+        if not outside and "reference" in path.lower().split("://")[0].split("::"):
+            raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
+        store = zarr.storage.FsspecStore.from_url(path, read_only=True)
+        return WatchedStore(store, _fence_of(store, path, outside))
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, outside))
     with zipfile.ZipFile(path) as archive:
@@ -122,11 +134,63 @@ def watch(array: Any, outside: bool = False) -> Any:
     store = array.store
     if isinstance(store, WatchedStore):
         return array
-    fence = Fence.around_store(os.fspath(store.root), outside) if isinstance(store, zarr.storage.LocalStore) else Fence()
+    fence = _fence_of(store, f"the {type(store).__name__} handed in", outside)
     below = array.async_array if hasattr(array, "async_array") else array._async_array
     place = zarr.storage.StorePath(WatchedStore(store, fence), array.path)
     settings = getattr(below, "config", None) or below._config
     return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=settings))
+
+
+_REFERENCES = "says of each chunk where it is, which may be anywhere"
+
+
+def _fence_of(store: Any, name: str, outside: bool) -> Fence:
+    """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
+    if outside:
+        return Fence()
+    kinds = [_kind_of_layer(layer) for layer in _layers(store)]
+    if "references" in kinds:
+        raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
+    folder = local_folder(store)
+    if folder is None and "folder" in kinds:
+        raise SourceError(
+            f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
+            f"the path of the folder, or {TARGET_HINT}."
+        )
+    return Fence() if folder is None else Fence.around_store(folder)
+
+
+def local_folder(store: Any) -> str | None:
+    """The folder of this machine that a store is, straight; else None."""
+    if isinstance(store, zarr.storage.LocalStore):
+        return os.fspath(store.root)
+    layers = _layers(store)
+    kinds = [_kind_of_layer(layer) for layer in layers]
+    if kinds in (["folder"], ["", "folder"]) and (len(kinds) == 1 or hasattr(layers[0], "sync_fs")):
+        if isinstance(store, zarr.storage.FsspecStore):
+            return str(store.path).removeprefix("file://")
+        return os.fspath(getattr(layers[0], "prefix", None) or "/")
+    return None
+
+
+def _layers(store: Any) -> list[Any]:
+    """What a store of fsspec, or of obstore, reads through: the outermost first."""
+    if isinstance(store, zarr.storage.FsspecStore):
+        layers: list[Any] = []
+        below = store.fs
+        while below is not None and len(layers) < _MOST_LAYERS:
+            layers.append(below)
+            below = getattr(below, "sync_fs", None) or getattr(below, "fs", None)
+        return layers
+    return [store.store] if type(store).__name__ == "ObjectStore" and hasattr(store, "store") else []
+
+
+def _kind_of_layer(layer: Any) -> str:
+    """By the names of its classes: neither library need be installed."""
+    names = {kind.__name__ for kind in type(layer).__mro__}
+    if "ReferenceFileSystem" in names:
+        return "references"
+    return "folder" if names & {"LocalFileSystem", "LocalStore"} else ""
 
 
 def inner_store(store: Store) -> Store:

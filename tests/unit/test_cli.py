@@ -165,6 +165,15 @@ def test_info_lists_every_array_with_what_matters(file: str) -> None:
     assert "coordinate" in lines["/x"]
 
 
+def test_info_shows_control_characters_as_escapes(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as made:
+        made["rho\x1b[2J"] = np.zeros(2)
+        made["rho\x1b[2J"].attrs["units"] = np.bytes_(b"K\x1b[1m\r")
+    for path in (tmp_path / "f.h5", f"{tmp_path}/f.h5:/rho\x1b[2J"):
+        code, out, _ = run("info", str(path))
+        assert code == 0 and "\x1b" not in out and r"/rho\x1b[2J" in out and r"K\x1b[1m\r" in out
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 132, 200])
 def test_info_fits_and_loses_nothing(file: str, columns: int) -> None:
     """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardload.terminal import Column, fit_table, own_stdout, printable, width_of, width_of_prints, wrap, wrap_parts
+from shardload.errors import printable
+from shardload.terminal import Column, fit_table, own_stdout, width_of, width_of_prints, wrap, wrap_parts
 
 COLUMNS = (Column("name"), Column("shape", lead=""), Column("dtype"), Column("size", is_number=True))
 ROWS = [

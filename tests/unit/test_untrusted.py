@@ -101,7 +101,7 @@ def test_links_in_a_circle_or_to_no_file(places: tuple[Path, Path]) -> None:
         ("/one", "links"),
         ("/self", "links"),
         ("/device", "outside the folder"),
-        ("/folder", "no regular file"),
+        ("/folder", "a folder, expected a file"),
     ):
         with pytest.raises((SourceError, ConfigError), match=match):
             open_source(home / "a.h5", name)
