@@ -50,7 +50,7 @@ define stage
   printf '\n*** stopped: stage "%s" failed (exit %s) after %s s\n' '$(1)' $$code $$((SECONDS - began)) >&2; exit 1; }
 endef
 
-.PHONY: help demo bench setup packages lint test test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
+.PHONY: help demo bench clients setup packages lint test test-plain test-mpi test-openmpi test-oldest test-slurm test-doctests clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -61,6 +61,9 @@ demo: $(VENV)/.demo-$(KEY) ## see it work: 4 processes on this machine
 
 bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in benchmarks/results (a quarter of an hour)
 	@$(PY) -m benchmarks all $(ARGS)
+
+clients: $(VENV)/.test-$(KEY) ## other libraries take what is loaded: each in an environment of its own (docs/clients.md; some minutes)
+	@$(PY) -m tests.clients $(ARGS)
 
 # At the same time: pip and apt wait for the network and for each other's disk more than they work.
 setup: ## install all that the tests need
@@ -119,7 +122,7 @@ test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest
 	@SHARDLOAD_TALLY=$(TALLY) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------

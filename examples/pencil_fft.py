@@ -4,6 +4,7 @@
 
     mpiexec -n 4 python examples/pencil_fft.py                      # a plane wave, whose transform is known
     mpiexec -n 4 python examples/pencil_fft.py data.h5:/density     # your own field
+    JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 python examples/pencil_fft.py      # without MPI: eight simulated devices
 
 An FFT along an axis needs that axis whole on one device, so the array is handed around until each axis has been whole
 once. On a mesh of ``pa x pb`` devices with axes ``"a"`` and ``"b"``, for an array of shape ``(n0, n1, n2)``:

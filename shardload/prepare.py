@@ -312,7 +312,7 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]
     found = np.dtype(info.dtype)
     if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
         raise ConfigError(
-            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass dtype='complex64' (or none), and take the "
+            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take the "
             "real part of the result"
         )
     return found if dtype is None else dtype
@@ -335,14 +335,20 @@ def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str
 
 
 def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
+    """ConfigError where JAX would make 32 bits of 64. Nobody has seen the values yet: no dtype is named without its limits."""
     if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
         parts = 2 if dtype.kind == "c" else 1
         if dtype.itemsize // parts > 4:
-            small = {"f": "float32", "c": "complex64", "i": "int32", "u": "uint32"}[dtype.kind]
-            loss = "wrap large values" if dtype.kind in "iu" else "lose half the digits"
+            if dtype.kind in "iu":
+                loss, other = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
+            else:
+                small = "complex64" if dtype.kind == "c" else "float32"
+                loss = f"lose half the digits, as {small}"
+                other = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
             raise ConfigError(
-                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss} as "
-                f"{small}. Pass dtype='{small}' to cast it, or switch them on first: jax.config.update('jax_enable_x64', True)"
+                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch "
+                "them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the "
+                f"environment. Or {other}: a value that does not fit is an error"
             )
 
 

@@ -51,9 +51,9 @@ EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     "lossy float64": (
         "ConfigError",
         None,
-        ("'/f8' in 'types.h5'", "float64", "half the digits", "dtype='float32'", "'jax_enable_x64', True"),
+        ("'/f8' in 'types.h5'", "float64", "half the digits", "'jax_enable_x64', True", "dtype='float32'"),
     ),
-    "lossy int64": ("ConfigError", None, ("'/i8' in 'types.h5'", "int64", "wrap", "dtype='int32'", "'jax_enable_x64', True")),
+    "lossy int64": ("ConfigError", None, ("'/i8' in 'types.h5'", "int64", "wrap", "'jax_enable_x64', True", "dtype=")),
     "pad that does not fit": ("ConfigError", None, ("pad is nan", "int32", "pad=0")),
     "select out of range": ("ConfigError", None, ("select has 12 on axis 1", "12 elements", "'/x' in 'good.h5'")),
     "readers": ("ConfigError", None, ("readers is 'some'", "'parallel'")),
@@ -129,7 +129,7 @@ EXPECTED: dict[str, tuple[str | None, int | None, tuple[str, ...]]] = {
     "verify against other arrays": ("SourceError", None, ("did not pass the same one",)),
     "NumPy arrays differ outside of what is selected": (None, None, ()),  # no error
     "scatter's function raises": ("PeerError", 2, (ON.format(2), "FloatingPointError: the field diverged")),
-    "scatter of a lossy array": ("ConfigError", None, ("the array on rank 1", "dtype='float32'", "'jax_enable_x64', True")),
+    "scatter of a lossy array": ("ConfigError", None, ("the array on rank 1", "'jax_enable_x64', True", "dtype='float32'")),
     # a chunk that cannot be decoded
     **{
         f"damaged {what}, {way}, {sure}": ("SourceError", -1, parts)

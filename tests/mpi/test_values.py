@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,25 +76,34 @@ def test_64_bits_arrive_exactly_where_jax_has_them(comm: Any, shared_tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("dtype", "small", "loss"),
+    ("dtype", "loss", "named"),
     [
-        ("float64", "float32", "half the digits"),
-        ("int64", "int32", "wrap"),
-        ("uint64", "uint32", "wrap"),
-        ("complex128", "complex64", "half the digits"),
+        ("float64", "half the digits", ["float32"]),  # with its limits
+        ("int64", "wrap", []),
+        ("uint64", "wrap", []),
+        ("complex128", "half the digits", ["complex64"]),
     ],
 )
 def test_64_bits_are_refused_where_jax_would_cut_them(
-    comm: Any, shared_tmp_path: Path, dtype: str, small: str, loss: str
+    comm: Any, shared_tmp_path: Path, dtype: str, loss: str, named: list[str]
 ) -> None:
-    """Wrong if JAX were left to turn 2**40 into 0; the message is to be typed off."""
+    """Wrong if JAX were left to turn 2**40 into 0, or if what to type were a dtype that 2**40 does not fit into either."""
     values = np.zeros(cube(), dtype)
     path = write(comm, shared_tmp_path, values)
-    said = (dtype, loss, f"dtype='{small}'", "jax.config.update('jax_enable_x64', True)")
-    same_error(comm, lambda: shardload.load(path, mesh_of(), P("a")), ConfigError, "'/x' in", *said)
-    same_error(comm, lambda: shardload.plan(path, mesh_of(), P("a")), ConfigError, *said)
-    same_error(comm, lambda: shardload.scatter(values, mesh_of(), P("a")), ConfigError, "array on rank 0", *said)
-    same_error(comm, lambda: shardload.load(path, mesh_of(), P("a"), dtype=dtype), ConfigError, *said)
+    said = (f" {dtype},", loss, "jax.config.update('jax_enable_x64', True)", "JAX_ENABLE_X64=1", "does not fit is an error")
+    calls: list[Any] = [
+        lambda: shardload.load(path, mesh_of(), P("a")),
+        lambda: shardload.plan(path, mesh_of(), P("a")),
+        lambda: shardload.scatter(values, mesh_of(), P("a")),
+        lambda: shardload.load(path, mesh_of(), P("a"), dtype=dtype),
+    ]
+    for call in calls:
+        text = str(same_error(comm, call, ConfigError, *said))
+        assert text.startswith("the array on rank 0" if call is calls[2] else "'/x' in")
+        before, _, after = text.partition("jax_enable_x64")
+        assert "dtype=" not in before and "dtype=" in after, "64-bit types are named first"
+        assert re.findall(r"dtype='(\w+)'", text) == named
+        assert not re.search(r"\bu?int32\b", text)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import jax
 import numpy as np
 import pytest
 import zarr
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mpi4py.MPI import COMM_WORLD
 
-from benchmarks import floor
+from benchmarks import floor, ways
 from benchmarks.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
 from benchmarks.layouts import boxes, cube, make, plane
 from benchmarks.report import must_table
@@ -66,6 +70,25 @@ def test_the_floor_decodes_every_chunk(files: dict[str, Any], layout: str) -> No
         found.add(scratch.out.tobytes())
     assert found == expected
     assert len(job.places) == len(expected) == math.prod(SIZE // c for c in chunks)
+
+
+@pytest.mark.parametrize("layout", ["hdf5-gzip-planes", "hdf5-contiguous", "zarr-zstd-planes"])
+def test_no_way_remembers_what_it_loaded_before(tmp_path: Path, layout: str) -> None:
+    """Wrong if a file were left open, or decoded chunks kept, between the runs that are timed: the way would win by that."""
+    (file,) = make(tmp_path, SIZE, [layout]).values()
+    found = {"path": str(file.path), "dataset": file.dataset}
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), "a"), P("a"))
+    for name, way in ways.WAYS.items():
+        if name == "tensorstore" and not layout.startswith("zarr"):
+            continue
+        before = np.asarray(way(found, sharding, COMM_WORLD))
+        if layout.startswith("zarr"):
+            zarr.open_array(file.path, mode="r+")[...] = before + 1
+        else:  # HDF5 does not open for writing what is open for reading
+            with h5py.File(file.path, "r+") as opened:
+                opened[file.dataset][...] = before + 1
+        after = np.asarray(way(found, sharding, COMM_WORLD))
+        np.testing.assert_array_equal(after, before + 1, err_msg=name)
 
 
 def test_the_boxes_of_all_ranks_are_the_array() -> None:

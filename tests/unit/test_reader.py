@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -156,22 +157,31 @@ def test_values_in_memory_are_shown_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "to"),
+    ("values", "to", "such"),
     [
-        (np.array([1.0, 1e300], dtype="f8"), "float32"),
-        (np.array([1.0, 70000.0], dtype="f4"), "float16"),
-        (np.array([1.0, np.nan], dtype="f4"), "int32"),
-        (np.array([1.0, 1e10], dtype="f4"), "int16"),
-        (np.array([0, 2**40 + 1], dtype="i8"), "int32"),
-        (np.array([0, -1], dtype="i4"), "uint32"),
-        (np.array([0, 2**31], dtype="u4"), "int32"),
+        (np.array([1.0, 1e300], dtype="f8"), "float32", "1e+300"),
+        (np.array([1.0, 70000.0], dtype="f4"), "float16", "70000.0"),
+        (np.array([1.0, np.nan], dtype="f4"), "int32", "nan"),
+        (np.array([1.0, 1e10], dtype="f4"), "int16", "1e+10"),
+        (np.array([0, 2**40 + 1], dtype="i8"), "int32", "1099511627777"),
+        (np.array([0, -1], dtype="i4"), "uint32", "-1"),
+        (np.array([0, 2**31], dtype="u4"), "int32", "2147483648"),
+        # NumPy makes inf, NaN, -6, 6 and 0 of these, and no word
+        (np.array([1.0, 3.4e38], dtype="f4"), "bfloat16", "3.4e+38"),
+        (np.array([1.0, 1000.0], dtype="f4"), "float8_e4m3fn", "1000.0"),
+        (np.array([1.0, np.inf], dtype="f4"), "float8_e4m3fn", "inf"),
+        (np.array([7, 10], dtype="i4"), "int4", "10"),
+        (np.array([6.0, 7.5], dtype="f4"), "float4_e2m1fn", "7.5"),
+        (np.array([1.0, np.nan], dtype="f4"), "float4_e2m1fn", "nan"),
     ],
 )
-def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str) -> None:
-    reader = reader_of(FakeSource(values), dtype=np.dtype(to))
+def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str, such: str) -> None:
+    """Wrong if a value were wrapped, or named that does fit; the only dtype to name is the one that surely holds all."""
+    reader = reader_of(FakeSource(values), dtype=np.dtype(getattr(ml_dtypes, to, to)))
     error = failure(reader, whole(Region((0,), (2,)), rank=1))
     assert isinstance(error, ConfigError)
-    assert f"{to} cannot hold" in str(error) and "damaged" not in str(error)
+    assert f"{to} cannot hold, such as {such}." in str(error) and "damaged" not in str(error)
+    assert f"to keep {values.dtype}" in str(error) and ("jax_enable_x64" in str(error)) is (values.itemsize == 8)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +192,17 @@ def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Arr
         (np.array([-128, 127], dtype="i8"), "int8"),
         (np.array([2**24 + 1], dtype="i4"), "float32"),
         (np.array([0, 3], dtype="i4"), "bool"),
+        (np.array([0.1, np.nan, -np.inf, 3.3e38], dtype="f4"), "bfloat16"),
+        (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
+        (np.array([-8, 7], dtype="i4"), "int4"),
+        (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
     ],
 )
 def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
-    reader = reader_of(FakeSource(values), dtype=np.dtype(to))
-    np.testing.assert_array_equal(staged(reader, Region((0,), values.shape), to), values.astype(to))
+    dtype = np.dtype(getattr(ml_dtypes, to, to))
+    reader = reader_of(FakeSource(values), dtype=dtype)
+    found = staged(reader, Region((0,), values.shape), dtype)  # NumPy does not see that NaN is NaN in bfloat16
+    np.testing.assert_array_equal(found.view("u1"), values.astype(dtype).view("u1"))
 
 
 @pytest.mark.parametrize("shown", [TABLE[::-1], TABLE.astype(">f4"), TABLE[:, ::-1]], ids=["flipped", "swapped", "mirrored"])
