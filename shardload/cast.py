@@ -9,7 +9,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.region import Region
 
-__all__ = ["cast_into"]
+__all__ = ["cast_into", "settle_bools"]
 
 _CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
 
@@ -38,6 +38,22 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
                 f"{name} have values that {out.dtype} cannot hold (too large, or not a number): pass a wider dtype, or none to "
                 f"keep {raw.dtype}"
             )
+
+
+def settle_bools(values: Array) -> None:
+    """Make every byte of booleans 0 or 1, in place; anything else stays as it is.
+
+    Files can hold other bytes, which programs write that take any number but 0 for true. So does NumPy. XLA takes them to be
+    0 or 1, and its `where`, sums and comparisons go wrong if they are not.
+
+    >>> values = np.array([0, 1, 2, 128], dtype="u1").view(bool)
+    >>> settle_bools(values)
+    >>> values.view("u1").tolist()
+    [0, 1, 1, 1]
+    """
+    if values.dtype.kind == "b":
+        number = values.view(np.uint8)
+        np.minimum(number, 1, out=number)
 
 
 def _fits(raw: Array, out: Array) -> bool:

@@ -343,7 +343,15 @@ def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 
     return (1,) * (len(shape) - 1) + (max(1, min(shape[-1], row_nbytes // itemsize)),)
 
 
-def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int, within: Sequence[int] | None = None) -> Grid:
+def plan_blocks(
+    chunks: Grid,
+    itemsize: int,
+    *,
+    max_nbytes: int,
+    n_readers: int,
+    within: Sequence[int] | None = None,
+    max_cells: int = 1 << 62,
+) -> Grid:
     """Group chunks into blocks: what one reader reads at once.
 
     A block is whole chunks, contiguous in the file's (C) order, at most `max_nbytes` (but at least one chunk), and small
@@ -360,7 +368,9 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
     n_readers : int
         How many ranks share the blocks; 0 where each reads its own shards.
     within : sequence of int, optional
-        Shape of the shards, where only the parts of blocks inside a shard are read: the cap then counts those.
+        Shape of the shards, where only the parts of blocks inside a shard are read: the caps then count those.
+    max_cells : int
+        Cap on the chunks that one read meets, where each costs something beside its bytes.
 
     Examples
     --------
@@ -371,7 +381,7 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
     counts = chunks.counts
     extent = chunks.shape if within is None else [min(n, w) for n, w in zip(chunks.shape, within, strict=True)]
     cell_size = [min(c, e) for c, e in zip(chunks.cell, extent, strict=True)]
-    room = max(1, max_nbytes // max(1, math.prod(cell_size) * itemsize))
+    room = max(1, min(max_cells, max_nbytes // max(1, math.prod(cell_size) * itemsize)))
     if n_readers:
         room = max(1, min(room, chunks.n_cells // (BLOCKS_PER_READER * n_readers)))
     grouped = [1] * len(counts)

@@ -23,6 +23,7 @@ from typing import Any
 import h5py
 
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.sources.hdf5_missing import Sizes, is_stacked
 
 __all__ = ["Others", "follow", "look_through"]
 
@@ -42,10 +43,28 @@ class Others:
         Bytes of each when it was looked at.
     refused : str or None
         Why the dataset cannot be loaded, in words that follow "holds"; None where it can.
+    chunks : list of tuple of int
+        The shapes of chunks in what a virtual dataset is made of.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     refused: str | None = None
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
+        """The least length of those chunks along each of `ndim` axes, the last ones being the same; None without any."""
+        if not self.chunks:
+            return None
+        padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
+        return tuple(map(min, zip(*padded, strict=True)))
+
+    def add_part(self, dataset: h5py.Dataset) -> None:
+        """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
+        if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
+            self.chunks.append(tuple(dataset.chunks))
+        if is_stacked(dataset):
+            raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
+        Sizes(dataset).check()
 
     def check_whole(self) -> None:
         """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
@@ -136,6 +155,8 @@ def _look(dataset: h5py.Dataset, fence: Fence, others: Others, seen: set[tuple[s
     if layout == h5py.h5d.CONTIGUOUS and creation.get_external_count() > 0:
         _look_at_storage(dataset, creation, fence, others)
     if layout != h5py.h5d.VIRTUAL:
+        if level > 0:
+            others.add_part(dataset)
         return
     for source in dataset.virtual_sources():
         for name, inside in _expanded(str(source.file_name), str(source.dset_name), dataset.file):

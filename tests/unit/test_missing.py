@@ -14,7 +14,15 @@ import zarr
 from hypothesis import given, settings
 
 from shardload.errors import MissingChunksWarning, SourceError
-from shardload.missing import chunk_number, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.missing import (
+    beginning_in,
+    chunk_numbers,
+    counter_of,
+    describe_missing,
+    fold_first,
+    settle_missing,
+    unfold_first,
+)
 from shardload.plan import Grid
 from shardload.region import Region, select_axes
 from shardload.sources import open_source, read_small
@@ -34,7 +42,8 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
     for rank in range(case.n_ranks):
         counts = counter_of(plan, rank)
         for read in plan.reads(rank):
-            counted.update(n for n in case.chunks.meeting(read.region) if counts(read, case.chunks.region(n)))
+            met = case.chunks.meeting_array(read.region)
+            counted.update(beginning_in(read.region, met, case.chunks).tolist() if counts(read) else [])
     assert counted == Counter(range(case.chunks.n_cells))
 
 
@@ -43,10 +52,9 @@ def test_number_of_a_chunk_in_the_selection(select: Any) -> None:
     selection = select_axes(select, SHAPE)
     cell = tuple(CHUNKS[k] for k in selection.kept)
     chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
-    for number in range(chunks.n_cells):
-        box = selection.to_file(chunks.region(number))
-        index = tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True))
-        assert chunk_number(index, selection, CHUNKS, chunks) == number
+    boxes = [selection.to_file(chunks.region(number)) for number in range(chunks.n_cells)]
+    indices = [tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True)) for box in boxes]
+    assert chunk_numbers(indices, selection, CHUNKS, chunks).tolist() == list(range(chunks.n_cells))
 
 
 def test_first_few_numbers_travel() -> None:
@@ -95,9 +103,12 @@ def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, mo
 def test_chunks_that_the_library_did_not_find_are_counted() -> None:
     data = np.arange(48, dtype="f4").reshape(12, 4)
     source = FakeSource(data, (3, 2), lost=((1, 0), (1, 1)))
-    with reader_of(source, counts=lambda read, chunk: chunk.start != (3, 2)) as reader:
-        fetch(reader, whole(Region((3, 0), (6, 4)), rank=1))
-    assert reader.tally.chunks_missing == 1 and reader.tally.missing == [2]
+    for region, begins in (((3, 0), (6, 4)), 1), (((4, 0), (6, 4)), 0), (((2, 0), (4, 2)), 1):
+        for counts in (True, False):
+            with reader_of(source, counts=lambda read, counts=counts: counts) as reader:
+                fetch(reader, whole(Region(*region), rank=1))
+            found = [2, 3] if begins and region[1][1] == 4 else [2] * begins
+            assert reader.tally.chunks_missing == len(found) * counts and reader.tally.missing == found * counts
 
 
 # --- sources say which
