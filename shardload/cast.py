@@ -9,7 +9,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.region import Region
 
-__all__ = ["cast_into"]
+__all__ = ["cast_into", "settle_bools"]
 
 _CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
 _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
@@ -54,6 +54,22 @@ def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
         half = values[: values.size // 2]
         values = values[values.size // 2 :] if _fits(half, np.empty(half.shape, dtype)) else half
     return str(values[0])
+
+
+def settle_bools(values: Array) -> None:
+    """Make every byte of booleans 0 or 1, in place; anything else stays as it is.
+
+    Files can hold other bytes, which programs write that take any number but 0 for true. So does NumPy. XLA takes them to be
+    0 or 1, and its `where`, sums and comparisons go wrong if they are not.
+
+    >>> values = np.array([0, 1, 2, 128], dtype="u1").view(bool)
+    >>> settle_bools(values)
+    >>> values.view("u1").tolist()
+    [0, 1, 1, 1]
+    """
+    if values.dtype.kind == "b":
+        number = values.view(np.uint8)
+        np.minimum(number, 1, out=number)
 
 
 def _fits(raw: Array, out: Array) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.cast import cast_into
+from shardload.cast import cast_into, settle_bools
 from shardload.errors import ShardloadError, SourceError
 from shardload.grid import Grid
 from shardload.region import Region, Selection
@@ -45,6 +45,9 @@ class Truth:
                 path=info.path,
                 dataset=info.dataset,
             ) from error
+        if raw.dtype.kind == "b":
+            raw = raw.copy()
+            settle_bools(raw)
         if raw.dtype == self._dtype:
             return raw
         out = np.empty(region.shape, dtype=self._dtype)

@@ -12,6 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.plan import Grid, Read, ReadPlan
@@ -19,43 +22,56 @@ from shardload.region import Region, Selection
 from shardload.sources.base import ArrayInfo
 from shardload.tally import MOST_NAMED
 
-__all__ = ["chunk_number", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
+__all__ = ["beginning_in", "chunk_numbers", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
 
 _NONE = 2**63 - 1
 
-Counter = Callable[[Read, Region], bool]
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Counter = Callable[[Read, Numbers, Grid], Numbers]
 
 
 def counter_of(plan: ReadPlan, rank: int) -> Counter:
-    """Whether `rank` counts a chunk (its selected elements) that it met in a read: true on one rank, in one of its reads."""
+    """Which of the chunks that it met in a read `rank` counts: each chunk is counted by one rank, in one of its reads.
 
-    def counts(read: Read, chunk: Region) -> bool:
-        if not _has(read.region, chunk):
-            return False
-        # Of several shards of a rank in one read, that with the chunk's first element; none, where it lies in a gap.
-        shard = next((part.shard for part in read.parts if _has(part.region, chunk)), None) if plan.is_direct else None
-        return not plan.is_direct or (shard is not None and plan.shards.holders(shard)[0] == rank)
+    That is where its first element lies; where each rank reads what it holds, by the first of those that hold the shard there.
+    """
+
+    def counts(read: Read, numbers: Numbers, chunks: Grid) -> Numbers:
+        if not plan.is_direct:
+            return beginning_in(read.region, numbers, chunks)
+        own = [part.region for part in read.parts if plan.shards.holders(part.shard)[0] == rank]
+        return np.sort(np.concatenate([numbers[:0], *(beginning_in(region, numbers, chunks) for region in own)]))
 
     return counts
 
 
-def _has(region: Region, chunk: Region) -> bool:
-    """Whether the first element of a chunk is in a region."""
-    return all(a <= at < b for at, a, b in zip(chunk.start, region.start, region.stop, strict=True))
+def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
+    """Those of some chunks whose first element (of those that are selected) is in a region: in one of several, for each.
+
+    >>> beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
+    [1, 2]
+    """
+    rest, begins = numbers, np.ones(len(numbers), dtype=bool)
+    axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, strict=True)
+    for count, cell, phase, start, stop in reversed(list(axes)):
+        rest, at = np.divmod(rest, count)
+        first = np.maximum(at * cell - phase, 0)
+        begins &= (start <= first) & (first < stop)
+    return numbers[begins]
 
 
-def chunk_number(index: Sequence[int], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> int:
-    """The number, in the selected array's grid, of a chunk of the file.
+def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
+    """The numbers, in the selected array's grid, of chunks of the file.
 
     >>> from shardload.region import select_axes
     >>> selection = select_axes((5, slice(4, 12)), (8, 16))
-    >>> chunk_number((1, 2), selection, (4, 4), Grid((8,), (4,), (0,)))
-    1
+    >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
+    [1]
     """
-    number = 0
+    at, numbers = np.array(indices, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)
     for k, count in zip(selection.kept, chunks.counts, strict=True):
-        number = number * count + index[k] - selection.region.start[k] // file_chunk[k]
-    return number
+        numbers = numbers * count + at[:, k] - selection.region.start[k] // file_chunk[k]
+    return numbers
 
 
 def fold_first(numbers: Sequence[int]) -> list[int]:

@@ -374,7 +374,15 @@ def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 
     return (1,) * (len(shape) - 1) + (max(1, min(shape[-1], row_nbytes // itemsize)),)
 
 
-def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int, within: Sequence[int] | None = None) -> Grid:
+def plan_blocks(
+    chunks: Grid,
+    itemsize: int,
+    *,
+    max_nbytes: int,
+    n_readers: int,
+    within: Sequence[int] | None = None,
+    max_cells: int = 1 << 62,
+) -> Grid:
     """Group chunks into blocks: what one reader reads at once.
 
     A block is whole chunks, contiguous in the file's (C) order, at most `max_nbytes` (but at least one chunk), and small
@@ -391,7 +399,9 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
     n_readers : int
         How many ranks share the blocks; 0 where each reads its own shards.
     within : sequence of int, optional
-        Shape of the shards, where only the parts of blocks inside a shard are read: the cap then counts those.
+        Shape of the shards, where only the parts of blocks inside a shard are read: the caps then count those.
+    max_cells : int
+        Cap on the chunks that one read meets, where each costs something beside its bytes.
 
     Examples
     --------
@@ -402,7 +412,7 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
     counts = chunks.counts
     extent = chunks.shape if within is None else [min(n, w) for n, w in zip(chunks.shape, within, strict=True)]
     cell_size = [min(c, e) for c, e in zip(chunks.cell, extent, strict=True)]
-    room = max(1, max_nbytes // max(1, math.prod(cell_size) * itemsize))
+    room = max(1, min(max_cells, max_nbytes // max(1, math.prod(cell_size) * itemsize)))
     if n_readers:
         room = max(1, min(room, chunks.n_cells // (BLOCKS_PER_READER * n_readers)))
     grouped = [1] * len(counts)
@@ -420,7 +430,15 @@ def plan_blocks(chunks: Grid, itemsize: int, *, max_nbytes: int, n_readers: int,
 
 
 def plan_direct(
-    chunks: Grid, shards: Shards, itemsize: int, n_ranks: int, *, has_chunks: bool, file_itemsize: int, max_nbytes: int
+    chunks: Grid,
+    shards: Shards,
+    itemsize: int,
+    n_ranks: int,
+    *,
+    has_chunks: bool,
+    file_itemsize: int,
+    max_nbytes: int,
+    max_cells: int = 1 << 62,
 ) -> ReadPlan:
     """Every rank reads what it holds; what several shards of a rank need is read once, where reading it apart costs more.
 
@@ -437,13 +455,14 @@ def plan_direct(
         Bytes per element as they travel, and in the file.
     n_ranks : int
         Ranks in the job.
-    max_nbytes : int
-        Cap on a block.
+    max_nbytes, max_cells : int
+        Caps on a block: bytes, and chunks in it.
     """
 
     def cut(is_merged: bool) -> ReadPlan:
         within = shards.reach if is_merged else shards.shard_shape
-        blocks = plan_blocks(chunks, max(itemsize, file_itemsize), max_nbytes=max_nbytes, n_readers=0, within=within)
+        caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
+        blocks = plan_blocks(chunks, max(itemsize, file_itemsize), n_readers=0, within=within, **caps)
         return ReadPlan(blocks, shards, itemsize, n_ranks, 0, is_merged=is_merged)
 
     if shards.most_held == 1:

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from shardload.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
 from shardload.describe import describe_job
-from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.errors import ConfigError, ShardloadError, SourceError, StallError
 from shardload.execute import Job, Plan, Staging
 from shardload.group import Group, Invocation, group_of
 from shardload.launch import rank_of_process
@@ -54,8 +54,10 @@ _BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
 _BLOCKS_HELD = 7
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
+_MOST_CHUNKS = 1 << 14  # in a block: each takes some hundred bytes of Python, beside its own
 _RECENT = 4  # plans that are kept, per group
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
 _NO_MPI = "without MPI these processes can send each other nothing"
 _PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
@@ -263,17 +265,20 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
         cell = tuple(info.chunks[k] for k in selection.kept)
         chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
         _check_staging(info, itemsize, dtype, options.staging_nbytes)
-    max_nbytes = call.max_block_nbytes
+    max_nbytes, max_cells = call.max_block_nbytes, 1 << 62
     wide = max(itemsize, dtype.itemsize)
+    if info.chunks is not None:  # of each of which all is decoded, and waits, however little of it was selected
+        max_cells = max(1, min(_MOST_CHUNKS, max_nbytes // aligned(math.prod(info.chunks) * wide)))
+    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
     plans = {}
     for mode in _possible_modes(call):
         n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
         n_readers = min(n, n_ranks)
         if mode == DIRECT:
-            more: dict[str, Any] = dict(has_chunks=info.chunks is not None, file_itemsize=itemsize, max_nbytes=max_nbytes)
-            plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **more)
+            more: dict[str, Any] = dict(has_chunks=info.chunks is not None, file_itemsize=itemsize)
+            plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **caps, **more)
         else:
-            blocks = plan_blocks(chunks, wide, max_nbytes=max_nbytes, n_readers=n_readers)
+            blocks = plan_blocks(chunks, wide, n_readers=n_readers, **caps)
             plans[mode] = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, n_readers)
     return _choose(call, info, plans, selection, chunks, dtype, path)
 
@@ -323,6 +328,15 @@ def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str
     sharding, group = call.sharding, call.group
     axes = read_spec(sharding, len(shape))
     shape_global = padded_shape(shape, axes, sharding, pad=call.options.pad is not None, name=name)
+    sizes = tuple(sharding.mesh.shape.values())
+    held = [n // math.prod(sizes[m] for m in cut) for n, cut in zip(shape_global, axes, strict=True)]
+    # NumPy counts the other axes also where one is empty.
+    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_global, held))
+    if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
+        raise SourceError(
+            f"{name} would have shape {shape_global} as {dtype}, {tuple(held)} on each device: more than any machine can "
+            "address. If that is no damage, pass select= with the part that is wanted"
+        )
     if call.options.pad is not None:
         pad_value(call.options.pad, dtype)
     if group is None:

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from shardload.cast import cast_into
+from shardload.cast import cast_into, settle_bools
 from shardload.errors import PeerError, ShardloadError, StallError
-from shardload.missing import Counter, chunk_number
+from shardload.missing import Counter, beginning_in, chunk_numbers
 from shardload.naming import Naming
 from shardload.node import Bell
 from shardload.plan import Grid, Part, Read
@@ -91,7 +91,7 @@ class SourceReader:
     checksums : bool
         Whether each part that stays here is compared with what it was copied from.
     counts : callable, optional
-        Whether this rank counts a chunk that is not stored and that a read met (`missing.counter_of`).
+        Which of the chunks that are not stored, and that a read met, this rank counts (`missing.counter_of`).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SourceReader:
         bell: Bell | None = None,
         n_threads: int = 1,
         checksums: bool = False,
-        counts: Counter = lambda read, chunk: True,
+        counts: Counter = lambda read, numbers, chunks: beginning_in(read.region, numbers, chunks),
     ) -> None:
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
@@ -257,6 +257,7 @@ class SourceReader:
         into = self._in_place(parts, region)
         if into is not None:
             reader.decode(encoded, into.reshape(self._chunk_shape))
+            settle_bools(into)
             values = into
         else:
             travels = any(part.rank != self._rank for part in parts)
@@ -267,6 +268,7 @@ class SourceReader:
                 else self._scratch("chunk", self._chunk_shape, self._source.dtype)
             )
             reader.decode(encoded, target)
+            settle_bools(target)
             index_in: Any = (*inside, ...)  # an array, also when 0-d
             values = self._drop_axes(target[index_in])
             if self._casts:
@@ -288,16 +290,15 @@ class SourceReader:
         tally.chunks_decoded += 1
         tally.nbytes_read += region.size * self._source.dtype.itemsize
         if encoded is None:
-            self._note_missing(block.read, next(self._chunks.meeting(region)), tally)
+            self._note_missing(block.read, np.array([next(self._chunks.meeting(region))]), tally)
         else:
             tally.nbytes_stored += len(encoded.data)
 
-    def _note_missing(self, read: Read, number: int, tally: Tally) -> None:
-        """Count a chunk that is not stored, if nobody else does."""
-        if self._counts(read, self._chunks.region(number)):
-            tally.chunks_missing += 1
-            if len(tally.missing) < MOST_NAMED:  # they come in ascending order
-                tally.missing.append(number)
+    def _note_missing(self, read: Read, numbers: Array, tally: Tally) -> None:
+        """Count chunks that are not stored, by their numbers, if nobody else does."""
+        numbers = self._counts(read, numbers, self._chunks)
+        tally.chunks_missing += len(numbers)
+        tally.missing += numbers[: MOST_NAMED - len(tally.missing)].tolist()  # they come in ascending order
 
     def _in_place(self, parts: list[Part], region: Region) -> Array | None:
         """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
@@ -380,6 +381,7 @@ class SourceReader:
         started = time.perf_counter()
         with self._at(region):
             self._source.read_into(box, out.reshape(box.shape))
+            settle_bools(out)
         seconds = time.perf_counter() - started
         if self._has_chunks:
             tally.chunks_decoded += self._chunks.n_meeting(region)
@@ -387,10 +389,11 @@ class SourceReader:
         else:
             tally.read_seconds += seconds
         tally.nbytes_read += region.size * self._source.dtype.itemsize
-        for index in self._source.missing(box):
-            # An array without chunks has one, number 0, whose first element is the array's.
-            number = chunk_number(index, self._selection, self._chunk_shape, self._chunks) if self._has_chunks else 0
-            self._note_missing(read, number, tally)
+        indices = self._source.missing(box)
+        if indices and self._has_chunks:
+            self._note_missing(read, chunk_numbers(indices, self._selection, self._chunk_shape, self._chunks), tally)
+        elif indices:  # an array without chunks has one, number 0, whose first element is the array's
+            self._note_missing(read, np.array([0]), tally)
 
     # --- both
 

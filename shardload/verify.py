@@ -41,6 +41,7 @@ from shardload.wire import checksum
 __all__ = ["Checked", "Verifier", "VerifyReport"]
 
 _MOST_BOXES = 8  # of each process, for "file"
+_MOST_CHUNKS = 1 << 14  # that are read at once, however small they are
 _COPIES = 8  # of a box: as stored, as the library reads it, cast, from the device, compared; and what the load still holds
 
 Array = np.ndarray[Any, Any]
@@ -297,7 +298,14 @@ class Verifier:
             chunks = self._chunks if self._has_chunks else None
             yield from sample_boxes(true, chunks, itemsize, self._seed, -(-_MOST_BOXES // n_shards))
             return
-        blocks = plan_blocks(self._chunks, itemsize, max_nbytes=self._room_nbytes, n_readers=0, within=true.shape)
+        blocks = plan_blocks(
+            self._chunks,
+            itemsize,
+            max_nbytes=self._room_nbytes,
+            n_readers=0,
+            within=true.shape,
+            max_cells=_MOST_CHUNKS if self._has_chunks else 1 << 62,
+        )
         for number in blocks.meeting(true):
             region = blocks.region(number).intersect(true)
             if region is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,7 @@ __all__ = [
     "Format",
     "Room",
     "Source",
+    "a_few_chunks",
     "check_request",
     "fresh",
     "json_value",
@@ -34,7 +36,13 @@ __all__ = [
     "refusal",
     "some",
     "state_of",
+    "unaddressable",
 ]
+
+
+_MOST_SHOWN = 1024  # values, or characters, of an attribute
+_MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
+_MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 
 
 @dataclass(frozen=True)
@@ -246,6 +254,29 @@ def read_by_chunks(
     return absent
 
 
+def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:
+    """Cut a region, which is not empty, into parts that meet at most `most` chunks each, in C order and about equal.
+
+    Libraries hold some kilobytes for each chunk of one read, however small the chunks are.
+
+    >>> [str(part) for part in a_few_chunks(Region((0, 1), (2, 30)), (1, 10), most=2)]
+    ['[0:1, 1:20]', '[0:1, 20:30]', '[1:2, 1:20]', '[1:2, 20:30]']
+    """
+    axes = list(zip(region.start, region.stop, chunk_shape, strict=True))
+    met = [(a // c, -(-b // c)) for a, b, c in axes]
+    steps, room = [1] * len(axes), most
+    for k in reversed(range(len(axes))):
+        n = met[k][1] - met[k][0]
+        steps[k] = -(-n // -(-n // room))
+        if steps[k] < n:
+            break
+        room = max(1, room // n)
+    for index in itertools.product(*(range(*ends, step) for ends, step in zip(met, steps, strict=True))):
+        cells = list(zip(index, steps, axes, strict=True))
+        start = tuple(max(a, i * c) for i, _, (a, _, c) in cells)
+        yield Region(start, tuple(min(b, (i + step) * c) for i, step, (_, b, c) in cells))
+
+
 class Format(Protocol):
     """One file format. Each module of this package that has one exposes it as `FORMAT`."""
 
@@ -327,6 +358,23 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
     return _KINDS.get(dtype.kind, "raw bytes without a type")
 
 
+def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | None:
+    """Why no part of an array of this shape, in these chunks, can be had, in words that follow "holds"; None where it can.
+
+    (A part of an array that is too large as a whole can be.)
+
+    >>> unaddressable((2**62,), (4,)), unaddressable((1,) * 65, None)
+    (None, 'an array of 65 axes; NumPy has 64 at most')
+    """
+    if len(shape) > _MOST_AXES:
+        return f"an array of {len(shape)} axes; NumPy has {_MOST_AXES} at most"
+    if max(shape, default=0) > _MOST_ELEMENTS:
+        return f"an array with an axis of {max(shape)} elements, which 64 bits cannot count"
+    if chunks is not None and _WIDEST * math.prod(max(1, n) for n in chunks) > _MOST_ELEMENTS:
+        return f"chunks of shape {tuple(chunks)}, of which 64 bits cannot count the bytes"
+    return None
+
+
 def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The same type in this machine's byte order, without metadata (HDF5 enum names, say); refused ones as they are.
 
@@ -355,15 +403,21 @@ def json_value(value: Any) -> Any:
     """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
 
     What is neither (references, records) becomes its text. An array of one element counts as that element, since netCDF
-    stores scalars so.
+    stores scalars so. Of what is long, words say how long it is: attributes go to every rank, and to a person.
 
-    >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3))
-    (1.5, 'K', 3)
+    >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
+    (1.5, 'K', 3, '5000 values, not shown')
     """
+    n = value.size if isinstance(value, np.ndarray) else len(value) if isinstance(value, list | tuple) else 0
+    if n > _MOST_SHOWN:
+        return f"{n} values, not shown"
     if isinstance(value, np.ndarray | np.generic):
         value = value.item() if value.size == 1 else value.tolist()
     if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
+        value = value[: 4 * _MOST_SHOWN + 1].decode("utf-8", errors="replace")
     if isinstance(value, list | tuple):
         return [json_value(part) for part in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... (not all shown)"

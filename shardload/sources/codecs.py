@@ -1,8 +1,9 @@
 """How are the bytes of one stored chunk turned back into values? With well-kept libraries, outside any lock of a file format.
 
 1. A format describes how a chunk was encoded as a chain of `Stage`, in the order in which they are undone.
-2. `Chain.decode` runs it: every result has the size that follows from the chunk's declared size, so damaged or hostile
-   bytes cannot make it allocate more; the last stage writes straight into the caller's buffer.
+2. `Chain.decode` runs it: every result has the size that follows from the chunk's declared size (between two compressors:
+   at most what a codec makes of a chunk), so damaged or hostile bytes cannot make it allocate more; the last stage writes
+   straight into the caller's buffer.
 3. A stage that finds damage raises `ValueError` with what it found. The caller knows which chunk it was, and says so.
 
 All of it but Fletcher-32 releases the GIL where the work is done, so several chunks can be decoded at once. Why these
@@ -41,11 +42,15 @@ class Stage:
         return an array of them, if that costs no more; ValueError where `data` is not what was encoded.
     n_more : int or None
         Bytes by which the encoded form is longer (a checksum), 0 where it has the same length; None where it may have any.
+    within : callable or None
+        ``within(data, most)`` returns the decoded bytes, however many there are up to `most`; ValueError where there are more.
+        For compressors under compressors: what is between the two may have any length.
     """
 
     name: str
     undo: Callable[[Bytes, Bytes], Bytes | None]
     n_more: int | None
+    within: Callable[[Bytes, int], Bytes] | None = None
 
 
 class Chain:
@@ -61,7 +66,8 @@ class Chain:
     Raises
     ------
     ValueError
-        If two stages have an encoded form of any length: the size of what is between them would be the file's to choose.
+        If a stage that comes before another compressor has no `within`: the size of what is between them would be the file's
+        to choose.
 
     Examples
     --------
@@ -74,10 +80,12 @@ class Chain:
     """
 
     def __init__(self, stages: Sequence[Stage], nbytes: int) -> None:
-        open_ended = [stage.name for stage in stages if stage.n_more is None]
-        if len(open_ended) > 1:
-            raise ValueError(f"{' and '.join(open_ended)}: nothing says how long the data between the two should be")
+        open_ended = [stage for stage in stages if stage.n_more is None]
+        if any(stage.within is None for stage in open_ended[:-1]):
+            names = " and ".join(stage.name for stage in open_ended)
+            raise ValueError(f"{names}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
+        self._most_between = nbytes + nbytes // 4 + 4096  # no codec makes what it cannot compress that much longer
         self._own = threading.local()
         self.nbytes = nbytes
 
@@ -110,6 +118,11 @@ class Chain:
             raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
         for k, stage in enumerate(stages):
             nbytes = self._nbytes_after(stages, k, data)
+            if nbytes is None:
+                if stage.within is None:
+                    raise ValueError(f"nothing says how long the data after {stage.name} should be")
+                data = stage.within(data, self._most_between)
+                continue
             room = target if k == len(stages) - 1 else self._room(k, nbytes)
             found = stage.undo(data, room)
             data = room if found is None else found
@@ -128,17 +141,29 @@ class Chain:
             rooms[name] = np.empty(nbytes, dtype=np.uint8)
         return rooms[name][:nbytes]
 
-    def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int:
-        """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`."""
+    def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
+        """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`; None for any."""
         more = [stage.n_more for stage in stages[k + 1 :]]
         if None not in more:
             return self.nbytes + sum(n for n in more if n is not None)
-        return max(len(data) - (stages[k].n_more or 0), 0)
+        own = stages[k].n_more
+        return None if own is None else max(len(data) - own, 0)
 
 
 def inflate() -> Stage:
     """HDF5's gzip filter and Zarr's zlib: a zlib stream, its Adler-32 checked. By libdeflate."""
-    return Stage("gzip", _inflater(deflate.zlib_decompress), None)
+
+    def within(data: Bytes, most: int) -> Bytes:
+        stream = zlib.decompressobj()
+        try:
+            found = stream.decompress(data.tobytes(), most + 1)
+        except zlib.error as error:
+            raise ValueError(f"the gzip stream is damaged ({error})") from None
+        if len(found) > most or not stream.eof:
+            raise ValueError(f"the gzip stream is damaged, or longer than the {most} bytes that can be between two compressors")
+        return np.frombuffer(found, dtype=np.uint8)
+
+    return Stage("gzip", _inflater(deflate.zlib_decompress), None, within)
 
 
 def gunzip() -> Stage:
@@ -152,14 +177,23 @@ def gunzip() -> Stage:
                 found = first(data, out)
                 if len(found) == len(out):
                     return found
-        _gunzip_members(data, out)
+        done = _gunzip_members(data, out)
+        if done != len(out):
+            raise ValueError(f"the gzip stream is damaged: it gives {done} bytes, the chunk has {len(out)}")
         return None
 
-    return Stage("gzip", undo, None)
+    def within(data: Bytes, most: int) -> Bytes:
+        room = np.empty(most, dtype=np.uint8)
+        try:
+            return room[: _gunzip_members(data, room)]
+        except ValueError as error:
+            raise ValueError(f"between two compressors: {error}") from None
+
+    return Stage("gzip", undo, None, within)
 
 
-def _gunzip_members(data: Bytes, out: Bytes) -> None:
-    """Decode gzip members (RFC 1952) one after the other, which together must fill `out`; zeros may follow them."""
+def _gunzip_members(data: Bytes, out: Bytes) -> int:
+    """Decode gzip members (RFC 1952) one after the other into `out`, and say how long they are; zeros may follow them."""
     rest, done = data.tobytes(), 0
     try:
         while rest.strip(b"\0"):
@@ -173,8 +207,7 @@ def _gunzip_members(data: Bytes, out: Bytes) -> None:
             done, rest = done + len(found), member.unused_data
     except zlib.error as error:
         raise ValueError(f"the gzip stream is damaged, or longer than the chunk ({error})") from None
-    if done != len(out):
-        raise ValueError(f"the gzip stream is damaged: it gives {done} bytes, the chunk has {len(out)}")
+    return done
 
 
 def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, Bytes], Bytes]:
@@ -252,7 +285,15 @@ def unzstd() -> Stage:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
 
-    return Stage("zstd", undo, None)
+    def within(data: Bytes, most: int) -> Bytes:
+        size = _zstd_size(data)
+        if size is None or size > most:
+            raise ValueError(f"the zstd frame declares {size or 'no'} bytes, between two compressors can be {most} at most")
+        out = np.empty(size, dtype=np.uint8)
+        undo(data, out)
+        return out
+
+    return Stage("zstd", undo, None, within)
 
 
 def _zstd_size(data: Bytes) -> int | None:
@@ -281,7 +322,15 @@ def blosc() -> Stage:
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the blosc data is damaged ({error})") from None
 
-    return Stage("blosc", undo, None)
+    def within(data: Bytes, most: int) -> Bytes:
+        size = int.from_bytes(data[4:8].tobytes(), "little")
+        if size > most:
+            raise ValueError(f"the blosc header declares {size} bytes, between two compressors can be {most} at most")
+        out = np.empty(size, dtype=np.uint8)
+        undo(data, out)
+        return out
+
+    return Stage("blosc", undo, None, within)
 
 
 def swap_bytes(itemsize: int) -> Stage:

@@ -32,6 +32,7 @@ from shardload.sources.base import (
     ArrayInfo,
     ChunkReader,
     Source,
+    a_few_chunks,
     check_request,
     native_dtype,
     read_by_chunks,
@@ -43,7 +44,7 @@ from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
 from shardload.sources.hdf5_describe import describe, filters_of
 from shardload.sources.hdf5_links import LostError, Others, close_all, follow, look_through, place_of
-from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
+from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole, is_stacked
 from shardload.sources.hdf5_raw import RawFile, plain_descriptor
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
@@ -55,6 +56,7 @@ _MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
+_MOST_AT_ONCE = 256  # chunks of one call: HDF5 holds 6 KiB for each, and takes longer for each where they are more
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
 
@@ -120,13 +122,22 @@ class Hdf5Source:
             if region.ndim == 0:
                 identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
             else:
-                space = identifier.get_space()
-                space.select_hyperslab(region.start, region.shape)
-                identifier.read(h5py.h5s.create_simple(region.shape), space, out, self._memory_type)
+                in_file, in_memory = identifier.get_space(), h5py.h5s.create_simple(region.shape)
+                for part in self._parts(region):
+                    in_file.select_hyperslab(part.start, part.shape)
+                    if part != region:
+                        at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
+                        in_memory.select_hyperslab(at, part.shape)
+                    identifier.read(in_memory, in_file, out, self._memory_type)
         finally:  # where the file was cut, that is the better reason
             if identifier.valid:
                 self._whole.check()
                 self._others.check_whole()
+
+    def _parts(self, region: Region) -> Iterator[Region]:
+        """What of a region, which is not empty, HDF5 is asked for at once."""
+        chunk = self._info.chunks or self._others.smallest_chunk(region.ndim)
+        return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
@@ -138,7 +149,15 @@ class Hdf5Source:
     def _bounded(self) -> ChunkReader | None:
         """Single chunks, where HDF5's filters take as much memory as the file says."""
         numbers = {number for number, *_ in filters_of(self._dataset)}
-        return self.chunk_reader() if numbers & _UNBOUNDED and not self._info.refused else None
+        if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
+            return None
+        found = self.chunk_reader()
+        if found is None and is_stacked(self._dataset):
+            raise ValueError(
+                "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
+                "makes of a few bytes: write it anew with one compressor"
+            )
+        return found
 
     @functools.cached_property
     def _sizes(self) -> Sizes:
@@ -150,8 +169,14 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
+        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
         with self._others.watched():
-            return np.asarray(self._dataset[region.slices()])
+            if len(parts) < 2:
+                return np.asarray(self._dataset[region.slices()])
+            out = np.empty(region.shape, self._dataset.dtype)
+            for part in self._parts(region):
+                out[part.slices(region.start)] = self._dataset[part.slices()]
+            return out
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""

@@ -33,8 +33,6 @@ _LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when a
 _MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
 _NOWHERE = 2**64 - 1
 
-_COMPRESSORS = (1, 32001, 32015)
-
 
 def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
     """A reader for the chunks of `dataset` as values of `dtype` (a native one); None where only HDF5 may decode them."""
@@ -45,7 +43,7 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole
     filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
     stages = [_stage_of(number, values) for number, _, values, _ in reversed(filters)]
     known = [stage for stage in stages if stage is not None]
-    if len(known) < len(stages) or sum(number in _COMPRESSORS for number, *_ in filters) > 1:
+    if len(known) < len(stages):
         return None
     if _is_empty(dataset) and creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
         return None  # no values at all: HDF5 raises an error

@@ -10,8 +10,9 @@ from typing import Any
 
 import h5py
 
-from shardload.sources.base import ArrayInfo, json_value, native_dtype, refusal
+from shardload.sources.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.sources.hdf5_links import Others
+from shardload.sources.hdf5_missing import SIZED
 
 __all__ = ["describe", "filters_of"]
 
@@ -35,6 +36,7 @@ _FILTERS = {
     32026: "blosc2",
 }
 _HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
+_DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` bounds what is between them
 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -45,6 +47,8 @@ _REFUSED_CLASSES = {
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
     h5py.h5t.ARRAY: ("array", "small arrays as elements"),
 }
+# HDF5 reads an attribute whole when it is looked up. Those of a dataset that together are longer are not looked at.
+_MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
 
@@ -70,21 +74,23 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts:
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = _missing_filter(filters) or others.refused
-    chunked = creation.get_layout() == h5py.h5d.CHUNKED
-    has_attributes = h5py.h5a.get_num_attrs(dataset.id) > 0
+        refused = _missing_filter(filters) or _unbounded(filters) or others.refused
+    chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
+    refused = refused or unaddressable(dataset.shape or (), chunks)
     return ArrayInfo(
         path=path,
         dataset=name,
         format=_flavour(dataset),
         shape=tuple(dataset.shape or ()),
         dtype=dtype,
-        chunks=tuple(creation.get_chunk()) if chunked else None,
+        chunks=chunks,
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
         refused=refused,
-        is_coordinate=has_attributes and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes=_attributes(dataset, texts) if has_attributes else {},
+        is_coordinate=_has_attributes(dataset)
+        and _is_plain(dataset, "CLASS")
+        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        attributes=_attributes(dataset, texts),
     )
 
 
@@ -121,22 +127,47 @@ def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
     return None
 
 
+def _unbounded(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
+    """What is said of compressors over each other that only HDF5 can undo."""
+    compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
+    if len(compressors) < 2 or all(number in _DECODED_HERE for number, _ in compressors):
+        return None
+    return (
+        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), where nothing bounds what HDF5 "
+        "makes of a few bytes. Write it anew with one compressor: `h5repack -f GZIP=4`"
+    )
+
+
+def _name(number: int, label: bytes) -> str:
+    return _FILTERS.get(number) or f"{label.decode(errors='replace')}#{number}"
+
+
 def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
     """The filter pipeline for people: what compresses first, then what helps it."""
     ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
-    return "+".join(_FILTERS.get(n) or f"{label.decode(errors='replace')}#{n}" for n, _, _, label in ordered) or "none"
+    return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
 
 
 def _flavour(dataset: h5py.Dataset) -> str:
     """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
     file = dataset.file
     marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
-    marked = any(h5py.h5a.get_num_attrs(owner.id) and key in owner.attrs for owner, key in marks)
+    marked = any(_has_attributes(owner) and key in owner.attrs for owner, key in marks)
     return "netCDF4" if marked else "HDF5"
 
 
+def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
+    """Whether there are attributes, and none of a length that no memory should be spent on."""
+    if not h5py.h5a.get_num_attrs(owner.id):
+        return False
+    stored = h5py.h5o.get_info(owner.id).meta_size.attr
+    return bool(stored.heap_size + stored.index_size <= _MOST_ATTRIBUTES_NBYTES)
+
+
 def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
-    """Those that change what values mean."""
+    """Those that change what values mean; that there are some, where they are too long to be looked at."""
+    if not _has_attributes(dataset):
+        return {"attributes": "too long to be read"} if h5py.h5a.get_num_attrs(dataset.id) else {}
     return {
         key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs and (texts or _is_plain(dataset, key))
     }  # fmt: skip
@@ -157,6 +188,10 @@ def _attribute(dataset: h5py.Dataset, key: str) -> Any:
     if key not in dataset.attrs:
         return None
     try:
+        found = h5py.h5a.open(dataset.id, key.encode())
+        nbytes = found.get_space().get_simple_extent_npoints() * found.get_type().get_size()
+        if nbytes > _MOST_ATTRIBUTE_NBYTES:
+            return f"{nbytes} bytes, not shown"
         value = dataset.attrs[key]
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         return f"unreadable ({error})"

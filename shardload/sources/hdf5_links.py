@@ -31,6 +31,7 @@ from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.sources.hdf5_missing import Sizes, is_stacked
 from shardload.sources.hdf5_raw import plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "look_through", "nothing_else_opened", "place_of"]
@@ -63,6 +64,8 @@ class Others:
         Whether the HDF5 library opens files when it reads.
     is_unlimited : bool
         Whether it opens files to say how long the dataset is.
+    chunks : list of tuple of int
+        The shapes of chunks in what a virtual dataset is made of.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -70,6 +73,22 @@ class Others:
     fence: Fence = field(default_factory=Fence)
     is_virtual: bool = False
     is_unlimited: bool = False
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
+        """The least length of those chunks along each of `ndim` axes, the last ones being the same; None without any."""
+        if not self.chunks:
+            return None
+        padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
+        return tuple(map(min, zip(*padded, strict=True)))
+
+    def add_part(self, dataset: h5py.Dataset) -> None:
+        """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
+        if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
+            self.chunks.append(tuple(dataset.chunks))
+        if is_stacked(dataset):
+            raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
+        Sizes(dataset).check()
 
     def check_whole(self) -> None:
         """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
@@ -254,6 +273,8 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
             raise _RefusedError("values of other files, and values of its own")
         _look_at_storage(dataset, creation, others)
     if layout != h5py.h5d.VIRTUAL:
+        if level > 0:
+            others.add_part(dataset)
         return
     others.is_virtual = True
     sources = [_Mapping.of(creation, k) for k in range(creation.get_virtual_count())]

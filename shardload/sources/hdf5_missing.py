@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import h5py
@@ -21,9 +22,10 @@ from h5py._objects import phil
 
 from shardload.region import Region
 
-__all__ = ["UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole"]
+__all__ = ["SIZED", "UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole", "is_stacked"]
 
 _LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
+SIZED = {2, 3, 5, 6}  # filters that give as much as follows from their parameters; what any other gives is for the data to say
 UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
 
 
@@ -46,11 +48,13 @@ class Unwritten:
         self._chunk: tuple[int, ...] = ()
         self._grid: tuple[int, ...] = ()
         self._none = self._all = False
+        self._n_written = 0
         if self._layout == h5py.h5d.CHUNKED:
             self._chunk = tuple(creation.get_chunk())
             self._grid = tuple(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
             n_written = dataset.id.get_num_chunks()
             self._none, self._all = n_written >= math.prod(self._grid), n_written == 0
+            self._n_written = n_written
         elif self._layout == h5py.h5d.CONTIGUOUS:
             self._all = dataset.id.get_offset() is None and creation.get_external_count() == 0
 
@@ -61,27 +65,42 @@ class Unwritten:
         if self._none:
             return []
         axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, self._chunk, strict=True)]
-        indices = list(itertools.product(*axes))
         if self._all:
-            return indices
-        numbers = np.ravel_multi_index(np.array(indices).T.reshape(len(axes), -1), self._grid)
-        return [indices[k] for k in np.flatnonzero(~np.isin(numbers, self._written)).tolist()]
+            return list(itertools.product(*axes))
+        first = np.array([axis.start for axis in axes])
+        is_there = np.zeros([len(axis) for axis in axes], dtype=bool)
+        if self._n_written * len(axes) <= _MOST_LISTED:
+            found = self._written
+            met = np.logical_and.reduce([(found[k] >= axis.start) & (found[k] < axis.stop) for k, axis in enumerate(axes)])
+            is_there[tuple(found[:, met].astype(np.intp) - first[:, None])] = True
+        else:  # too many to keep: gone through each time
+
+            def mark(at: list[int]) -> None:
+                if all(k in axis for k, axis in zip(at, axes, strict=True)):
+                    is_there[tuple(k - axis.start for k, axis in zip(at, axes, strict=True))] = True
+
+            self._go_through(mark)
+        return list(map(tuple, (np.argwhere(~is_there) + first).tolist()))
 
     @functools.cached_property
-    def _written(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """The numbers, in the grid, of the chunks that were."""
-        numbers = array("Q")
-        steps = [math.prod(self._grid[k + 1 :]) for k in range(len(self._grid))]
-        axes = list(zip(self._chunk, self._grid, steps, strict=True))
+    def _written(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Where the chunks that were are in the grid: a row for each axis."""
+        places = array("q")
+        self._go_through(places.extend)
+        return np.frombuffer(places, dtype=np.int64).reshape(-1, len(self._grid)).T
 
+    def _go_through(self, tell: Callable[[list[int]], None]) -> None:
         def keep(stored: Any) -> None:
-            at = [offset // length for offset, (length, _, _) in zip(stored.chunk_offset, axes, strict=True)]
-            if all(k < n for k, (_, n, _) in zip(at, axes, strict=True)):  # a damaged index may have others
-                numbers.append(sum(k * step for k, (_, _, step) in zip(at, axes, strict=True)))
+            tell([offset // length for offset, length in zip(stored.chunk_offset, self._chunk, strict=True)])
 
         with phil:
             self._identifier.chunk_iter(keep)
-        return np.frombuffer(numbers, dtype=np.uint64)
+
+
+def is_stacked(dataset: h5py.Dataset) -> bool:
+    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one."""
+    creation = dataset.id.get_create_plist()
+    return sum(creation.get_filter(k)[0] not in SIZED for k in range(creation.get_nfilters())) > 1
 
 
 class Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -83,12 +84,22 @@ class MemorySource:
         return []
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """The values of `region` themselves, with the array's own strides; None if their bytes need swapping."""
+        """The values of `region` themselves, with the array's own strides; None if they are not as they should be sent:
+        their bytes need swapping, or are booleans other than 0 and 1.
+        """
         if not Region.whole(self._info.shape).contains(region):
             raise ValueError(f"region {region} reaches outside {self._info}, which has shape {self._info.shape}")
         # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
         index: Any = (*region.slices(), ...)
-        return self._array[index] if self._array.dtype.isnative else None
+        return self._array[index] if self._array.dtype.isnative and not self._has_odd_bools else None
+
+    @functools.cached_property
+    def _has_odd_bools(self) -> bool:
+        if self._dtype.kind != "b":
+            return False
+        # NumPy goes through an axis that was repeated as often as it says
+        once = self._array[tuple(slice(1) if stride == 0 else slice(None) for stride in self._array.strides)]
+        return bool(once.view(np.uint8).max(initial=0) > 1)
 
     def chunk_reader(self) -> ChunkReader | None:
         """None: chunks are read by the library."""

@@ -38,6 +38,7 @@ from shardload.sources.base import (
     ArrayInfo,
     ChunkReader,
     Source,
+    a_few_chunks,
     check_request,
     json_value,
     native_dtype,
@@ -45,10 +46,22 @@ from shardload.sources.base import (
     refusal,
     some,
     state_of,
+    unaddressable,
 )
 from shardload.sources.fence import Fence, open_file
-from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
-from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
+from shardload.sources.zarr_chunks import ZarrChunks, chunk_layout, chunk_reader
+from shardload.sources.zarr_layout import is_stacked
+from shardload.sources.zarr_store import (
+    MOST_METADATA_NBYTES,
+    WatchedStore,
+    check_metadata,
+    check_zip,
+    close_store,
+    inner_store,
+    open_store,
+    watch,
+    zip_entries,
+)
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
@@ -56,6 +69,8 @@ _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 # How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
 _LONGEST, _HEAD_NBYTES = 8, 4096
+_MOST_AT_ONCE = 1024  # chunks of one call: zarr-python holds 2.5 KiB for each, however small it is
+_MOST_INDEX_NBYTES = 1 << 26  # of a shard, which zarr-python reads whole
 # What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
@@ -105,10 +120,23 @@ class ZarrSource:
         store = self._array.store
         self._check_once()
         store.absent.clear()
-        buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out)
-        self._array.get_basic_selection(region.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
-        if store.absent:
-            self._absent = self._absent_chunks(region)
+        for part in self._parts(region):
+            store.absent.clear()
+            index: Any = (*part.slices(region.start), ...)
+            buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out[index])
+            self._array.get_basic_selection(part.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
+            if store.absent:
+                self._absent += self._absent_chunks(part)
+
+    def _parts(self, region: Region) -> Iterator[Region]:
+        """What of a region, which is not empty, zarr-python is asked for at once: whole shards, unless they hold too much."""
+        chunks, shards = self._info.chunks, self._info.shards
+        if chunks is None:
+            return iter((region,))
+        per_shard = math.prod(-(-n // m) for n, m in zip(shards or chunks, chunks, strict=True))
+        if per_shard > _MOST_AT_ONCE:
+            return a_few_chunks(region, chunks, _MOST_AT_ONCE)
+        return a_few_chunks(region, shards or chunks, _MOST_AT_ONCE // per_shard)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks that `read_into` of this region did not find."""
@@ -145,7 +173,13 @@ class ZarrSource:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What zarr-python gives for these slices."""
-        return np.asarray(self._array[region.slices()])
+        parts = list(itertools.islice(self._parts(region), 2)) if region.size else []
+        if len(parts) < 2:
+            return np.asarray(self._array[region.slices()])
+        out = np.empty(region.shape, self._array.dtype)
+        for part in self._parts(region):
+            out[part.slices(region.start)] = self._array[part.slices()]
+        return out
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a store."""
@@ -187,8 +221,9 @@ class ZarrFormat:
         try:
             if not zipfile.is_zipfile(path):
                 return False
-            with zipfile.ZipFile(path) as archive:
-                return any(mark in archive.NameToInfo for mark in _MARKS)
+            return any(entry.filename in _MARKS for entry in zip_entries(path))
+        except ValueError:
+            return True  # said when it is opened
         except (OSError, zipfile.BadZipFile, NotImplementedError):
             return False
 
@@ -314,7 +349,11 @@ def _is_array(folder: str, fence: Fence) -> bool:
         return True
     try:
         with os.fdopen(open_file(file), "rb") as opened:
-            return bool(json.load(opened)["node_type"] == "array")
+            if os.fstat(opened.fileno()).st_size > MOST_METADATA_NBYTES:
+                return True
+            text = opened.read()
+        check_metadata(file, text)
+        return bool(json.loads(text)["node_type"] == "array")
     except (OSError, ValueError, LookupError, TypeError):
         return True
 
@@ -329,13 +368,14 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
     path, name : str
         As the user named the store and the array.
     """
-    refused = refusal(array.dtype) or _unsafe(array)
+    refused = refusal(array.dtype) or _unsafe(array) or _unbounded(array)
     grid = array.metadata.to_dict().get("chunk_grid")
     if isinstance(grid, dict) and grid.get("name") != "regular":
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
         chunks = shards = None
     else:
         chunks, shards = array.chunks, array.shards
+    refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
     dimensions = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     return ArrayInfo(
         path=path,
@@ -377,6 +417,19 @@ def _unsafe(array: Any) -> str | None:
     """What is said of an array whose values are Python objects as stored, whatever type it declares."""
     names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
     return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
+
+
+def _unbounded(array: Any) -> str | None:
+    """What is said of an array of which zarr-python would make more than anything bounds."""
+    if is_stacked(array.metadata.to_dict()) and chunk_layout(array, native_dtype(array.dtype)) is None:
+        return (
+            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
+            "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"
+        )
+    if array.shards is None:
+        return None
+    n = math.prod(-(-outer // max(1, inner)) for outer, inner in zip(array.shards, array.chunks, strict=True))
+    return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
 
 
 def _codec(array: Any) -> str:

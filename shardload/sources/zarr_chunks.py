@@ -29,7 +29,7 @@ from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideEr
 from shardload.sources.zarr_layout import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.sources.zarr_store import inner_store
 
-__all__ = ["ZarrChunks", "chunk_reader"]
+__all__ = ["ZarrChunks", "chunk_layout", "chunk_reader"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -63,23 +63,33 @@ def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence
     fence : Fence
         Where its files may be.
     """
-    store = inner_store(array.store)
+    layout = chunk_layout(array, dtype)
+    if layout is None:
+        return None
+    try:
+        fill = np.zeros((), dtype) if array.fill_value is None else np.asarray(array.fill_value, dtype)
+    except (TypeError, ValueError):
+        return None
+    if layout.chunk_shape != info.chunks or fill.shape != ():
+        return None
+    store: Any = inner_store(array.store)
+    folder = os.path.join(os.fspath(store.root), array.path)
+    return ZarrChunks(folder, layout, info.shape, dtype, fill, fence)
+
+
+def chunk_layout(array: Any, dtype: np.dtype[Any]) -> Layout | None:
+    """Where the chunks of an open array are and how they are encoded, where both is known here; else None."""
     # A class derived from LocalStore may keep chunks elsewhere, or change them.
-    if type(store) is not zarr.storage.LocalStore:
+    if type(inner_store(array.store)) is not zarr.storage.LocalStore:
         return None
     # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
     settings = getattr(array, "config", None)
     if not (getattr(settings, "read_missing_chunks", True) and zarr.config.get("array.read_missing_chunks", True)):
         return None
     try:
-        layout = layout_of(array.metadata.to_dict(), dtype)
-        fill = np.zeros((), dtype) if array.fill_value is None else np.asarray(array.fill_value, dtype)
+        return layout_of(array.metadata.to_dict(), dtype)
     except (NotCovered, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
         return None
-    if layout.chunk_shape != info.chunks or fill.shape != ():
-        return None
-    folder = os.path.join(os.fspath(store.root), array.path)
-    return ZarrChunks(folder, layout, info.shape, dtype, fill, fence)
 
 
 class ZarrChunks:

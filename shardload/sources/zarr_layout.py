@@ -17,7 +17,7 @@ import numpy as np
 from shardload.sources import codecs
 from shardload.sources.codecs import Stage
 
-__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "layout_of"]
+__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
 
 # An index is read whole and kept: an array whose shards have longer ones is not covered.
 MOST_INDEX_NBYTES = 2**24
@@ -96,11 +96,36 @@ def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
     if 0 in layout.chunk_shape:
         raise NotCovered("chunks without elements")
-    if sum(stage.n_more is None for stage in layout.stages) > 1:  # `Chain` wants to know the size of what is between them
-        raise NotCovered("two compressors")
     if layout.per_shard is not None and 16 * math.prod(layout.per_shard) > MOST_INDEX_NBYTES:
         raise NotCovered(f"an index of {math.prod(layout.per_shard)} chunks in each shard")
     return layout
+
+
+# What these give has a size that follows from the size of what they get, or from the chunk's; what any other gives, from
+# the data.
+_SIZED = {
+    *("bytes", "transpose", "crc32c", "sharding_indexed", "shuffle", "delta", "fixedscaleoffset", "astype", "quantize"),
+    *("bitround", "packbits", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
+}
+
+
+def is_stacked(metadata: Mapping[str, Any]) -> bool:
+    """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one."""
+    if metadata.get("zarr_format") == 3:
+        return _n_compressors(metadata["codecs"]) > 1
+    chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
+    return sum(_codec_2(entry)[0] not in _SIZED for entry in chain) > 1
+
+
+def _n_compressors(chain: Sequence[Any]) -> int:
+    """Those of a chain of format 3, with the most that there are of them in what a shard holds."""
+    n = 0
+    for entry in chain:
+        name = entry if isinstance(entry, str) else str(entry["name"])
+        n += name.removeprefix("numcodecs.") not in _SIZED
+        options = {} if isinstance(entry, str) else entry.get("configuration") or {}
+        n += max((_n_compressors(options[key]) for key in ("codecs", "index_codecs") if key in options), default=0)
+    return n
 
 
 def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
@@ -119,10 +144,10 @@ def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
         if name not in _IN_FORMAT_2:
             raise NotCovered(f"compressor {name!r}")
         stages.append(_stage(name, options, nbytes))
-    for entry in metadata["filters"] or ():
+    for entry in reversed(metadata["filters"] or ()):
         name, options = _codec_2(entry)
-        if name != "shuffle" or len(metadata["filters"]) > 1:
-            raise NotCovered("filters other than one shuffle")
+        if name != "shuffle" and name not in _IN_FORMAT_2:
+            raise NotCovered(f"filter {name!r}")
         stages.append(_stage(name, options, nbytes))
     if not np.dtype(stored).isnative:
         stages.append(codecs.swap_bytes(_part_nbytes(dtype)))

@@ -1,14 +1,17 @@
 """What does zarr-python get from a store, and where does that come from? Looked at on its way.
 
 1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys
-   and symbolic links that lead out of the store, pipes and the like, and values that are longer than a stored chunk can be.
+   and symbolic links that lead out of the store, pipes and the like, and values that are longer than a stored chunk, or
+   metadata, can be.
 2. `open_store` makes a path, a zip file or a URL into one; `watch` puts one under an array that is open already.
 3. `local_folder` finds the folder that a store of another library is. What leads elsewhere by design (references), or reaches
    folders in a way that links cannot be looked at, is refused.
+4. `check_metadata` and `zip_entries` say how long metadata and the list of what is in a zip file may be.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import zipfile
@@ -22,11 +25,24 @@ from zarr.abc.store import Store
 from shardload.errors import SourceError
 from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 
-__all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "watch"]
+__all__ = [
+    "MOST_METADATA_NBYTES",
+    "WatchedStore",
+    "check_metadata",
+    "close_store",
+    "inner_store",
+    "open_store",
+    "watch",
+    "zip_entries",
+]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
-_MOST_METADATA_NBYTES = 1 << 28
 _MOST_LAYERS = 16  # of one file system over another
+# Of one file of metadata: ten thousand arrays that are described in one are 15 MB, and a million of values. Of a value, which
+# may be two characters, Python makes a hundred bytes.
+MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
+# Of the directory of a zip file: a million of entries. Of each, which may be 47 bytes, Python makes 600.
+_MOST_DIRECTORY_NBYTES = 1 << 26
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
@@ -73,12 +89,33 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             If it is longer than a stored chunk can be.
         """
         self._check_key(key)
+        is_metadata = key.rpartition("/")[2] in _METADATA
+        if self._folder is not None and (is_metadata or self.most_nbytes is not None):
+            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before there is memory for it
         found = await self._store.get(key, prototype, byte_range)
         if found is None:
             self.absent.add(key)
-        elif self.most_nbytes is not None and len(found) > self.most_nbytes and key.rpartition("/")[2] not in _METADATA:
-            raise ValueError(f"'{key}' has {len(found)} bytes, what is stored of this array {self.most_nbytes} at most")
+        else:
+            self._check_length(key, len(found), is_metadata)
+            if is_metadata:
+                check_metadata(key, found.to_bytes())
         return found
+
+    def _stored_nbytes(self, key: str, byte_range: Any) -> int:
+        """How much of a file is asked for; 0 where there is none."""
+        try:
+            nbytes = os.stat(os.path.join(self._folder or "", key)).st_size
+        except OSError:
+            return 0
+        ends = [getattr(byte_range, name, None) for name in ("start", "end", "offset", "suffix")]
+        start, end, offset, suffix = (nbytes if n is None else int(n) for n in ends)
+        return min(nbytes, end - start if end > start else nbytes, nbytes - offset if offset < nbytes else nbytes, suffix)
+
+    def _check_length(self, key: str, nbytes: int, is_metadata: bool) -> None:
+        if is_metadata and nbytes > MOST_METADATA_NBYTES:
+            raise ValueError(f"'{key}' has {nbytes} bytes; metadata has {MOST_METADATA_NBYTES} at most")
+        if not is_metadata and self.most_nbytes is not None and nbytes > self.most_nbytes:
+            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored of this array {self.most_nbytes} at most")
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:
         """Parts of several values."""
@@ -122,11 +159,43 @@ def open_store(path: str, outside: bool = False) -> Any:
         return WatchedStore(store, _fence_of(store, path, outside))
     if os.path.isdir(path):
         return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, outside))
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > _MOST_METADATA_NBYTES:
-                raise ValueError(f"'{entry.filename}' would have {entry.file_size} bytes, which is no metadata")
+    for entry in zip_entries(path):
+        if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
+            raise ValueError(
+                f"'{entry.filename}' would have {entry.file_size} bytes; metadata has {MOST_METADATA_NBYTES} at most"
+            )
     return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True))
+
+
+def check_metadata(name: str, text: bytes) -> None:
+    """ValueError if Python would make much more of some JSON than it is long."""
+    if len(text) > MOST_METADATA_NBYTES:
+        raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes, the most that metadata has")
+    n_values = sum(map(text.count, (b",", b"[", b"{")))
+    if n_values > _MOST_VALUES:
+        raise ValueError(
+            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. What is long belongs into an array"
+        )
+
+
+def zip_entries(path: str) -> list[zipfile.ZipInfo]:
+    """What is in a zip file; ValueError if its list of that is longer than one that Python should read."""
+    with _ShortReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+        return archive.infolist()
+
+
+class _ShortReads(io.BufferedReader):
+    """A file that is not read in one piece where that is long."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As for any file."""
+        left = os.fstat(self.fileno()).st_size - self.tell()
+        nbytes = left if size is None or size < 0 else min(size, left)
+        if nbytes > _MOST_DIRECTORY_NBYTES:
+            raise ValueError(
+                f"the list of what is in the zip file has {nbytes} bytes; {_MOST_DIRECTORY_NBYTES} are read at most. Unpack it"
+            )
+        return super().read(size)
 
 
 def watch(array: Any, outside: bool = False) -> Any:

@@ -9,6 +9,7 @@ import gc
 import itertools
 import math
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -90,6 +91,28 @@ def test_peak(
     x, extra = peak_nbytes(plan, monkeypatch)
     check(x, values.astype(dtype), mesh, spec)
     assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, (comm.allgather(extra), staging)
+    group_of(comm).forget_shared_memory()
+    comm.Free()
+
+
+@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
+def test_chunks_of_one_byte(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what is kept for each chunk, written or not, were kept for all chunks of a block of so many bytes."""
+    side, staging = 96 * unit(), 2 << 20
+
+    def write() -> str:
+        with h5py.File(shared_tmp_path / "a.h5", "w") as file:
+            file.create_dataset("x", (side, side), "u1", chunks=(1, 1))[:2, :2] = 1
+        return str(shared_tmp_path / "a.h5")
+
+    path, comm = on_root(comm, write), comm.Dup()
+    plan = shardload.plan(path, mesh_of(), P("a", "b"), readers=readers, staging=staging, comm=comm, missing="fill")
+    x, extra = peak_nbytes(plan, monkeypatch)
+    expected = np.zeros((side, side), "u1")
+    expected[:2, :2] = 1
+    check(x, expected, mesh_of(), P("a", "b"))
+    assert plan.report is not None and plan.report.chunks_missing == side**2 - 4
+    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, comm.allgather(extra)
     group_of(comm).forget_shared_memory()
     comm.Free()
 

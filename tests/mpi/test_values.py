@@ -16,7 +16,7 @@ import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError
+from shardload import ConfigError, SourceError
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, unit
 
 PLAN = importlib.import_module("shardload.plan")  # `shardload.plan` is the function
@@ -58,6 +58,30 @@ def test_type_is_kept(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
             for verify in ("index", "checksum"):
                 x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
                 check(x, values, mesh, P("b", "a"), (chunks, readers, verify))
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_booleans_other_than_0_and_1(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
+    """Wrong if such bytes came to a device, by whatever way: XLA computes something else with them than NumPy."""
+    mesh, truth = mesh_of(), ramp(cube(), "uint8") % 3 != 0
+    odd = np.where(truth, ramp(cube(), "uint8") % 251 | 2, 0).astype("u1").view(bool)
+    for name, chunks in (("a.h5", None), ("b.h5", (3, 5, 7)), ("c.zarr", (3, 5, 7))):
+        path = write(comm, shared_tmp_path, odd, chunks=chunks, name=name)
+        for verify in ("checksum", "full"):
+            x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
+            check(x.view("uint8"), truth.view("u1"), mesh, P("b", "a"), name)
+    x = shardload.scatter(lambda: odd, mesh, P("a", "b"))
+    check(x.view("uint8"), truth.view("u1"), mesh, P("a", "b"))
+
+
+def test_a_shape_that_nothing_can_hold(comm: Any, shared_tmp_path: Path) -> None:
+    def make() -> str:
+        with h5py.File(shared_tmp_path / "a.h5", "w") as file:
+            file.create_dataset("x", (4 * unit(), 2**60), "f4", chunks=(1, 2**10))
+        return str(shared_tmp_path / "a.h5")
+
+    path = on_root(comm, make)
+    same_error(comm, lambda: shardload.load(path, mesh_of(), P("a", "b")), SourceError, "more than any machine", "pass select=")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128", ">f8", ">i8", ">c16"])

@@ -14,7 +14,14 @@ import zarr
 from hypothesis import given, settings
 
 from shardload.errors import MissingChunksWarning, SourceError
-from shardload.missing import chunk_number, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.missing import (
+    chunk_numbers,
+    counter_of,
+    describe_missing,
+    fold_first,
+    settle_missing,
+    unfold_first,
+)
 from shardload.plan import Grid, ReadPlan, plan_shards
 from shardload.region import Region, select_axes
 from shardload.sources import open_source, read_small
@@ -34,7 +41,8 @@ def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
     for rank in range(case.n_ranks):
         counts = counter_of(plan, rank)
         for read in plan.reads(rank):
-            counted.update(n for n in case.chunks.meeting(read.region) if counts(read, case.chunks.region(n)))
+            met = case.chunks.meeting_array(read.region)
+            counted.update(counts(read, met, case.chunks).tolist())
     assert counted == Counter(range(case.chunks.n_cells))
 
 
@@ -45,7 +53,7 @@ def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> 
     chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
     for rank in range(3):
         (read,) = plan.reads(rank)
-        counted.append([n for n in range(6) if counter_of(plan, rank)(read, chunks.region(n))])
+        counted.append(counter_of(plan, rank)(read, np.arange(6), chunks).tolist())
     assert counted == [[0, 1, 4, 5], [2, 3], []]
 
 
@@ -54,10 +62,9 @@ def test_number_of_a_chunk_in_the_selection(select: Any) -> None:
     selection = select_axes(select, SHAPE)
     cell = tuple(CHUNKS[k] for k in selection.kept)
     chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
-    for number in range(chunks.n_cells):
-        box = selection.to_file(chunks.region(number))
-        index = tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True))
-        assert chunk_number(index, selection, CHUNKS, chunks) == number
+    boxes = [selection.to_file(chunks.region(number)) for number in range(chunks.n_cells)]
+    indices = [tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True)) for box in boxes]
+    assert chunk_numbers(indices, selection, CHUNKS, chunks).tolist() == list(range(chunks.n_cells))
 
 
 def test_first_few_numbers_travel() -> None:
@@ -106,9 +113,13 @@ def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, mo
 def test_chunks_that_the_library_did_not_find_are_counted() -> None:
     data = np.arange(48, dtype="f4").reshape(12, 4)
     source = FakeSource(data, (3, 2), lost=((1, 0), (1, 1)))
-    with reader_of(source, counts=lambda read, chunk: chunk.start != (3, 2)) as reader:
-        fetch(reader, whole(Region((3, 0), (6, 4)), rank=1))
-    assert reader.tally.chunks_missing == 1 and reader.tally.missing == [2]
+    for region, begins in (((3, 0), (6, 4)), 1), (((4, 0), (6, 4)), 0), (((2, 0), (4, 2)), 1):
+        for counts in (True, False):
+            nobody = {"counts": lambda read, numbers, chunks: numbers[:0]}
+            with reader_of(source, **({} if counts else nobody)) as reader:
+                fetch(reader, whole(Region(*region), rank=1))
+            found = [2, 3] if begins and region[1][1] == 4 else [2] * begins
+            assert reader.tally.chunks_missing == len(found) * counts and reader.tally.missing == found * counts
 
 
 # --- sources say which

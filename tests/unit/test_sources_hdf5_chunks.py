@@ -432,7 +432,7 @@ def test_threads_while_the_chunks_are_being_listed(tmp_path: Path, monkeypatch: 
     source.close()
 
 
-@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "lz4", "blosc2", "bzip2", "scaleoffset", "nbit", "two"])
+@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "lz4", "blosc2", "bzip2", "scaleoffset", "nbit"])
 def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
     options: dict[str, Any] = {
         "lzf": {"compression": "lzf"},
@@ -447,8 +447,6 @@ def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
         data = flat((8, 16), "int32")
         if name in options:
             file.create_dataset("a", data=data, chunks=(2, 16), **options[name])
-        elif name == "two":
-            make(file, "a", data, (2, 16), "zstd gzip")
         else:
             creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             creation.set_chunk((2, 16))

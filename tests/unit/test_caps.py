@@ -1,0 +1,548 @@
+"""Does memory stay in proportion to what is read, however small the chunks and however much a few bytes stand for?
+
+What libraries take for themselves is measured in a process of its own (`python -m tests.unit.test_caps FOLDER`), as what the
+system gave it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
+
+import shardload
+from shardload.cli import app
+from shardload.errors import SourceError
+from shardload.region import Region
+from shardload.sources import find_array, list_arrays, open_source
+from shardload.sources.base import a_few_chunks
+from shardload.sources.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
+from shardload.sources.hdf5 import Hdf5Source
+from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+
+ROOT = Path(__file__).parents[2]
+SIDE = 128  # of an array in chunks of one byte: HDF5 takes 6 KiB for each chunk of one read, 100 MB in all
+BIG = 128 << 20
+MOST_GROWTH = 32 << 20  # bytes; a case that is not capped takes three times as much, or more
+
+
+# --- what the system gives
+
+
+def with_filters(file: h5py.File, name: str, stored: bytes, filters: list[tuple[int, tuple[int, ...]]], n: int = 4096) -> None:
+    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((n,))
+    for number, values in filters:
+        creation.set_filter(number, 0, values)
+    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n,)), creation)
+    made.write_direct_chunk((0,), stored)
+
+
+def write_cases(folder: Path) -> None:
+    """The files that `measure` reads."""
+    bomb = zlib.compress(bytes(BIG), 9)
+    bomb_gzip = bytes.fromhex("1f8b0800000000000003") + bomb[2:-4] + struct.pack("<II", zlib.crc32(bytes(BIG)), BIG)
+    with h5py.File(folder / "tiny.h5", "w") as file:
+        file.create_dataset("x", (SIDE, SIDE), "u1", chunks=(1, 1))
+        made = file.create_dataset("some", (SIDE, SIDE), "u1", chunks=(1, 1), compression="gzip")
+        made[3, :5] = 7
+        layout = h5py.VirtualLayout((SIDE, SIDE), "u1")
+        layout[...] = h5py.VirtualSource(".", "some", shape=(SIDE, SIDE))
+        file.create_virtual_dataset("virtual", layout)
+    with h5py.File(folder / "nested.h5", "w") as file:
+        with_filters(file, "x", zlib.compress(bomb, 9), [(1, (9,)), (1, (9,))])
+    with h5py.File(folder / "attributes.h5", "w", libver="latest") as file:
+        for owner, name in ((file.create_dataset("x", data=np.arange(4)), "_FillValue"), (file, "_NCProperties")):
+            owner.attrs[name] = np.zeros(4 << 20)
+    for name, key, zarr_format in (("v3", "zarr.json", 3), ("v2", ".zarray", 2), ("attributes", ".zattrs", 2)):
+        path = zarr.create_array(folder / f"{name}.zarr", shape=(4,), chunks=(4,), dtype="u1", zarr_format=zarr_format)
+        os.truncate(Path(str(path.store.root)) / key, BIG)
+    group = zarr.create_group(folder / "group.zarr", zarr_format=2)
+    group.create_array("x", shape=(4,), chunks=(4,), dtype="u1")
+    (folder / "group.zarr" / ".zmetadata").touch()
+    os.truncate(folder / "group.zarr" / ".zmetadata", BIG)
+    for key in ("gzip", "zip"):
+        made = zarr.create_array(
+            folder / f"{key}.zarr", shape=(4096,), chunks=(4096,), dtype="u1", compressors=[zarr.codecs.GzipCodec()] * 2
+        )
+        made[:] = 1
+        (folder / f"{key}.zarr/c/0").write_bytes(zlib.compress(bomb_gzip, 9, wbits=31))
+    with zipfile.ZipFile(folder / "gzip.zip", "w") as archive:
+        for file_name in ("zarr.json", "c/0"):
+            archive.write(folder / "zip.zarr" / file_name, file_name)
+    zarr.create_array(folder / "long.zarr", shape=(64, 64), chunks=(64, 64), dtype="u1", order="F", zarr_format=2)
+    (folder / "long.zarr/0.0").touch()
+    os.truncate(folder / "long.zarr/0.0", BIG)
+    with zipfile.ZipFile(folder / "json.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zarr.json", "[" + "[]," * (4 << 20) + "0]")
+
+
+def read(folder: str, name: str, dataset: str) -> None:
+    source = open_source(os.path.join(folder, name), dataset)
+    try:
+        values = read_all(source)
+        assert values.sum() in (0, 35)
+        np.testing.assert_array_equal(source.plain(Region.whole(values.shape)), values)
+        source.missing(Region.whole(values.shape))
+    finally:
+        source.close()
+
+
+CASES: dict[str, Callable[[str], Any]] = {
+    "tiny chunks, none written": lambda folder: read(folder, "tiny.h5", "x"),
+    "tiny chunks, some written": lambda folder: read(folder, "tiny.h5", "some"),
+    "tiny chunks behind a virtual dataset": lambda folder: read(folder, "tiny.h5", "virtual"),
+    "gzip over gzip in HDF5": lambda folder: read(folder, "nested.h5", "x"),
+    "long attributes": lambda folder: list_arrays(os.path.join(folder, "attributes.h5")),
+    "a long zarr.json": lambda folder: find_array(os.path.join(folder, "v3.zarr"), "/"),
+    "a long zarr.json, listed": lambda folder: list_arrays(os.path.join(folder, "v3.zarr")),
+    "a long .zarray": lambda folder: find_array(os.path.join(folder, "v2.zarr"), "/"),
+    "a long .zattrs": lambda folder: find_array(os.path.join(folder, "attributes.zarr"), "/"),
+    "a long .zmetadata": lambda folder: find_array(os.path.join(folder, "group.zarr"), "/"),
+    "gzip over gzip in Zarr": lambda folder: read(folder, "gzip.zarr", "/"),
+    "gzip over gzip in a zip file": lambda folder: read(folder, "gzip.zip", "/"),
+    "a long chunk, by zarr-python": lambda folder: read(folder, "long.zarr", "/"),
+    "a zip file of JSON of many values": lambda folder: list_arrays(os.path.join(folder, "json.zip")),
+}
+FINE = {"tiny chunks, none written", "tiny chunks, some written", "tiny chunks behind a virtual dataset", "long attributes"}
+
+
+def measure(folder: str) -> dict[str, tuple[int, str]]:
+    """By case: by how many bytes this process grew, and the error."""
+    found = {}
+    for name, run in CASES.items():
+        before, error = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, ""
+        try:
+            run(folder)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found[name] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, error
+    return found
+
+
+def test_memory_of_libraries_is_capped(tmp_path: Path) -> None:
+    write_cases(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_caps", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == set(CASES)
+    assert {name: growth for name, (growth, _) in found.items() if growth > MOST_GROWTH} == {}
+    assert {name for name, (_, error) in found.items() if not error} == FINE, found
+    expected = r"at most|between two compressors|compressed more than once|holds no array"
+    for name, (_, error) in found.items():
+        assert not error or re.search(expected, error), (name, error)
+
+
+# --- a few chunks at a time
+
+
+@st.composite
+def cut_regions(draw: st.DrawFn) -> tuple[Region, tuple[int, ...], int]:
+    n = draw(st.integers(0, 4))
+    start = tuple(draw(st.integers(0, 9)) for _ in range(n))
+    stop = tuple(a + draw(st.integers(1, 9)) for a in start)
+    return Region(start, stop), tuple(draw(st.integers(1, 7)) for _ in range(n)), draw(st.integers(1, 40))
+
+
+@given(cut_regions())
+def test_a_region_is_cut_into_parts_of_a_few_chunks(case: tuple[Region, tuple[int, ...], int]) -> None:
+    region, chunk, most = case
+    seen = np.zeros(region.stop, dtype=int)
+    chunks = np.zeros([-(-b // c) for b, c in zip(region.stop, chunk, strict=True)], dtype=int)
+    for part in a_few_chunks(region, chunk, most):
+        assert region.contains(part) and part.size
+        met = tuple(slice(a // c, -(-b // c)) for a, b, c in zip(part.start, part.stop, chunk, strict=True))
+        assert math.prod(s.stop - s.start for s in met) <= most
+        seen[(*part.slices(), ...)] += 1
+        chunks[(*met, ...)] += 1
+    assert (seen[(*region.slices(), ...)] == 1).all() and seen.sum() == region.size
+    assert (chunks <= 1).all()  # none is decoded twice
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["f4", ">i2", "c8", "bool"])
+def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.sources.hdf5._MOST_AT_ONCE", most)
+    data = flat((7, 10, 3), dtype)
+    path = write_hdf5(tmp_path / "a.h5", {"x": data}, chunks=(2, 4, 3), compression="lzf")
+    with h5py.File(path, "a") as file:
+        layout = h5py.VirtualLayout((2, 7, 10, 3), dtype)
+        layout[0] = layout[1] = h5py.VirtualSource(".", "x", shape=data.shape)
+        file.create_virtual_dataset("virtual", layout)
+    for name, whole in (("x", data), ("virtual", np.stack([data, data]))):
+        source = open_source(path, name)
+        assert isinstance(source, Hdf5Source)
+        for region in (Region.whole(whole.shape), Region((0,) * (whole.ndim - 3) + (1, 3, 1), whole.shape)):
+            out = np.zeros(region.shape, source.dtype)
+            source.read_into(region, out)
+            np.testing.assert_array_equal(out, whole[region.slices()])
+            np.testing.assert_array_equal(source.plain(region), whole[region.slices()])
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "more", [{"order": "F"}, {"shards": (4, 8, 6), "filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}]
+)
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.sources.zarr._MOST_AT_ONCE", most)
+    data = flat((7, 10, 6))
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, 3 if "shards" in more else 2, chunks=(2, 4, 3), **more))
+    source = open_source(path, "a")
+    assert source.chunk_reader() is None
+    for region in (Region.whole(data.shape), Region((1, 3, 1), data.shape)):
+        out = np.zeros(region.shape, source.dtype)
+        source.read_into(region, out)
+        np.testing.assert_array_equal(out, data[region.slices()])
+        np.testing.assert_array_equal(source.plain(region), data[region.slices()])
+    key = "a/c/1/0/0" if "shards" in more else "a/2.1.0"
+    (path / key).unlink()
+    read_all(source)
+    expected = [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
+    assert sorted(source.missing(Region.whole(data.shape))) == (expected if "shards" in more else [(2, 1, 0)])
+    source.close()
+
+
+def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.sources.hdf5_missing._MOST_LISTED", 1)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", (9, 8), "u1", chunks=(2, 3))
+        made[2:5, 3:] = 1
+    source = open_source(tmp_path / "a.h5", "x")
+    found = [list(source.missing(region)) for region in (Region.whole((9, 8)), Region((3, 2), (8, 7)))]
+    there = set(itertools.product((1, 2), (1, 2)))
+    assert found[0] == [at for at in itertools.product(range(5), range(3)) if at not in there]
+    assert found[1] == [at for at in itertools.product(range(1, 4), range(3)) if at not in there]
+    source.close()
+
+
+# --- compressors over compressors
+
+
+STAGES: dict[str, tuple[Callable[[], Stage], Callable[[bytes], bytes]]] = {
+    "zlib": (inflate, lambda data: zlib.compress(data)),
+    "gzip": (gunzip, lambda data: zlib.compress(data, wbits=31)),
+    "gzips": (gunzip, lambda data: zlib.compress(data[:7], wbits=31) + zlib.compress(data[7:], wbits=31) + bytes(5)),
+    "zstd": (unzstd, lambda data: bytes(numcodecs.Zstd().encode(data))),
+    "blosc": (blosc, lambda data: bytes(numcodecs.Blosc().encode(data))),
+}
+
+
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(STAGES, STAGES)))
+def test_compressors_over_compressors(outer: str, inner: str) -> None:
+    (undo_outer, outside), (undo_inner, inside) = STAGES[outer], STAGES[inner]
+    chain, out = Chain([undo_outer(), undo_inner()], 1000), np.empty(1000, "u1")
+    random = np.random.default_rng(1)
+    for data in (flat((1000,), "u1"), random.integers(0, 256, 1000, dtype="u1")):
+        chain.decode(outside(inside(data.tobytes())), out)
+        np.testing.assert_array_equal(out, data)
+        skipped = np.empty(1000, "u1")
+        chain.decode(inside(data.tobytes()), skipped, frozenset({0}))
+        np.testing.assert_array_equal(skipped, data)
+    for bomb in (bytes(8 << 20), random.bytes(6000)):
+        stored = outside(bomb)
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"between two compressors|longer than the chunk|can be 5346 at most"):
+            chain.decode(stored, out)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 17
+    stored = outside(inside(flat((1000,), "u1").tobytes()))
+    for damaged in (stored[:-9], stored[: len(stored) // 2], b"", outside(b""), outside(b"x")):
+        with pytest.raises(ValueError):
+            chain.decode(damaged, out)
+
+
+def test_hdf5_datasets_that_are_compressed_twice(tmp_path: Path) -> None:
+    data = flat((4096,), "u1").tobytes()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "fine", zlib.compress(zlib.compress(data)), [(1, (4,)), (1, (4,))])
+        with_filters(file, "zstd", numcodecs.Zstd().encode(zlib.compress(data)), [(1, (4,)), (32015, ())])
+        with_filters(file, "lzf", zlib.compress(data), [(32000, ()), (1, (4,))])
+        with_filters(file, "scaled", zlib.compress(data), [(2, (1,)), (3, ()), (1, (4,))])
+        layout = h5py.VirtualLayout((4096,), "u1")
+        layout[:] = h5py.VirtualSource(".", "fine", shape=(4096,))
+        file.create_virtual_dataset("virtual", layout)
+    for name in ("fine", "zstd"):
+        source = open_source(tmp_path / "a.h5", name)
+        np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+        source.close()
+    listed = {info.dataset: info.refused for info in list_arrays(str(tmp_path / "a.h5"))}
+    assert listed["/fine"] is listed["/scaled"] is None
+    assert "compressed more than once (lzf, then gzip)" in str(listed["/lzf"])
+    assert "compressed more than once" in str(listed["/virtual"])
+    with h5py.File(tmp_path / "a.h5", "a") as file:  # a file that is open for writing is read by HDF5 alone
+        source = open_source(file["fine"], "/fine")
+        with pytest.raises(ValueError, match="compressed more than once, and only HDF5"):
+            read_all(source)
+
+
+@pytest.mark.parametrize(
+    ("zarr_format", "options"),
+    [
+        (3, {"compressors": [zarr.codecs.GzipCodec(), zarr.codecs.ZstdCodec()]}),
+        (3, {"compressors": [zarr.codecs.BloscCodec(), zarr.codecs.GzipCodec()], "shards": (4, 6)}),
+        (2, {"filters": [numcodecs.Shuffle(4), numcodecs.GZip()], "compressors": numcodecs.Blosc()}),
+        (2, {"filters": [numcodecs.Zlib(), numcodecs.Zstd()], "compressors": None}),
+        (2, {"filters": [numcodecs.Shuffle(4), numcodecs.Shuffle(2)]}),
+    ],
+)
+def test_zarr_arrays_that_are_compressed_twice(tmp_path: Path, zarr_format: int, options: dict[str, Any]) -> None:
+    data = flat((4, 6), "int32")
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format, **{"chunks": (2, 3), **options}))
+    source = open_source(path, "a")
+    assert source.chunk_reader() is not None
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for file in path.rglob("*"):
+            if file.is_file():
+                archive.write(file, file.relative_to(path))
+    if "compressors" not in options:
+        assert find_array(str(tmp_path / "a.zip"), "a").refused is None
+        return
+    (info,) = list_arrays(str(tmp_path / "a.zip"))
+    assert "compressed more than once" in str(info.refused)
+
+
+def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> None:
+    sharding = zarr.codecs.ShardingCodec(chunk_shape=(2, 3), codecs=[zarr.codecs.BytesCodec(), zarr.codecs.GzipCodec()])
+    for name, compressors in (("fine", None), ("twice", zarr.codecs.ZstdCodec())):
+        more = {"serializer": sharding, "compressors": compressors, "chunks": (4, 6)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zarr-python's, that parts of such shards cannot be read
+            path = write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 6))}, 3, **more)
+        (info,) = list_arrays(path)
+        assert (info.refused is None) == (name == "fine"), info.refused
+    meta = tmp_path / "fine.zarr/a/zarr.json"
+    found = json.loads(meta.read_text())
+    found["shape"] = found["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 14, 3 << 10]
+    meta.write_text(json.dumps(found))
+    (info,) = list_arrays(str(tmp_path / "fine.zarr"))
+    assert info.refused == "8388608 chunks in each shard, more than are read"
+
+
+# --- metadata, attributes, zip files
+
+
+def test_metadata_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6)), "b": flat((4, 6))}))
+    meta = path / "a/zarr.json"
+    good = json.loads(meta.read_text())
+    meta.write_text(json.dumps(good | {"attributes": {"long": [[]] * 300}}))
+    assert find_array(str(path), "a").shape == (4, 6)
+    monkeypatch.setattr("shardload.sources.zarr_store._MOST_VALUES", 300)
+    for attempt in (find_array, open_source):
+        with pytest.raises(OSError, match=r"has some \d+ values; metadata has 300 at most"):
+            attempt(str(path), "a")
+    listed = {info.dataset: info.refused for info in list_arrays(str(path))}
+    assert "300 at most" in str(listed["/a"]) and listed["/b"] is None
+
+
+def test_the_list_of_what_is_in_a_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for file in path.rglob("*"):
+            archive.write(file, file.relative_to(path))
+    assert find_array(str(tmp_path / "a.zip"), "a").shape == (4, 6)
+    monkeypatch.setattr("shardload.sources.zarr_store._MOST_DIRECTORY_NBYTES", 100)
+    with pytest.raises(OSError, match=r"list of what is in the zip file has \d+ bytes; 100 are read at most"):
+        find_array(str(tmp_path / "a.zip"), "a")
+
+
+def test_attributes_that_are_long(tmp_path: Path) -> None:
+    """Told by their length, where they are told at all; the array can be loaded."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        for name, value in (("a", np.zeros(20000)), ("b", np.zeros(2000)), ("c", np.zeros(4 << 20)), ("d", 1.5)):
+            file.create_dataset(name, data=[1]).attrs["_FillValue"] = value
+        file["b"].attrs["units"] = "m" * 5000
+    found = {info.dataset: info.attributes for info in list_arrays(str(tmp_path / "a.h5"))}
+    assert found["/a"]["_FillValue"] == "160000 bytes, not shown" and found["/b"]["_FillValue"] == "2000 values, not shown"
+    assert found["/c"] == {"attributes": "too long to be read"} and found["/d"] == {"_FillValue": 1.5}
+    assert found["/b"]["units"] == "m" * 1024 + "... (not all shown)"
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
+    zarr.open_array(path, path="a").attrs.update({"_FillValue": [0] * 2000, "units": "m" * 5000, "scale_factor": 2})
+    assert find_array(path, "a").attributes == {
+        "scale_factor": 2,
+        "_FillValue": "2000 values, not shown",
+        "units": found["/b"]["units"],
+    }
+
+
+# --- shapes that nothing can count
+
+
+def hdf5_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
+    with h5py.File(path, "w", libver="latest") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if chunks:
+            creation.set_chunk(chunks)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape), creation)
+    return str(path)
+
+
+def zarr_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
+    zarr.create_array(path, name="x", shape=(4,), chunks=(4,), dtype=dtype, zarr_format=2)
+    found = json.loads((path / "x/.zarray").read_text())
+    (path / "x/.zarray").write_text(json.dumps(found | {"shape": shape, "chunks": chunks or shape}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "chunks", "dtype"),
+    [
+        (hdf5_of, (2**62,), (2**20,), "u1"),
+        (hdf5_of, (2**62, 4), (2**20, 1), "f4"),
+        (hdf5_of, (0, 2**62), (1, 2**20), "f4"),
+        (hdf5_of, (2**60,), None, "u1"),
+        (zarr_of, (2**62,), (2**20,), "f4"),
+        (zarr_of, (2**62, 2**62), (4, 4), "f4"),
+        (zarr_of, (2**70,), (4,), "f4"),
+        (zarr_of, (0, 2**70), (1, 4), "f4"),
+        (zarr_of, (4,), (2**62,), "f4"),
+        (zarr_of, (4, 4), (2**62, 2**62), "f4"),
+        (zarr_of, (1,) * 65, (1,) * 65, "f4"),
+        (zarr_of, (1,) * 70, (1,) * 70, "f4"),
+    ],
+)
+def test_shapes_that_nothing_can_hold(tmp_path: Path, make: Any, shape: Any, chunks: Any, dtype: str) -> None:
+    path = make(tmp_path / "a.data", shape, chunks, dtype)
+    mesh, abstract = Mesh(np.array(jax.devices()[:1]), ("a",)), AbstractMesh((2,), ("a",))
+    message = (
+        r"more than any machine can address|NumPy has 64 at most|which 64 bits cannot count|64 bits cannot count the bytes"
+    )
+    for call in (
+        lambda: shardload.load(path, mesh, P(), dataset="x"),
+        lambda: shardload.plan(path, abstract, P(), dataset="x"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            call()
+    assert [info.shape for info in list_arrays(path)] == [shape]
+    assert CliRunner().invoke(app, ["info", path]).exit_code == 0
+
+
+def test_a_part_of_what_is_too_large_as_a_whole(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    for path in (hdf5_of(tmp_path / "a.h5", (2**62,), (2**10,)), zarr_of(tmp_path / "a.zarr", (2**62, 2**62), (2**10, 4))):
+        with pytest.warns(shardload.MissingChunksWarning):
+            x = shardload.load(
+                path, mesh, P(), dataset="x", select=slice(2**61, 2**61 + 5) if path.endswith("h5") else (7, slice(5))
+            )
+        assert x.shape == (5,)
+    path = zarr_of(tmp_path / "axes.zarr", (1,) * 64, None)
+    assert shardload.load(path, mesh, P(), dataset="x", missing="fill").shape == (1,) * 64
+
+
+def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
+    """Wrong if only what is selected of a chunk counted: all of it is decoded, and waits in a slot."""
+    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 64), (32, 32, 64))  # chunks of 256 KiB
+    plan = shardload.plan(path, AbstractMesh((2,), ("a",)), P("a"), select=(..., 3), staging="16MiB")
+    staging = plan._job.staging
+    assert staging.n_slots * staging.slot_nbytes + staging.n_pack * staging.pack_nbytes <= 16 << 20
+    tiny = shardload.plan(
+        hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
+    )
+    assert math.prod(tiny.read_plan.blocks.cell) <= 1 << 14
+    assert tiny._job.staging.n_slots * tiny._job.staging.slot_nbytes <= 64 << 20
+
+
+# --- booleans
+
+
+ODD = np.array([0, 1, 2, 128, 255, 3, 0, 1] * 2048, dtype="u1").view(bool)
+
+
+def write_bools(path: Path, how: str) -> str:
+    """`ODD` in a file, or behind a fill value."""
+    if how.startswith("zarr"):
+        made = zarr.create_array(path, shape=ODD.shape, chunks=(8192,), dtype=bool, zarr_format=int(how[-1]))
+        made[:] = ODD
+        return str(path)
+    kind = h5py.h5t.py_create(np.dtype(bool), logical=True)
+    with h5py.File(path, "w") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if how != "contiguous":
+            creation.set_chunk((ODD.size // 2,))
+        if how == "gzip":
+            creation.set_deflate(1)
+        elif how == "lzf":
+            creation.set_filter(32000)
+        elif how == "fill":
+            creation.set_fill_value(np.array(2, "u1").view(bool))
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple(ODD.shape), creation)
+        if how != "fill":
+            made.write(h5py.h5s.ALL, h5py.h5s.ALL, ODD, kind)
+    return str(path)
+
+
+def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
+    """Wrong for XLA if a byte is other than 0 or 1."""
+    assert x.dtype == bool and set(np.unique(np.asarray(x).view("u1")).tolist()) <= {0, 1}
+    np.testing.assert_array_equal(np.asarray(x), expected)
+    np.testing.assert_array_equal(np.asarray(jnp.where(x, 1.5, 2.5)), np.where(expected, 1.5, 2.5))
+
+
+@pytest.mark.parametrize("readers", ["direct", "parallel", "root"])
+@pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
+def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mesh = write_bools(tmp_path / "a", how), Mesh(np.array(jax.devices()[:1]), ("a",))
+    expected = np.ones(ODD.shape, bool) if how == "fill" else ODD.view("u1") != 0
+    if readers == "direct":
+        monkeypatch.setattr("shardload.reader._MIN_CHUNK_NBYTES", 1)  # chunk by chunk
+    for more in ({"verify": "full"}, {"verify": "checksum"}, {"select": slice(3, 9)}, {"select": slice(3, 9000)}):
+        x = shardload.load(path, mesh, P(), readers=readers, missing="fill", **more)
+        check_bools(x, expected[more.get("select", slice(None))])
+    for dtype in ("float32", "int8"):
+        x = shardload.load(path, mesh, P(), readers=readers, missing="fill", dtype=dtype, verify="full")
+        np.testing.assert_array_equal(np.asarray(x), expected.astype(dtype))
+    array = shardload.load(path, mesh, P(), missing="fill")
+    assert shardload.verify(array, path).n_elements == ODD.size
+
+
+@pytest.mark.parametrize("how", ["plain", "strided", "repeated", "good"])
+def test_booleans_in_memory(how: str) -> None:
+    made = {
+        "plain": ODD,
+        "strided": np.repeat(ODD, 2)[::2],
+        "repeated": np.broadcast_to(ODD[2:3], (5, ODD.size)),
+        "good": ODD.view("u1") != 0,
+    }[how]
+    before, mesh = made.copy(), Mesh(np.array(jax.devices()[:1]), ("a",))
+    for x in (shardload.scatter(made, mesh, P()), shardload.load(made, mesh, P(), readers="parallel", verify="full")):
+        check_bools(x, made.view("u1") != 0)
+    np.testing.assert_array_equal(made.view("u1"), before.view("u1"))  # the caller's
+    source = open_source(made, "/array")
+    assert (source.view(Region.whole(made.shape)) is None) == (how != "good")
+    source.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
