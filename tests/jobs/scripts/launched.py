@@ -2,7 +2,8 @@
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), ``part`` (of a
 coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
-K of N, then load), or ``given ADDRESS N K`` (the same by shardload).
+K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``signals ADDRESS PREEMPTION`` (what a process alone
+makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier).
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import check, mesh_of, ramp
-from tests.ports import free_ports
+from tests.ports import catches_sigterm, free_ports, listeners
 
 SHAPE = (8, 12, 20)
 
@@ -75,6 +78,21 @@ def main(path: str, what: str, *more: str) -> None:
     elif what == "given":
         address, n, k = more
         attempt(lambda: shardload.initialize(address, int(n), int(k)))
+    elif what == "signals":
+        address, preemption = more
+        shardload.initialize(address, 1, 0, preemption=preemption == "True")
+        print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
+        return
+    elif what == "waits":
+        address, n, k = more
+        shardload.initialize(address, int(n), int(k))
+        jax.devices()  # all of them must be there for that
+        print("waits", flush=True)
+        if k == "1":
+            load(path)
+        elif k == "2":
+            multihost_utils.sync_global_devices("nobody else comes")
+        time.sleep(600)
     attempt(lambda: load(path))
     if os.environ.get("SHARDLOAD_MPI") == "0" or what == "jax":
         other = path if jax.process_index() != 1 else "gone.h5"
