@@ -6,6 +6,7 @@ Nothing here spins: a rank that waits sleeps.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,11 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.errors import PeerError, StallError
-from shardload.verdict import text_before_first
+from shardload.verdict import notice_before_first, text_before_first
 
 __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
+_log = logging.getLogger("shardload")
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 16, 2e-5, 2e-3, 16
+_NOTICE_SECONDS = 20.0
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
 
 # What was given up while MPI might still write into its buffers (a stall, Ctrl-C): they are never freed.
@@ -54,10 +57,12 @@ class MpiCollectives:
         ``mpi4py.MPI``.
     look : callable
         Called all the time while this rank waits; may raise, and then nobody can use the communicator again.
+    done : callable, optional
+        Called after each collective.
     """
 
-    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None]) -> None:
-        self._comm, self._mpi, self._look = comm, mpi, look
+    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
+        self._comm, self._mpi, self._look, self._done = comm, mpi, look, done
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
@@ -83,6 +88,8 @@ class MpiCollectives:
         except BaseException:
             _abandoned.append((request, buffers))
             raise
+        if self._done is not None:
+            self._done()
 
 
 def _finish(request: Any, look: Callable[[], None]) -> None:
@@ -100,11 +107,17 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
     """A duplicate of a communicator, for this use alone. Collective; StallError if not all come within `timeout` seconds."""
     if timeout is None or comm.size == 1:
         return comm.Dup()
-    end = time.monotonic() + timeout
+    started = time.monotonic()
+    is_said = comm.rank > 0  # one says it; which others wait, nobody knows
 
     def look() -> None:
-        if time.monotonic() > end:  # without a communicator of their own the ranks cannot tell each other more
+        nonlocal is_said
+        waited = time.monotonic() - started
+        if waited > timeout:  # without a communicator of their own the ranks cannot tell each other more
             raise StallError(text_before_first(timeout))
+        if waited > _NOTICE_SECONDS and not is_said:
+            is_said = True
+            _log.warning("%s", notice_before_first(_NOTICE_SECONDS, timeout))
 
     made, request = comm.Idup()
     _finish(request, look)

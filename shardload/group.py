@@ -17,6 +17,8 @@ import socket
 import sys
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -30,7 +32,7 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.letter import as_shardload, from_json, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
-from shardload.post import MpiOffice, leave_at_exit
+from shardload.post import Departures, MpiOffice, leave_alone_at_exit, leave_at_exit
 from shardload.started import mpi_is_off
 from shardload.watch import Watch
 
@@ -87,6 +89,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     if group is None or (isinstance(group, Group) and group.is_torn):
         try:
             group = Group(duplicate(comm, timeout))
+            group.watch_departures()
         except StallError as error:
             group = error
             leave_at_exit(mpi, timeout or 0.0)
@@ -149,9 +152,13 @@ class Group:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
         office = MpiOffice(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
         # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
-        ends = None if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
-        self.watch = Watch(self.rank, self.size, office, on_verdict=ends)
-        self._collectives: Collectives = self._over(comm) if processes is None else JaxCollectives(*processes)
+        ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
+        self._departures = Departures(self.rank, lambda: jax_processes()[0])
+        self.watch = Watch(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
+        mpi = None if comm is None else self.mpi
+        self._collectives: Collectives = (
+            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed) if processes is None else JaxCollectives(*processes)
+        )
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -164,6 +171,13 @@ class Group:
 
     def _over(self, comm: Any) -> MpiCollectives:
         return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
+
+    def watch_departures(self) -> None:
+        """From now on ranks that come to the end of their program are known to those that wait for them. Collective."""
+        if self.size > 1:
+            name = self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
+            watch = weakref.ref(self.watch)  # which asks for them
+            self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
 
     @property
     def can_send(self) -> bool:
