@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from shardload.assemble import EarlyPieces, assemble
 from shardload.cost import Cost
 from shardload.describe import describe_plan
-from shardload.errors import ConfigError, SourceError, StallError
+from shardload.errors import ConfigError, ShardloadError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group
 from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
@@ -219,7 +219,11 @@ class Job:
                 "this plan is over an AbstractMesh, which has no devices: plan over a jax.sharding.Mesh to execute"
             )
         with group.call():
-            return self._run(made, group)
+            try:
+                return self._run(made, group)
+            except ShardloadError as error:  # also one that each rank found by itself in what all have
+                group.shared(error)
+                raise
 
     def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
         group.watch.begin(str(made.info), self.options.timeout)

@@ -34,6 +34,7 @@ from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
 from shardload.post import Departures, MpiOffice, leave_alone_at_exit, leave_at_exit
 from shardload.started import mpi_is_off
+from shardload.tracebacks import share
 from shardload.watch import Watch
 
 __all__ = ["Group", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
@@ -376,7 +377,9 @@ class Group:
         if text[0] == "-":
             # What is wrong with the arguments is wrong on every rank; only `root` has looked.
             n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
-            raise from_json(text[1:], root, n_failed, self.size) from error
+            shared = from_json(text[1:], root, n_failed, self.size)
+            shared.__cause__ = error
+            raise self.shared(shared)
         return text[1:]
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
@@ -395,7 +398,13 @@ class Group:
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
         text = to_json(as_shardload(error, first)) if self.rank == first else None
         shared = from_json(self.send_text(text, first), first, failed, self.size)
-        raise shared from error
+        shared.__cause__ = error
+        raise self.shared(shared)
+
+    def shared(self, error: ShardloadError) -> ShardloadError:
+        """An error that all ranks raise now: where nobody catches it, it is shown once. The error itself."""
+        share(error, self.rank, self.size)
+        return error
 
     def all_same(self, what: Mapping[str, str], is_fine: bool) -> bool:
         """Whether all ranks are fine and have the same values of `what`. Collective."""
@@ -434,12 +443,13 @@ class Group:
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         theirs = self.send_text(mine, other)
-        raise PeerError(
+        differ = PeerError(
             f"rank {other} was called with {name} = {theirs} (digest {_digest(theirs):016x}), "
             f"rank 0 with {reference} (digest {_digest(reference):016x}): all ranks must pass the same path, sharding and "
             "options. Nothing was loaded",
             rank=other,
         )
+        raise self.shared(differ)
 
 
 def _digest(text: str) -> int:

@@ -23,6 +23,7 @@ from shardload.coordinator import LOOPBACK, addresses_of, await_listener, first_
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.group import Group, end_job, group_of, mpi_problem, world
 from shardload.started import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
+from shardload.tracebacks import is_pythons_own, show
 
 __all__ = ["initialize", "rank_of_process"]
 
@@ -218,11 +219,11 @@ def _end_job_on_error() -> None:
     Otherwise the process waits at its exit, in JAX's shutdown, for the others, minutes long, and they wait for it in the next
     collective call. Not in an interactive session, and not where somebody has a hook of their own.
     """
-    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1") or sys.flags.interactive:
+    if not is_pythons_own():
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        sys.__excepthook__(kind, error, trace)
+        show(kind, error, trace)
         if not isinstance(error, StallError):  # which ends the job by itself, when the others have heard of it
             end_job(_LAST_WORDS_SECONDS)
 

@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shardload.errors import StallError
+from shardload.tracebacks import share
 from shardload.verdict import (
     State,
     notice_of,
@@ -113,6 +114,7 @@ class Watch:
         self._on_verdict, self._departed = on_verdict, departed
         self._n_agreed = 0
         self._verdict: tuple[str, int | None] | None = None
+        self._gave = False  # ... by this rank
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
@@ -291,6 +293,7 @@ class Watch:
         return [r for r in ranks if r not in heard and r not in lost], lost, heard
 
     def _give_up(self, text: str, late: int | None) -> None:
+        self._gave = True
         if self._office is not None:
             for rank in range(self._size):
                 if rank != self._rank:
@@ -308,7 +311,9 @@ class Watch:
     def _raise_verdict(self) -> None:
         if self._verdict is not None:
             text, rank = self._verdict
-            raise StallError(text, rank=rank)
+            error = StallError(text, rank=rank)
+            share(error, self._rank, self._size, self._gave or self._rank == 0)
+            raise error
 
 
 def _nothing() -> tuple[int, str]:

@@ -103,6 +103,26 @@ def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
 
 
+@pytest.mark.parametrize("what", [("mistyped",), ("mistyped", "initialize")], ids=["without initialize", "with it"])
+@pytest.mark.parametrize("shown", ["", "all"])
+def test_an_error_of_all_ranks_is_shown_once(field: str, what: tuple[str, ...], shown: str) -> None:
+    """Wrong if every rank printed the calls that led to it, or rank 0 did not, or another rank said nothing at all."""
+    start = ["-m", "mpi4py"] if len(what) == 1 else []
+    env = {**ENV, "SHARDLOAD_TRACEBACKS": shown}
+    job = run_job([*PYTHON, *start, SCRIPTS / "launched.py", field, *what], 2, timeout=60, env=env)
+    said = (
+        "ConfigError: COMM_WORLD has 2 ranks, but JAX sees one" if len(what) == 1 else "ConfigError: '" + field + "' holds no"
+    )
+    assert job.returncode != 0
+    assert "Traceback" in job.rank_stderr[0] and said in job.rank_stderr[0], job.tail()
+    lines = [line for line in job.rank_stderr[1].splitlines() if "Gloo" not in line]
+    if shown == "all":
+        assert any("Traceback" in line for line in lines) and "launched.py" in job.rank_stderr[1]
+    else:
+        (line,) = [line for line in lines if "Error" in line or "Traceback" in line]
+        assert line.startswith("rank 1: ") and said in line and 'File "' not in job.rank_stderr[1], job.tail()
+
+
 def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, Any]]:
     """What one process, started without a launcher, says of each attempt."""
     done = subprocess.run(

@@ -2,8 +2,9 @@
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), ``part`` (of a
 coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
-K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``signals ADDRESS PREEMPTION`` (what a process alone
-makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier).
+K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks,
+which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or
+``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier).
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ def main(path: str, what: str, *more: str) -> None:
             raise RuntimeError("only here")
         load(path)
         return
+    if what == "mistyped":
+        if more == ("initialize",):
+            shardload.initialize()
+        shardload.load(path, mesh_of(), P("a"), dataset="y" if more else "x")
     if what == "initialize":
         attempt(shardload.initialize)
     elif what == "late":
