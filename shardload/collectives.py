@@ -7,8 +7,10 @@ Nothing here spins: a rank that waits sleeps.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +23,7 @@ __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_
 _log = logging.getLogger("shardload")
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 16, 2e-5, 2e-3, 16
 _NOTICE_SECONDS = 20.0
+_LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
 
 # What was given up while MPI might still write into its buffers (a stall, Ctrl-C): they are never freed.
@@ -141,10 +144,21 @@ class JaxCollectives:
         JAX's client of the store.
     rank, size : int
         This process, and how many there are.
+    look : callable, optional
+        Called now and then while this process waits; may raise.
+    done : callable, optional
+        Called after each collective.
     """
 
-    def __init__(self, client: Any, rank: int, size: int) -> None:
-        self._client, self._rank, self._size = client, rank, size
+    def __init__(
+        self,
+        client: Any,
+        rank: int,
+        size: int,
+        look: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client, self._rank, self._size, self._look, self._done = client, rank, size, look, done
         self._n = 0
         self._old: list[str] = []
 
@@ -153,11 +167,14 @@ class JaxCollectives:
         place = self._next()
         try:
             self._set(f"{place}/{self._rank:09d}", mine.tobytes())
-            self._client.wait_at_barrier(place, _LONGEST_WAIT_MS)
+            self._wait(lambda: self._client.wait_at_barrier(place, _LONGEST_WAIT_MS))
             found = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
             self._forget()
+        except StallError:
+            raise
         except Exception as error:
             raise _gone(error) from error
+        self._done()
         values = [np.frombuffer(found[name], dtype=mine.dtype) for name in sorted(found)]
         return np.stack(values).reshape(self._size, *mine.shape)
 
@@ -173,9 +190,29 @@ class JaxCollectives:
             if self._rank == root:
                 self._set(key, data.tobytes())
             else:
-                data[...] = np.frombuffer(self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS), dtype=np.uint8)
+                found = self._wait(lambda: self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS))
+                data[...] = np.frombuffer(found, dtype=np.uint8)
+        except StallError:
+            raise
         except Exception as error:
             raise _gone(error) from error
+        self._done()
+
+    def _wait(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns or raises. JAX gives no sign of life while it waits, so that a thread does it."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="shardload-wait", daemon=True).start()
+        while not future.done():
+            wait([future], _LOOK_SECONDS)
+            self._look()
+        return future.result()
 
     def _next(self) -> str:
         self._n += 1  # all processes count alike

@@ -117,7 +117,9 @@ def _alone() -> Group:
 
 @cache
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    return Group(None, (client, process, n_processes))
+    group = Group(None, (client, process, n_processes))
+    group.watch_departures("processes")
+    return group
 
 
 @cache
@@ -158,7 +160,9 @@ class Group:
         self.watch = Watch(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
         mpi = None if comm is None else self.mpi
         self._collectives: Collectives = (
-            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed) if processes is None else JaxCollectives(*processes)
+            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
+            if processes is None
+            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed)
         )
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
@@ -173,10 +177,13 @@ class Group:
     def _over(self, comm: Any) -> MpiCollectives:
         return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
 
-    def watch_departures(self) -> None:
-        """From now on ranks that come to the end of their program are known to those that wait for them. Collective."""
+    def watch_departures(self, name: str = "") -> None:
+        """From now on ranks that come to the end of their program are known to those that wait for them.
+
+        Collective, unless there is a `name` that all ranks know and no other group has.
+        """
         if self.size > 1:
-            name = self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
+            name = name or self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
             watch = weakref.ref(self.watch)  # which asks for them
             self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "State",
+    "notice_apart",
     "notice_before_first",
     "notice_of",
     "notice_without_warden",
@@ -124,6 +125,11 @@ def notice_without_warden(what: str, seconds: float, timeout: float | None) -> s
 def notice_before_first(seconds: float, timeout: float | None) -> str:
     """The same, where some ranks have not made their first call: nobody knows which."""
     return f"not all ranks of this communicator have made their first call within {seconds:g} s. {_until(timeout)}"
+
+
+def notice_apart(what: str, seconds: float) -> str:
+    """The same, among processes that cannot tell each other where they are."""
+    return f"this process has waited for others for {seconds:g} s (call: {what}). All processes must make the call"
 
 
 def _until(timeout: float | None, has_silent: bool = True) -> str:

@@ -33,6 +33,7 @@ from shardload.errors import StallError
 from shardload.tracebacks import share
 from shardload.verdict import (
     State,
+    notice_apart,
     notice_of,
     notice_without_warden,
     text_of,
@@ -51,6 +52,7 @@ _LEARN_BEATS = 3  # until all ranks that wait have surely looked
 _LONGEST_NAME = 500  # so that a beat is surely a short message
 _BEAT, _ALIVE, _VERDICT, _SAID = "beat", "alive", "verdict", "said"
 _NOTICE_SECONDS = 20.0  # without progress, after which it is said who is waited for
+_MOST_APART = 2  # ranks that say so where they cannot tell each other: one of them may be the one that is waited for
 _MOST_TURNS = 16  # in which ranks say so that do not hear of rank 0, one after the other, for one of them to be the only one
 _NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the warden's next
 
@@ -185,6 +187,16 @@ class Watch:
         if self._clock() >= self._due:
             self._beat()
 
+    def look_for_departed(self) -> None:
+        """The same in a wait in which others may move without a word to this rank: it judges only who has left."""
+        self._raise_verdict()
+        if self._clock() >= self._due:
+            self._due = self._clock() + self._interval
+            self._n_beats += 1
+            self._judge_departed()
+            if self._n_beats * self._interval >= _NOTICE_SECONDS and self._rank < _MOST_APART:
+                self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
+
     def close(self) -> None:
         """End a call well. Whoever comes out of one that has taken long learns here if the others have given it up."""
         if self._n_beats and self._timeout is not None:
@@ -215,7 +227,7 @@ class Watch:
         patience = math.inf if self._timeout is None else math.ceil(self._timeout / self._interval)
         self._n_still += 1
         self._hear()
-        self._look_for_departed()
+        self._judge_departed()
         if self._rank == 0 or self._office is None:
             self._note(self._rank, mine)
             if self._n_still >= patience + _NOTICE_BEATS:
@@ -231,13 +243,14 @@ class Watch:
         self._n_unanswered += 1
         self._office.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
 
-    def _look_for_departed(self) -> None:
+    def _judge_departed(self) -> None:
         """Give up if a rank has left that would still have to make what this one waits for."""
         known = {} if self._departed is None else self._departed()
         # Who has finished as many collectives, or more, has done its part in the one that this rank is in.
         gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self._n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
-        if gone and (self._rank == 0 or 0 in gone or self._n_gone > _LEARN_BEATS):  # the warden's word comes first
+        is_alone = self._rank == 0 or 0 in gone or self._office is None
+        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the warden's word comes first, where there is one
             self._give_up(text_of_departed(self._what, gone), gone[0])
 
     def _say(self, make: Callable[[], str]) -> None:

@@ -4,7 +4,8 @@
 coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
 K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks,
 which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or
-``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier).
+``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier), or ``leaves ADDRESS N K`` (process 1
+ends, the others load).
 """
 
 from __future__ import annotations
@@ -87,6 +88,13 @@ def main(path: str, what: str, *more: str) -> None:
         address, preemption = more
         shardload.initialize(address, 1, 0, preemption=preemption == "True")
         print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
+        return
+    elif what == "leaves":
+        address, n, k = more
+        shardload.initialize(address, int(n), int(k))
+        load(path)
+        if k != "1":
+            attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
         return
     elif what == "waits":
         address, n, k = more
