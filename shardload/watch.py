@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -116,7 +116,7 @@ class Watch:
         self._on_verdict, self._departed = on_verdict, departed
         self._n_agreed = 0
         self._verdict: tuple[str, int | None] | None = None
-        self._gave = False  # ... by this rank
+        self._shows = False  # ... and this rank shows where it was raised
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
@@ -236,7 +236,7 @@ class Watch:
                 self._say(partial(notice_of, self._what, self._n_still * self._interval, *self._places(), self._timeout))
             return
         if self._n_unanswered >= patience + _LATE_BEATS and self._timeout is not None:
-            self._give_up(text_without_warden(self._what, self._timeout), 0)
+            self._give_up(text_without_warden(self._what, self._timeout), 0, [0])
         turn = min(self._rank - 1, _MOST_TURNS)
         if (self._n_unanswered - turn) * self._interval >= _NOTICE_SECONDS:
             self._say(partial(notice_without_warden, self._what, self._n_unanswered * self._interval, self._timeout))
@@ -251,7 +251,7 @@ class Watch:
         self._n_gone = self._n_gone + 1 if gone else 0
         is_alone = self._rank == 0 or 0 in gone or self._office is None
         if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the warden's word comes first, where there is one
-            self._give_up(text_of_departed(self._what, gone), gone[0])
+            self._give_up(text_of_departed(self._what, gone), gone[0], gone)
 
     def _say(self, make: Callable[[], str]) -> None:
         """Say once in a call who is waited for; on one rank, where they can tell each other."""
@@ -305,8 +305,9 @@ class Watch:
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
         return [r for r in ranks if r not in heard and r not in lost], lost, heard
 
-    def _give_up(self, text: str, late: int | None) -> None:
-        self._gave = True
+    def _give_up(self, text: str, late: int | None, silent: Sequence[int] = ()) -> None:
+        """Say it to all, and raise it; `silent` ranks will not."""
+        self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
         if self._office is not None:
             for rank in range(self._size):
                 if rank != self._rank:
@@ -325,7 +326,7 @@ class Watch:
         if self._verdict is not None:
             text, rank = self._verdict
             error = StallError(text, rank=rank)
-            share(error, self._rank, self._size, self._gave or self._rank == 0)
+            share(error, self._rank, self._size, self._shows or self._rank == (1 if rank == 0 else 0))
             raise error
 
 

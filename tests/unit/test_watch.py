@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from shardload.errors import PeerError, StallError
+from shardload.tracebacks import text_of as shown_of
 from shardload.verdict import State, text_of, text_without_warden
 from shardload.watch import Watch, beat_seconds
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeOffice, Job, Post
@@ -186,6 +187,8 @@ def test_ranks_that_have_left_are_not_waited_for(gone: list[int], timeout: float
     assert not job.raised, "nobody has left yet"
     job.departed = dict.fromkeys(gone, 1)
     job.wait(3 * BEAT)
+    shown = [rank for rank, error in job.raised.items() if shown_of(error) is None]
+    assert shown == [min(set(range(4)) - set(gone))], "one rank shows where, and there is one that does"
     names = {1: f"rank {gone[0]} has", 2: "ranks 0, 3 have", 3: "ranks 1, 2, 3 have"}[len(gone)]
     job.check(set(range(4)) - set(gone), gone[0], names, "'f.h5'", "sys.exit()", "can make no call together any more")
 
