@@ -6,19 +6,25 @@ Nothing here spins: a rank that waits sleeps.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
 import numpy as np
 
 from shardload.errors import PeerError, StallError
 from shardload.letter import let_interruption_pass
-from shardload.verdict import text_before_first
+from shardload.verdict import notice_before_first, text_before_first
 
 __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
+_log = logging.getLogger("shardload")
 _TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 16, 2e-5, 2e-3, 16
+_NOTICE_SECONDS = 20.0
+_LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
 
 # What was given up while MPI might still write into its buffers (a stall, Ctrl-C): they are never freed.
@@ -55,10 +61,12 @@ class MpiCollectives:
         ``mpi4py.MPI``.
     look : callable
         Called all the time while this rank waits; may raise, and then nobody can use the communicator again.
+    done : callable, optional
+        Called after each collective.
     """
 
-    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None]) -> None:
-        self._comm, self._mpi, self._look = comm, mpi, look
+    def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
+        self._comm, self._mpi, self._look, self._done = comm, mpi, look, done
 
     def gather(self, mine: Integers) -> Integers:
         """See `Collectives`."""
@@ -84,6 +92,8 @@ class MpiCollectives:
         except BaseException:
             _abandoned.append((request, buffers))
             raise
+        if self._done is not None:
+            self._done()
 
 
 def _finish(request: Any, look: Callable[[], None]) -> None:
@@ -101,11 +111,17 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
     """A duplicate of a communicator, for this use alone. Collective; StallError if not all come within `timeout` seconds."""
     if timeout is None or comm.size == 1:
         return comm.Dup()
-    end = time.monotonic() + timeout
+    started = time.monotonic()
+    is_said = comm.rank > 0  # one says it; which others wait, nobody knows
 
     def look() -> None:
-        if time.monotonic() > end:  # without a communicator of their own the ranks cannot tell each other more
+        nonlocal is_said
+        waited = time.monotonic() - started
+        if waited > timeout:  # without a communicator of their own the ranks cannot tell each other more
             raise StallError(text_before_first(timeout))
+        if waited > _NOTICE_SECONDS and not is_said:
+            is_said = True
+            _log.warning("%s", notice_before_first(_NOTICE_SECONDS, timeout))
 
     made, request = comm.Idup()
     _finish(request, look)
@@ -129,10 +145,21 @@ class JaxCollectives:
         JAX's client of the store.
     rank, size : int
         This process, and how many there are.
+    look : callable, optional
+        Called now and then while this process waits; may raise.
+    done : callable, optional
+        Called after each collective.
     """
 
-    def __init__(self, client: Any, rank: int, size: int) -> None:
-        self._client, self._rank, self._size = client, rank, size
+    def __init__(
+        self,
+        client: Any,
+        rank: int,
+        size: int,
+        look: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._client, self._rank, self._size, self._look, self._done = client, rank, size, look, done
         self._n = 0
         self._old: list[str] = []
 
@@ -141,12 +168,15 @@ class JaxCollectives:
         place = self._next()
         try:
             self._set(f"{place}/{self._rank:09d}", mine.tobytes())
-            self._client.wait_at_barrier(place, _LONGEST_WAIT_MS)
+            self._wait(lambda: self._client.wait_at_barrier(place, _LONGEST_WAIT_MS))
             found = dict(self._client.key_value_dir_get_bytes(f"{place}/"))
             self._forget()
+        except StallError:
+            raise
         except Exception as error:
             let_interruption_pass(error)
             raise _gone(error) from error
+        self._done()
         values = [np.frombuffer(found[name], dtype=mine.dtype) for name in sorted(found)]
         return np.stack(values).reshape(self._size, *mine.shape)
 
@@ -162,10 +192,30 @@ class JaxCollectives:
             if self._rank == root:
                 self._set(key, data.tobytes())
             else:
-                data[...] = np.frombuffer(self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS), dtype=np.uint8)
+                found = self._wait(lambda: self._client.blocking_key_value_get_bytes(key, _LONGEST_WAIT_MS))
+                data[...] = np.frombuffer(found, dtype=np.uint8)
+        except StallError:
+            raise
         except Exception as error:
             let_interruption_pass(error)
             raise _gone(error) from error
+        self._done()
+
+    def _wait(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns or raises. JAX gives no sign of life while it waits, so that a thread does it."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="shardload-wait", daemon=True).start()
+        while not future.done():
+            wait([future], _LOOK_SECONDS)
+            self._look()
+        return future.result()
 
     def _next(self) -> str:
         self._n += 1  # all processes count alike

@@ -21,6 +21,8 @@ import socket
 import sys
 import threading
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,8 +37,9 @@ from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.letter import as_shardload, from_json, let_interruption_pass, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
-from shardload.post import MpiOffice, leave_at_exit
+from shardload.post import Departures, MpiOffice, leave_alone_at_exit, leave_at_exit
 from shardload.started import mpi_is_off
+from shardload.tracebacks import share
 from shardload.watch import Watch
 
 __all__ = ["Group", "Invocation", "Machine", "Node", "end_job", "group_of", "mpi_problem", "world"]
@@ -98,6 +101,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
         if kept.group is None or (isinstance(kept.group, Group) and kept.group.is_torn):
             try:
                 kept.group = Group(duplicate(comm, timeout))
+                kept.group.watch_departures()
             except StallError as error:
                 kept.group = error
                 leave_at_exit(mpi, timeout or 0.0)
@@ -134,7 +138,9 @@ def _alone() -> Group:
 
 @cache
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    return Group(None, (client, process, n_processes))
+    group = Group(None, (client, process, n_processes))
+    group.watch_departures("processes")
+    return group
 
 
 @cache
@@ -198,9 +204,15 @@ class Group:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
         office = MpiOffice(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
         # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
-        ends = None if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
-        self.watch = Watch(self.rank, self.size, office, on_verdict=ends)
-        self._collectives: Collectives = self._over(comm) if processes is None else JaxCollectives(*processes)
+        ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
+        self._departures = Departures(self.rank, lambda: jax_processes()[0])
+        self.watch = Watch(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
+        mpi = None if comm is None else self.mpi
+        self._collectives: Collectives = (
+            MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
+            if processes is None
+            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed)
+        )
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
@@ -214,6 +226,16 @@ class Group:
 
     def _over(self, comm: Any) -> MpiCollectives:
         return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
+
+    def watch_departures(self, name: str = "") -> None:
+        """From now on ranks that come to the end of their program are known to those that wait for them.
+
+        Collective, unless there is a `name` that all ranks know and no other group has.
+        """
+        if self.size > 1:
+            name = name or self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
+            watch = weakref.ref(self.watch)  # which asks for them
+            self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
 
     @property
     def can_send(self) -> bool:
@@ -260,7 +282,10 @@ class Group:
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
             yield refusal
-        except (ShardloadError, Warning):  # which all ranks raise together
+        except ShardloadError as error:  # which all ranks raise together, though each may have found it by itself
+            self.shared(error)
+            raise
+        except Warning:  # which all ranks raise, where warnings are errors
             raise
         except BaseException:
             self.is_torn = True
@@ -450,7 +475,9 @@ class Group:
         if text[0] == "-":
             # What is wrong with the arguments is wrong on every rank; only `root` has looked.
             n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
-            raise from_json(text[1:], root, n_failed, self.size) from error
+            shared = from_json(text[1:], root, n_failed, self.size)
+            shared.__cause__ = error
+            raise self.shared(shared)
         return text[1:]
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
@@ -469,7 +496,13 @@ class Group:
         first = int(self.gather_int(self.rank if error is not None else self.size).min())
         text = to_json(as_shardload(error, first)) if self.rank == first else None
         shared = from_json(self.send_text(text, first), first, failed, self.size)
-        raise shared from error
+        shared.__cause__ = error
+        raise self.shared(shared)
+
+    def shared(self, error: ShardloadError) -> ShardloadError:
+        """An error that all ranks raise now: where nobody catches it, it is shown once. The error itself."""
+        share(error, self.rank, self.size)
+        return error
 
     def all_same(self, asked: Invocation, is_fine: bool) -> bool:
         """Whether all ranks are fine and were asked for the same. Collective; the second message of every call."""

@@ -10,19 +10,20 @@ import logging
 import os
 import socket
 import sys
-import time
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
+from shardload.coordinator import LOOPBACK, addresses_of, await_listener, first_here, host_of, join, listening_host
 from shardload.errors import ConfigError, PeerError, StallError
 from shardload.group import Group, end_job, group_of, mpi_problem, world
 from shardload.started import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
+from shardload.tracebacks import is_pythons_own, show
 
 __all__ = ["initialize", "rank_of_process"]
 
@@ -52,7 +53,8 @@ _NO_MPI = (
     "(pip install --no-binary=mpi4py mpi4py); on one machine: pip install 'shardload[mpich]'"
 )
 
-_LISTENER_SECONDS = 2.0  # then JAX waits, and says so if nobody comes
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
+_PREEMPTION = "jax_enable_preemption_service"  # its option
 _LAST_WORDS_SECONDS = 1.0  # of the other ranks, which may be about to say the same
 
 _WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
@@ -64,6 +66,7 @@ def initialize(
     process_id: int | None = None,
     *,
     local_device_ids: list[int] | None = None,
+    preemption: bool = False,
 ) -> None:
     """Start JAX's distributed runtime the way this job was launched, and check that all of it sees the same job.
 
@@ -72,6 +75,12 @@ def initialize(
     3. Under srun where there is no MPI (``SHARDLOAD_MPI=0``; or none can be loaded, of which task 0 warns): one JAX process
        per task.
     4. A process alone: nothing to start.
+
+    JAX's coordinator, in process 0, asks nobody who he is: it listens on the loopback interface if all processes are on one
+    machine, and else on the one interface that the others come by. ``JAX_COORDINATOR_BIND_ADDRESS`` says otherwise.
+
+    SIGTERM, which ``scancel``, ``timeout`` and batch systems send, ends a process at once, unless the script has a handler of
+    its own.
 
     Under MPI an exception that nobody catches ends the whole job from then on, after its traceback; the other processes would
     wait for that one.
@@ -89,6 +98,9 @@ def initialize(
         How many processes there are, and which one this is.
     local_device_ids : list of int, optional
         GPUs of this process, of those that it sees; by default decided as above.
+    preemption : bool
+        Whether JAX's preemption service is to be started: it takes SIGTERM for a notice, which a program must ask for
+        (``jax.experimental.multihost_utils.reached_preemption_sync_point``); SIGTERM then ends nothing.
 
     Raises
     ------
@@ -107,10 +119,20 @@ def initialize(
                 "initialize() was given only a part of where JAX starts: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
-        _start(coordinator_address, num_processes, process_id, local_device_ids)
+        port = coordinator_address.rpartition(":")[2]
+        if not host_of(coordinator_address) or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
+        _start(
+            coordinator_address,
+            num_processes,
+            process_id,
+            local_device_ids,
+            preemption,
+            _listen_at(coordinator_address, process_id),
+        )
         return
     if comm is not None and comm.size > 1:
-        _start_from_mpi(comm, local_device_ids)
+        _start_from_mpi(comm, local_device_ids, preemption)
         return
     step = slurm_step(os.environ)
     if comm is None and step is not None and step.n_tasks > 1:
@@ -118,35 +140,77 @@ def initialize(
             local_device_ids = _device_share(step.local_id, step.n_local, None, os.environ)
         if step.task == 0 and not mpi_is_off(os.environ):
             _log.warning(_NO_MPI_HERE, mpi_problem())
-        _start(step.coordinator, step.n_tasks, step.task, local_device_ids)
+        _start(step.coordinator, step.n_tasks, step.task, local_device_ids, preemption, _listen_at(step.coordinator, step.task))
         return
     _refuse_singletons()
 
 
-def _start_from_mpi(comm: Any, local_device_ids: list[int] | None) -> None:
+def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
     group = group_of(comm)
-    address = group.send_text(f"{socket.gethostname()}:{free_port()}" if group.rank == 0 else None, 0)
     on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
-    mine = np.array([zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())], dtype=np.int64)
-    seen = np.empty(on_node.size, dtype=np.int64)
+    visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
+    mine = np.array([visible, group.rank], dtype=np.int64)
+    seen = np.empty((on_node.size, 2), dtype=np.int64)
     on_node.Allgather(mine, seen)
     local_rank, local_size = on_node.rank, on_node.size
     on_node.Free()
-    if local_size == group.size:
-        address = "127.0.0.1:" + address.rpartition(":")[2]
+    address, bind = _meeting_place(group, is_beside_0=not seen[:, 1].min())
     error: Exception | None = None
     try:
         if local_device_ids is None and not _cpu_only():
-            local_device_ids = _device_share(local_rank, local_size, bool((seen == mine).all()), os.environ)
+            local_device_ids = _device_share(local_rank, local_size, bool((seen[:, 0] == visible).all()), os.environ)
     except ConfigError as found:
         error = found
     group.agree(error)  # before any of them waits for the others in JAX
     try:
-        _start(address, group.size, group.rank, local_device_ids)
+        _start(address, group.size, group.rank, local_device_ids, preemption, bind)
     except ConfigError as found:
         error = found
     group.agree(error)
     _end_job_on_error()
+
+
+def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
+    """Where the processes come to, and where process 0 listens (None: on all interfaces). Collective.
+
+    `is_beside_0`: whether this rank is on the machine of rank 0.
+    """
+    host, port = group.send_text(f"{socket.gethostname()} {free_port()}" if group.rank == 0 else None, 0).split()
+    elsewhere = int(group.gather_int(group.size if is_beside_0 else group.rank).min())
+    if elsewhere == group.size:
+        return (join(LOOPBACK, port),) * 2
+    # What rank 0 finds under its own name is often an address of its own use.
+    known = addresses_of(host)
+    seen = group.send_text(" ".join(known) if group.rank == elsewhere else None, elsewhere).split()
+    found = group.send_text(first_here(seen) if group.rank == 0 else None, 0)
+    if not found:
+        if group.rank == 0:
+            _say_on_all(host, port)
+        return join(host, port), None
+    # The name where it serves: it is what a proxy's exceptions know.
+    return join(host if found in known else found, port), join(found, port)
+
+
+def _listen_at(address: str, process: int) -> str | None:
+    """Where process 0 listens if all were told to come to `address`; None: on all interfaces, or this is another process."""
+    if process:
+        return None
+    host, port = host_of(address), address.rpartition(":")[2]
+    found = listening_host(host)
+    if not found:
+        _say_on_all(host, port)
+        return None
+    return join(found, port)
+
+
+def _say_on_all(host: str, port: str) -> None:
+    """Say that there is nothing better, unless the user has said what is."""
+    if not os.environ.get(_BIND):
+        _log.warning(
+            "JAX's coordinator will listen on all interfaces of this machine, at port %s, and anybody who reaches it can end "
+            "the job: the address that the other processes find under %s is not known here. %s=ADDRESS:%s names the interface",
+            *(port, host, _BIND, port),
+        )
 
 
 def _end_job_on_error() -> None:
@@ -155,25 +219,30 @@ def _end_job_on_error() -> None:
     Otherwise the process waits at its exit, in JAX's shutdown, for the others, minutes long, and they wait for it in the next
     collective call. Not in an interactive session, and not where somebody has a hook of their own.
     """
-    if sys.excepthook is not sys.__excepthook__ or hasattr(sys, "ps1") or sys.flags.interactive:
+    if not is_pythons_own():
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        sys.__excepthook__(kind, error, trace)
+        show(kind, error, trace)
         if not isinstance(error, StallError):  # which ends the job by itself, when the others have heard of it
             end_job(_LAST_WORDS_SECONDS)
 
     sys.excepthook = hook
 
 
-def _start(address: str, n_processes: int, process: int, local_device_ids: list[int] | None) -> None:
+def _start(
+    address: str, n_processes: int, process: int, local_device_ids: list[int] | None, preemption: bool, bind: str | None
+) -> None:
     _choose_cpu_collectives()
     if process:
-        _await_listener(address)
+        await_listener(address)
     else:
         _refuse_taken_port(address)
+    if os.environ.get(_BIND):
+        bind = None  # JAX itself looks there
     try:
-        jax.distributed.initialize(address, n_processes, process, local_device_ids)
+        with _preemption_service(preemption):
+            jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
     except (RuntimeError, ValueError) as found:
         raise ConfigError(
             f"JAX could not be started as one of {n_processes} processes: {found}. Call shardload.initialize() once, at the "
@@ -181,15 +250,26 @@ def _start(address: str, n_processes: int, process: int, local_device_ids: list[
         ) from found
 
 
-def _await_listener(address: str) -> None:
-    """Return when somebody listens there, or after a while: JAX itself would try once, and again a whole second later."""
-    host, _, port = address.rpartition(":")
-    end, nap = time.monotonic() + _LISTENER_SECONDS, 0.002
-    while time.monotonic() < end:
-        with suppress(OSError, ValueError, OverflowError), socket.create_connection((host.strip("[]"), int(port)), timeout=1):
-            return
-        time.sleep(nap)
-        nap = min(2 * nap, 0.1)
+@contextmanager
+def _preemption_service(wanted: bool) -> Iterator[None]:
+    """Have JAX start its preemption service, or not: it catches SIGTERM, and waits until a program asks for it."""
+    if hasattr(jax.config, _PREEMPTION):
+        jax.config.update(_PREEMPTION, wanted)
+        yield
+        return
+    from jax._src import distributed  # releases without that option always start it, here
+
+    state: Any = distributed.global_state
+    if not wanted:
+        state.initialize_preemption_sync_manager = _nothing
+    try:
+        yield
+    finally:
+        if not wanted:
+            del state.initialize_preemption_sync_manager
+
+
+def _nothing() -> None: ...
 
 
 def _refuse_taken_port(address: str) -> None:

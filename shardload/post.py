@@ -1,4 +1,8 @@
-"""How do ranks tell each other that they are alive, or that a call is dead? Short texts over MPI; nothing waits for anybody."""
+"""How do ranks tell each other that they are alive, that a call is dead, or that they leave?
+
+Short texts over MPI for the first two. A rank that leaves is soon in JAX's shutdown, where it calls MPI no more, and it may
+leave while nobody waits: that is kept by JAX's coordinator, until somebody asks. Nothing here waits for anybody.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,17 @@ import atexit
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-__all__ = ["MpiOffice", "leave_at_exit"]
+__all__ = ["Departures", "MpiOffice", "leave_alone_at_exit", "leave_at_exit"]
 
 _LONGEST_LEAVE_SECONDS = 15.0
 # MPICH takes in one message per call, of whatever kind; where nothing else calls MPI, ours may stand behind others.
@@ -69,6 +77,68 @@ class MpiOffice:
         self._under_way = [(request, data) for request, data in self._under_way if not request.Test()]
 
 
+class Departures:
+    """Which ranks of a group have come to the end of their program, and what they had done by then.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    client : callable
+        JAX's client of its coordinator, or None.
+    """
+
+    def __init__(self, rank: int, client: Callable[[], Any]) -> None:
+        self._rank, self._client = rank, client
+        self._place = ""
+        self._n_agreed: Callable[[], int] = int
+        self._pid = os.getpid()
+        self._found: Mapping[int, int] = {}
+        self._asking: threading.Thread | None = None
+
+    def begin(self, name: str, n_agreed: Callable[[], int]) -> None:
+        """From now on this rank's end is told, and others' known.
+
+        `name` is the group's, the same on all its ranks and no other group's; `n_agreed` how many collectives this rank has
+        finished.
+        """
+        self._place, self._n_agreed = f"shardload/left/{name}/", n_agreed
+        _see_off().add(self)
+
+    def known(self) -> Mapping[int, int]:
+        """What was known when this was asked last; asks again. A coordinator that does not answer holds up a thread."""
+        client = self._client() if self._place else None
+        if client is not None and (self._asking is None or not self._asking.is_alive()):
+            self._asking = threading.Thread(target=self._ask, args=(client,), name="shardload-departures", daemon=True)
+            self._asking.start()
+        return self._found
+
+    def _ask(self, client: Any) -> None:
+        with suppress(Exception):  # a coordinator that is gone is JAX's to speak of
+            found = client.key_value_dir_get(self._place)
+            self._found = {int(key.rpartition("/")[2]): int(value) for key, value in found}
+
+    def leave(self) -> None:
+        """Say that this rank has come to its end. Once."""
+        client = self._client()
+        if client is not None and os.getpid() == self._pid:  # a fork's end is not this process's
+            with suppress(Exception):
+                client.key_value_set(f"{self._place}{self._rank}", str(self._n_agreed()))
+
+
+@cache
+def _see_off() -> weakref.WeakSet[Departures]:
+    """Those that are told when the interpreter ends: before JAX's own function is called, which was registered before."""
+    present: weakref.WeakSet[Departures] = weakref.WeakSet()
+
+    def leave() -> None:
+        for one in [*present]:
+            one.leave()
+
+    atexit.register(leave)
+    return present
+
+
 def leave_at_exit(mpi: Any, seconds: float) -> None:
     """When the interpreter ends, end this process at once, and with MPI the whole job: else it would wait for who is held up.
 
@@ -80,6 +150,20 @@ def leave_at_exit(mpi: Any, seconds: float) -> None:
         That the other ranks have then to learn of it and to say so.
     """
     atexit.register(_leave, mpi, seconds)  # the last to be registered is the first to be called
+
+
+def leave_alone_at_exit(_seconds: float) -> None:
+    """The same for a process alone, but only if a thread of it is then still held up in a read.
+
+    The end of the interpreter would wait for the HDF5 library, whose lock that thread has. Where the thread has got out of it,
+    the program ends as any other.
+    """
+    atexit.register(_leave_if_held_up)
+
+
+def _leave_if_held_up() -> None:
+    if any(thread.name.startswith("shardload-") for thread in threading.enumerate()):
+        _leave(None, 0.0)
 
 
 def _leave(mpi: Any, seconds: float) -> None:

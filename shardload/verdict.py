@@ -8,14 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["State", "text_before_first", "text_of", "text_without_warden"]
+__all__ = [
+    "State",
+    "notice_apart",
+    "notice_before_first",
+    "notice_of",
+    "notice_without_warden",
+    "text_before_first",
+    "text_of",
+    "text_of_departed",
+    "text_without_warden",
+]
 
 _MOST_NAMED = 4
 _WAITING = {"exchange": "for parts", "agree": "for all to be done"}
-_END = (
-    "Nothing was loaded, and these processes can make no call together any more: end the job. If it was only slow, pass a "
-    "longer timeout= (in seconds; None waits for ever)"
-)
+_DEAD = "Nothing was loaded, and these processes can make no call together any more: end the job"
+_END = f"{_DEAD}. If it was only slow, pass a longer timeout= (in seconds; None waits for ever)"
+_ALL = "All ranks must make the same calls: look for an `if` around it, or for what ended that program (sys.exit(), return)"
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,11 @@ def text_of(what: str, timeout: float, absent: Sequence[int], lost: Mapping[int,
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5' (phase: read); 2 other ranks
     wait for parts (phase: exchange). ...
     """
+    advice = _advice(bool(absent or lost), any(state.reading for state in heard.values()))
+    return f"nothing has moved for {timeout:g} s (call: {what}): {_who(absent, lost, heard)}. {advice}"
+
+
+def _who(absent: Sequence[int], lost: Mapping[int, State], heard: Mapping[int, State]) -> str:
     said = []
     if absent:
         said.append(f"{_names(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
@@ -82,8 +96,56 @@ def text_of(what: str, timeout: float, absent: Sequence[int], lost: Mapping[int,
         n = sum(state.phase == phase and not state.reading for state in heard.values())
         ranks = f"{n} {other}ranks wait" if n > 1 else f"{n} {other}rank waits"
         said.append(f"{ranks}{_WAITING.get(phase, '') and ' ' + _WAITING[phase]} (phase: {phase})")
-    advice = _advice(bool(absent or lost), bool(reading))
-    return f"nothing has moved for {timeout:g} s (call: {what}): {'; '.join(said)}. {advice}"
+    return "; ".join(said)
+
+
+def notice_of(
+    what: str,
+    seconds: float,
+    absent: Sequence[int],
+    lost: Mapping[int, State],
+    heard: Mapping[int, State],
+    timeout: float | None,
+) -> str:
+    """What is said long before a verdict.
+
+    >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: State(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
+    nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
+    metadata). All ranks must make the call. It fails after 900 s (timeout=)
+    """
+    then = _until(timeout, bool(absent or lost))
+    return f"nothing has moved for {seconds:g} s (call: {what}): {_who(absent, lost, heard)}. {then}"
+
+
+def notice_without_warden(what: str, seconds: float, timeout: float | None) -> str:
+    """The same, where it is rank 0 that does not come."""
+    return f"nothing was heard of rank 0 for {seconds:g} s (call: {what}): it did not come to this call. {_until(timeout)}"
+
+
+def notice_before_first(seconds: float, timeout: float | None) -> str:
+    """The same, where some ranks have not made their first call: nobody knows which."""
+    return f"not all ranks of this communicator have made their first call within {seconds:g} s. {_until(timeout)}"
+
+
+def notice_apart(what: str, seconds: float) -> str:
+    """The same, among processes that cannot tell each other where they are."""
+    return f"this process has waited for others for {seconds:g} s (call: {what}). All processes must make the call"
+
+
+def _until(timeout: float | None, has_silent: bool = True) -> str:
+    fails = "It waits for ever (timeout=None)" if timeout is None else f"It fails after {timeout:g} s (timeout=)"
+    return f"All ranks must make the call. {fails}" if has_silent else fails
+
+
+def text_of_departed(what: str, ranks: Sequence[int]) -> str:
+    """The verdict where programs have come to their end.
+
+    >>> print(text_of_departed("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
+    ranks 1, 3 have come to the end of their program, and never make the call in which others wait for them: 'f.h5'. ...
+    """
+    one = len(ranks) == 1
+    has, them = ("has come to the end of its program", "it") if one else ("have come to the end of their program", "them")
+    return f"{_names(ranks)} {has}, and never make{'s' * one} the call in which others wait for {them}: {what}. {_ALL}. {_DEAD}"
 
 
 def text_without_warden(what: str, timeout: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,10 +103,25 @@ def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
 
 
-def singleton(path: str, what: str, **env: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize("what", [("mistyped",), ("mistyped", "initialize")], ids=["without initialize", "with it"])
+def test_an_error_of_all_ranks_is_shown_once(field: str, what: tuple[str, ...]) -> None:
+    """Wrong if every rank printed the calls that led to it, or rank 0 did not, or another rank said nothing at all."""
+    start = ["-m", "mpi4py"] if len(what) == 1 else []
+    job = run_job([*PYTHON, *start, SCRIPTS / "launched.py", field, *what], 2, timeout=60, env=ENV)
+    said = (
+        "ConfigError: COMM_WORLD has 2 ranks, but JAX sees one" if len(what) == 1 else "ConfigError: '" + field + "' holds no"
+    )
+    assert job.returncode != 0
+    assert "Traceback" in job.rank_stderr[0] and said in job.rank_stderr[0], job.tail()
+    lines = [line for line in job.rank_stderr[1].splitlines() if "Gloo" not in line]
+    (line,) = [line for line in lines if "Error" in line or "Traceback" in line]
+    assert line.startswith("rank 1: ") and said in line and 'File "' not in job.rank_stderr[1], job.tail()
+
+
+def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, Any]]:
     """What one process, started without a launcher, says of each attempt."""
     done = subprocess.run(
-        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, what],
+        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, what, *more],
         env={**job_environment(1), **ENV, **env},
         capture_output=True,
         text=True,
@@ -172,18 +188,20 @@ def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
     same([said], "no MPI library can be loaded", "pip install 'shardload[mpich]'")
 
 
+def start(path: str, words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that no launcher of MPI started."""
+    return subprocess.Popen(
+        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, *words],
+        env={**job_environment(1), **ENV, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> list[list[dict[str, Any]]]:
     """What processes that no launcher of MPI started say, each with its own arguments and variables."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, *words],
-            env={**job_environment(1), **ENV, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for words, env in zip(what, envs, strict=True)
-    ]
+    started = [start(path, words, env) for words, env in zip(what, envs, strict=True)]
     outputs: list[tuple[str, str]] = []
     try:
         for process in started:
@@ -222,6 +240,44 @@ def test_given_coordinator(field: str) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     said = together(field, [["given", address, "4", str(k)] for k in range(4)], [{"SHARDLOAD_MPI": "0"}] * 4)
     loads_and_does_not_scatter(said)
+
+
+def test_preemption_and_where_the_coordinator_listens(field: str) -> None:
+    """Wrong if JAX's preemption service were not there when it is asked for, or anybody could come to the coordinator."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    (said,) = singleton(field, "signals", address, "True")
+    assert said == {"catches": True, "listens": ["127.0.0.1"]}
+
+
+def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
+    """Wrong if one that is idle, in a load or in a collective of JAX's went on when it is told to end."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    started = [start(field, ["waits", address, "3", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(3)]
+    try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline() == "waits\n"
+        for process in started:
+            process.terminate()
+        assert [process.wait(60) for process in started] == [-signal.SIGTERM] * 3
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def test_a_process_that_leaves_without_mpi(field: str) -> None:
+    """Wrong if the other waited for it in JAX, for minutes, until JAX ended both."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    started = [start(field, ["leaves", address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
+    try:
+        out, _ = started[0].communicate(timeout=60)
+        (said,) = lines(out)
+        assert said["type"] == "StallError" and said["text"].startswith("rank 1 has come to the end of its program")
+        assert started[0].returncode == 1
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def test_slurm_without_mpi(field: str) -> None:

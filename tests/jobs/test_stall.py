@@ -75,6 +75,29 @@ def test_alone_there_is_nobody_to_ask(tmp_path: Path) -> None:
     check(hold_up(tmp_path, "thread parallel", n=1), 0, True, 0, parts)
 
 
+def test_alone_inside_the_library(tmp_path: Path) -> None:
+    """Wrong if the end of the interpreter waited for the library's lock, which that thread has."""
+    job = hold_up(tmp_path, "inside parallel", n=1)
+    assert said_by(job, 0)["type"] == "StallError" and job.rank_stderr[0].count("StallError: nothing has moved") == 1
+    assert job.returncode != 0
+
+
+@pytest.mark.parametrize("left", [[0], [1, 3]])
+def test_ranks_that_leave(tmp_path: Path, left: list[int]) -> None:
+    """Wrong if the others waited out the timeout, or JAX's shutdown in those that have left came to its own end first."""
+    job = hold_up(tmp_path, f"left {','.join(map(str, left))}")
+    said = [said_by(job, rank) for rank in range(4)]
+    assert [rank for rank in range(4) if "held" in said[rank]] == left
+    others = [one for rank, one in enumerate(said) if rank not in left]
+    (text,) = {one["text"] for one in others}
+    names = "rank 0 has" if left == [0] else "ranks 1, 3 have"
+    assert text.startswith(f"{names} come to the end of") and "'x.h5'" in text and END in text
+    assert {(one["type"], one["rank"], one["again"], one["same"]) for one in others} == {
+        ("StallError", left[0], "StallError", True)
+    }
+    assert job.returncode != 0 and "outlived" not in job.stderr
+
+
 @pytest.mark.parametrize("mpi", ["mpich"])
 def test_slow_is_not_still(tmp_path: Path, mpi: str) -> None:
     """Each chunk takes a beat, and there are more of them than beats in the timeout; the script compares the values."""

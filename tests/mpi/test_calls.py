@@ -23,6 +23,7 @@ import shardload
 from shardload import ConfigError, PeerError, SourceError
 from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
+from tests.ports import catches_sigterm, listeners
 
 GROUP = importlib.import_module("shardload.group")
 
@@ -347,3 +348,14 @@ def test_load_leaves_no_thread_behind(files: dict[str, str]) -> None:
         shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, readers=readers)
     assert not [t for t in threading.enumerate() if t.name.startswith("shardload")]
     assert threading.active_count() <= before + 1  # zarr's and JAX's own may come
+
+
+# --- what `initialize` leaves behind ----------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sigterm_ends_a_rank_and_the_coordinator_is_on_loopback() -> None:
+    """Wrong if JAX's preemption service were there, which waits with SIGTERM to be asked, or anybody could come to its port."""
+    assert not catches_sigterm()
+    address = importlib.import_module("jax._src.distributed").global_state.coordinator_address
+    assert listeners(int(address.rpartition(":")[2])) == ["127.0.0.1"]

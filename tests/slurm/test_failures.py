@@ -36,6 +36,7 @@ DIES = "tests/slurm/scripts/dies.py"
         ("openmpi", "raise", "RuntimeError: rank 1: the scratch disk is full"),
         ("mpich", "exit", "SystemExit: rank 1: no such option"),
         ("mpich", "kill", "Killed"),
+        ("mpich", "cancel", "Terminated"),
     ],
 )
 def test_rank_that_dies(cluster: Cluster, site: Site, run_script: Path, tmp_path: Path, mpi: str, how: str, cause: str) -> None:

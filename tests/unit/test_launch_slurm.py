@@ -26,4 +26,5 @@ def test_without_mpi_under_slurm(
     monkeypatch.setattr(launch, "_start", lambda *how: started.append(how))
     launch.initialize()
     assert [how[1:3] for how in started] == [(4, task)]
+    assert [how[0] if how[5] is None else how[5] for how in started] == ["127.0.0.1:61554"], "not on loopback"
     assert ["libmpi.so.40" in text and "SHARDLOAD_MPI=0" in text for text in caplog.messages] == [True] * said

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from shardload.errors import PeerError, StallError
+from shardload.tracebacks import text_of as shown_of
 from shardload.verdict import State, text_of, text_without_warden
 from shardload.watch import Watch, beat_seconds
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeOffice, Job, Post
@@ -50,7 +51,7 @@ def test_while_nothing_is_due_a_look_is_a_look_at_the_clock() -> None:
 def test_there_is_never_a_verdict_without_a_timeout() -> None:
     job = Job(timeout=None)
     job.wait(1e5)
-    assert not job.raised and job.post.n_sent == 0
+    assert not job.raised
 
 
 @pytest.mark.parametrize("timeout", [0.5, 8.0, 40.0, 900.0])
@@ -169,6 +170,93 @@ def test_a_rank_that_comes_back_after_the_verdict_raises_it() -> None:
     job.watches[2].begin("'f.h5'", TIMEOUT)
     job.wait(2 * BEAT)
     job.check({0, 1, 2, 3}, 2, "rank 2 did not come")
+
+
+# --- who has left
+
+
+@pytest.mark.parametrize("timeout", [TIMEOUT, None])
+@pytest.mark.parametrize("gone", [[1], [0], [0, 3], [1, 2, 3]])
+def test_ranks_that_have_left_are_not_waited_for(gone: list[int], timeout: float | None) -> None:
+    """Wrong if the others waited out the timeout, or for ever where there is none."""
+    job = Job(timeout=timeout, begins=False)
+    for watch in job.watches:
+        watch.agreed()
+    job.begin(*gone)
+    job.wait(3 * BEAT)
+    assert not job.raised, "nobody has left yet"
+    job.departed = dict.fromkeys(gone, 1)
+    job.wait(3 * BEAT)
+    shown = [rank for rank, error in job.raised.items() if shown_of(error) is None]
+    assert shown == [min(set(range(4)) - set(gone))], "one rank shows where, and there is one that does"
+    names = {1: f"rank {gone[0]} has", 2: "ranks 0, 3 have", 3: "ranks 1, 2, 3 have"}[len(gone)]
+    job.check(set(range(4)) - set(gone), gone[0], names, "'f.h5'", "sys.exit()", "can make no call together any more")
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_who_left_after_its_part_was_done_holds_up_nobody(behind: int) -> None:
+    """Wrong if a rank that is the first to end a program that ends well were said to be missing: others are a step behind."""
+    job = Job()
+    for rank, watch in enumerate(job.watches):
+        if rank != behind:
+            watch.agreed()
+    job.departed = {2: 1, 3: 1}
+    job.held |= {2, 3, 1 - behind}
+    job.wait(0.9 * TIMEOUT)
+    assert not job.raised
+    job.watches[behind].agreed()  # and now it waits for what they never do
+    job.wait(6 * BEAT)
+    job.check({behind}, 2, "ranks 2, 3 have come to the end of their program")
+
+
+def test_a_warden_that_is_busy_elsewhere_is_not_waited_for() -> None:
+    """Wrong if only rank 0 could say that somebody has left: it may be in a computation that waits for the same rank."""
+    job = Job(timeout=None, begins=False)
+    job.begin(0, 3)
+    job.departed = {3: 0}
+    job.wait(10 * BEAT)
+    job.check({1, 2}, 3, "rank 3 has come to the end of its program")
+
+
+# --- who is waited for
+
+
+def notices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("timeout", [900.0, None])
+@pytest.mark.parametrize(
+    ("absent", "parts"), [([1, 2], ("ranks 1, 2 did not come",)), ([0, 1], ("nothing was heard of rank 0",))]
+)
+def test_who_is_waited_for_is_said_once(
+    absent: list[int], parts: tuple[str, ...], timeout: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wrong if there were minutes of silence, or a line from every rank, or one at each beat."""
+    job = Job(timeout=timeout, begins=False)
+    job.begin(*absent)
+    job.wait(19)
+    assert not notices(caplog)
+    job.wait(200)
+    (text,) = notices(caplog)
+    fails = "It waits for ever (timeout=None)" if timeout is None else "It fails after 900 s (timeout=)"
+    for part in (*parts, "for 2", "'f.h5'", "All ranks must make the call", fails):
+        assert part in text
+    for rank in absent:
+        job.held.discard(rank)
+    for watch in job.watches:
+        watch.close()
+    job.begin(*absent)
+    job.wait(200)
+    assert len(notices(caplog)) == 2, "once in each call"
+
+
+def test_a_load_that_moves_is_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(timeout=900.0)
+    for _ in range(20):
+        job.wait(15)
+        job.watches[2].moved()
+    assert not notices(caplog)
 
 
 # --- what is no stall

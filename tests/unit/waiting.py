@@ -54,8 +54,16 @@ class Job:
         self.post = Post(size)
         self.offices = [FakeOffice(self.post, rank) for rank in range(size)]
         self.left: list[tuple[int, float]] = []
+        self.departed: dict[int, int] = {}
         self.watches = [
-            Watch(rank, size, self.offices[rank], clock=lambda: self.now, on_verdict=lambda s, r=rank: self.left.append((r, s)))
+            Watch(
+                rank,
+                size,
+                self.offices[rank],
+                clock=lambda: self.now,
+                on_verdict=lambda s, r=rank: self.left.append((r, s)),  # type: ignore[misc]
+                departed=lambda: self.departed,
+            )
             for rank in range(size)
         ]
         self.raised: dict[int, StallError] = {}

@@ -2,7 +2,10 @@
 
 ``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), ``part`` (of a
 coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
-K of N, then load), or ``given ADDRESS N K`` (the same by shardload).
+K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks,
+which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or
+``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier), or ``leaves ADDRESS N K`` (process 1
+ends, the others load).
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import check, mesh_of, ramp
-from tests.ports import free_ports
+from tests.ports import catches_sigterm, free_ports, listeners
 
 SHAPE = (8, 12, 20)
 
@@ -56,6 +61,10 @@ def main(path: str, what: str, *more: str) -> None:
             raise RuntimeError("only here")
         load(path)
         return
+    if what == "mistyped":
+        if more == ("initialize",):
+            shardload.initialize()
+        shardload.load(path, mesh_of(), P("a"), dataset="y" if more else "x")
     if what == "initialize":
         attempt(shardload.initialize)
     elif what == "late":
@@ -75,6 +84,28 @@ def main(path: str, what: str, *more: str) -> None:
     elif what == "given":
         address, n, k = more
         attempt(lambda: shardload.initialize(address, int(n), int(k)))
+    elif what == "signals":
+        address, preemption = more
+        shardload.initialize(address, 1, 0, preemption=preemption == "True")
+        print(json.dumps({"catches": catches_sigterm(), "listens": listeners(int(address.rpartition(":")[2]))}))
+        return
+    elif what == "leaves":
+        address, n, k = more
+        shardload.initialize(address, int(n), int(k))
+        load(path)
+        if k != "1":
+            attempt(lambda: shardload.load(path, mesh_of(), P("a"), dataset="x", timeout=4))
+        return
+    elif what == "waits":
+        address, n, k = more
+        shardload.initialize(address, int(n), int(k))
+        jax.devices()  # all of them must be there for that
+        print("waits", flush=True)
+        if k == "1":
+            load(path)
+        elif k == "2":
+            multihost_utils.sync_global_devices("nobody else comes")
+        time.sleep(600)
     attempt(lambda: load(path))
     if os.environ.get("SHARDLOAD_MPI") == "0" or what == "jax":
         other = path if jax.process_index() != 1 else "gone.h5"

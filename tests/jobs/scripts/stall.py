@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import h5py
+from h5py._objects import phil
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
@@ -147,6 +148,28 @@ def absent_at_first(_: Any) -> None:
         hold()
     again_on["comm"] = mine
     load(comm=mine)
+
+
+@case
+def left(ranks: Any) -> None:
+    """Some ranks come to the end of their program, and the others make a call."""
+    load()
+    if str(comm.rank) in str(ranks).split(","):
+        say(held=comm.rank)
+        sys.exit(0)
+    load()
+
+
+@case
+def inside(readers: Any) -> None:
+    """A thread is held up in the HDF5 library, which lets nobody else in, also not at the end of the interpreter."""
+
+    def wait(_: Any) -> None:
+        phil.acquire()
+        hold()
+
+    slow_source(wait)
+    load(readers)
 
 
 @case

@@ -1,9 +1,10 @@
-"""Load again and again; the last rank ends in the middle of it. ``dies.py FILE raise|exit|kill``."""
+"""Load again and again; the last rank ends in the middle of it, or all by Slurm. ``dies.py FILE raise|exit|kill|cancel``."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 
 import jax
@@ -27,7 +28,11 @@ def main(path: str, how: str) -> None:
             raise RuntimeError(f"rank {group.rank}: the scratch disk is full")
         if how == "exit":
             sys.exit(f"rank {group.rank}: no such option")
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        # What `scancel` and the time limit send first; a while later they kill.
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+        subprocess.run(["scancel", "--signal=TERM", step], check=True)
     while True:  # the others would wait for ever
         shardload.load(path, mesh, P("a"))
 

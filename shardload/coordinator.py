@@ -1,0 +1,87 @@
+"""Where does JAX's coordinator listen, so that the processes of this job come to it and as few others as can be?
+
+It asks nobody who he is. JAX would have it listen on all interfaces of its machine; here it listens on one: the loopback
+interface, if all processes are on one machine, and else the interface whose address the others find under its machine's name.
+
+No MPI, no JAX.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+__all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "host_of", "join", "listening_host"]
+
+LOOPBACK = "127.0.0.1"
+_LISTENER_SECONDS = 2.0  # then JAX waits, and says so if nobody comes
+
+
+def join(host: str, port: int | str) -> str:
+    """As JAX takes it.
+
+    >>> join("n1", 61440), join("fd00::1", "61440")
+    ('n1:61440', '[fd00::1]:61440')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """The host of ``"host:port"``.
+
+    >>> host_of("n1:61440"), host_of("[fd00::1]:61440")
+    ('n1', 'fd00::1')
+    """
+    return address.rpartition(":")[0].strip("[]")
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses that this machine finds under a name, in the order in which it would try them; none: an empty list."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    numbers = [str(address[0]) for *_, address in found]
+    return [number for number in dict.fromkeys(numbers) if "%" not in number]  # of one link alone
+
+
+def first_here(addresses: Sequence[str]) -> str:
+    """The first of these addresses that is this machine's own; empty: none."""
+    for address in addresses:
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+            return address
+    return ""
+
+
+def listening_host(host: str) -> str:
+    """The address on which process 0 listens if all were told to come to `host`; empty where it cannot be known from here.
+
+    A machine often finds a loopback address under its own name where others find the one that they reach it by.
+    """
+    found = addresses_of(host)
+    if host != "localhost" and not _is_number(host) and all(ipaddress.ip_address(one).is_loopback for one in found):
+        return ""
+    return first_here(found)
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def await_listener(address: str) -> None:
+    """Return when somebody listens there, or after a while: JAX itself would try once, and again a whole second later."""
+    host, port = host_of(address), address.rpartition(":")[2]
+    end, nap = time.monotonic() + _LISTENER_SECONDS, 0.002
+    while time.monotonic() < end:
+        with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
+            return
+        time.sleep(nap)
+        nap = min(2 * nap, 0.1)
