@@ -42,6 +42,7 @@ Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
 Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
 Readers = Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")]
 Outside = Annotated[bool, typer.Option("--outside", help="Follow links and references that lead out of the file's folder.")]
+Untrusted = Annotated[bool, typer.Option("--untrusted", help="Open the file in processes that may crash, with limits.")]
 Missing = Annotated[str, typer.Option(help="Chunks that are not stored: warn, error or fill (with the fill value).")]
 StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
@@ -84,6 +85,7 @@ def main() -> None:
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
     outside: Outside = False,
+    untrusted: Untrusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
@@ -101,12 +103,14 @@ def info(
     """
     with _one_message():
         from shardload.sources import find_array, list_arrays, split_path
+        from shardload.sources.untrusted import Limits
 
         path, dataset = split_path(file)
-        arrays = list_arrays(path, outside)
+        limits = Limits() if untrusted else None
+        arrays = list_arrays(path, outside, untrusted=limits)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, outside)]
+            arrays = named or [find_array(path, dataset, outside, limits)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -127,6 +131,7 @@ def plan(
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
     outside: Outside = False,
+    untrusted: Untrusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what a load would do and cost, one process per device, without loading anything.
@@ -150,7 +155,8 @@ def plan(
     with _one_message():
         import shardload
 
-        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging, "outside": outside}
+        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging}
+        how |= {"outside": outside, "untrusted": untrusted}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
 
@@ -168,6 +174,7 @@ def verify(
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
     outside: Outside = False,
+    untrusted: Untrusted = False,
     how: Annotated[str, typer.Option(help="How sure: index, checksum, file (some regions again) or full (all).")] = "full",
 ) -> None:
     """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
@@ -182,7 +189,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
-    more |= {"missing": missing, "outside": outside}
+    more |= {"missing": missing, "outside": outside, "untrusted": untrusted}
     from shardload.verify_command import run
 
     raise typer.Exit(run(file, axes, partition, readers=readers, staging=staging, verify=how, **more))

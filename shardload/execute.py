@@ -36,6 +36,7 @@ from shardload.reuse import empty_pieces
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
+from shardload.sources.untrusted import UntrustedSource
 from shardload.staging import Piece, Slots, aligned
 from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, to_sums
 from shardload.verify import Checked, Verifier, VerifyReport
@@ -208,7 +209,7 @@ class Job:
             seed=seed,
             staging_nbytes=self.options.staging_nbytes,
             name=str(info),
-            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options.outside),
+            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options),
         )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
@@ -310,6 +311,8 @@ class Job:
             counts=counter_of(self.read_plan, rank),
         )
         opened.enter_context(reader)
+        if isinstance(source, UntrustedSource):
+            opened.push(partial(_end_helpers, source))  # before the reader waits for its threads, which wait for them
         early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
         advance = opened.enter_context(progress_of(self.options.progress, str(made.info), total, rank))
@@ -321,7 +324,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        return _open(self.handle, info, self.options.outside)
+        return _open(self.handle, info, self.options)
 
     def _fill(
         self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
@@ -378,9 +381,9 @@ class Job:
                 piece.data[tuple(tail)] = value
 
 
-def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
+def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, outside)
+    source = open_source(handle, info.dataset, options.outside, options.limits)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
@@ -396,6 +399,12 @@ def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
 def _close(source: Source, kind: type[BaseException] | None, *_: object) -> None:
     """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
     if kind is None or not issubclass(kind, StallError):
+        source.close()
+
+
+def _end_helpers(source: UntrustedSource, kind: type[BaseException] | None, *_: object) -> None:
+    """Nobody wants their answers any more: after a stall or Ctrl-C, say."""
+    if kind is not None:
         source.close()
 
 

@@ -48,6 +48,7 @@ def load(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    untrusted: bool = False,
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -94,6 +95,9 @@ def load(
     outside : bool
         Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
         external storage or symbolic links. Without it such a file is refused.
+    untrusted : bool
+        Whether the file is opened and decoded by helper processes alone, with limits on memory (`staging`) and time: where it
+        makes a library crash, go round in circles or take too much memory, that is a SourceError. Slower; it needs a path.
 
     Returns
     -------
@@ -118,13 +122,14 @@ def load(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside,
+        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
 
     def find(call: Call) -> str:
-        info = find_array(path, call.options.dataset, call.options.outside)
-        values = read_small(path, info, call.options.outside) if call.options.readers == AUTO else None
+        outside, limits = call.options.outside, call.options.limits
+        info = find_array(path, call.options.dataset, outside, limits)
+        values = read_small(path, info, outside, limits) if call.options.readers == AUTO else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -155,6 +160,7 @@ def plan(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    untrusted: bool = False,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
@@ -175,11 +181,11 @@ def plan(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside,
+        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
     return request.plan(
-        lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
+        lambda call: find_array(path, call.options.dataset, call.options.outside, call.options.limits).to_json(),
         lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
     )
 
@@ -262,6 +268,7 @@ def verify(
     seed: int = 0,
     staging: str | int = "256MiB",
     comm: Any = None,
+    untrusted: bool = False,
 ) -> VerifyReport:
     """Compare an array, wherever it comes from, with the file that it should be of.
 
@@ -281,6 +288,8 @@ def verify(
         Of the boxes: others with another one.
     staging : str or int
         Cap on each process's memory for this.
+    untrusted : bool
+        As for `load`: whether the file is opened by helper processes alone.
 
     Returns
     -------
@@ -304,7 +313,7 @@ def verify(
         raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how)
+    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, untrusted=untrusted)
     what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
     request = Request.check(_sharding_of(x), None, comm, what, options)
 
@@ -317,7 +326,7 @@ def verify(
             )
         return made
 
-    made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
+    made = request.plan(lambda call: find_array(path, call.options.dataset, untrusted=call.options.limits).to_json(), make)
     group = made._job.group
     if group is None:
         raise ConfigError("x is over an AbstractMesh, which has no devices: there are no values to compare")

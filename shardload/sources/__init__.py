@@ -4,6 +4,7 @@
    imported one after the other, until one claims the path or object, so a rank that reads HDF5 never imports zarr.
 2. `find_array` answers which array was meant, from metadata alone: run it on one rank and tell the others.
 3. `open_source` opens that array on every rank that reads.
+4. Files that nobody vouches for are opened by other processes, which answer the same questions: see `untrusted`.
 
 What the caller can mend by writing something else is a `ConfigError`; what is wrong with the file is a `SourceError`,
 whatever the library below raised.
@@ -27,6 +28,7 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal
+from shardload.sources.untrusted import Limits, UntrustedSource, find, list_all, small
 
 __all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
 
@@ -80,23 +82,29 @@ def split_path(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+def list_arrays(path: str, outside: bool = False, texts: bool = True, untrusted: Limits | None = None) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
     Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
+    `untrusted`: the limits of the process that looks, where this one should not.
 
     Raises
     ------
     SourceError
         If there is no such file, it is of no format known here, or it is damaged.
     """
+    if untrusted is not None:
+        with _as_source_error(path):
+            return list_all(path, outside, texts, untrusted)
     file_format = _format_of(path)
     with _as_source_error(path):
         return file_format.list_arrays(path, outside, texts)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
+def find_array(
+    path_or_object: Any, dataset: str | None = None, outside: bool = False, untrusted: Limits | None = None
+) -> ArrayInfo:
     """The one array that is meant, from metadata alone.
 
     Collective: no. One rank runs it, and the others are told.
@@ -111,6 +119,8 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     outside : bool
         Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
         storage or symbolic links lead.
+    untrusted : Limits, optional
+        Look in another process, with these limits.
 
     Returns
     -------
@@ -120,11 +130,17 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     Raises
     ------
     ConfigError
-        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed.
+        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed. If an
+        open array is to be `untrusted`.
     SourceError
         If the file cannot be opened, or the array, or its type, cannot be loaded.
     """
     path = _as_path(path_or_object)
+    if untrusted is not None:
+        path = _untrusted_path(path_or_object)
+        file, name = (path, dataset) if dataset is not None else split_path(path)
+        with _as_source_error(file, name):
+            return find(path, file, dataset, outside, untrusted)
     if path is None:
         return _loadable(_info_of_object(path_or_object, dataset, outside))
     if dataset is None:
@@ -142,7 +158,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     return _loadable(source.info)
 
 
-def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Source:
+def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrusted: Limits | None = None) -> Source:
     """Open for reading the array that `find_array` found.
 
     Collective: no. Each rank that reads opens its own, and closes it.
@@ -153,7 +169,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
-    outside : bool
+    outside, untrusted
         As given to `find_array`.
 
     Raises
@@ -162,6 +178,10 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         If it cannot be opened here: gone, not visible from this machine, damaged, or of an encoding unknown here.
     """
     path = _as_path(path_or_object)
+    if untrusted is not None:
+        path, name = split_path(_untrusted_path(path_or_object))[0], _full_name(dataset)
+        with _as_source_error(path, name):
+            return UntrustedSource(path, name, outside, untrusted)
     if path is None:
         source = _format_of_object(path_or_object).open_object(path_or_object, outside)
     else:
@@ -186,7 +206,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
     return source
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, untrusted: Limits | None = None) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -200,6 +220,8 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> b
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
+        if untrusted is not None:
+            return small(info.path, info, outside, untrusted)
         source = open_source(path_or_object, info.dataset, outside)
         try:
             before = source.state()
@@ -243,6 +265,17 @@ def _as_path(path_or_object: Any) -> str | None:
     if isinstance(path_or_object, str | os.PathLike):
         return os.fsdecode(path_or_object)
     return None
+
+
+def _untrusted_path(path_or_object: Any) -> str:
+    """The path; ConfigError for an open array, which this process has opened already."""
+    path = _as_path(path_or_object)
+    if path is None:
+        raise ConfigError(
+            f"untrusted=True opens the file in another process, but this one has the {type(path_or_object).__name__} that was "
+            "handed in. Pass the path of the file, or leave out untrusted=True"
+        )
+    return path
 
 
 def _full_name(dataset: str) -> str:
