@@ -28,9 +28,20 @@ import numpy as np
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal
-from shardload.sources.untrusted import Limits, UntrustedSource, find, list_all, small
+from shardload.sources.untrusted import Limits, UntrustedSource, find, list_all
 
-__all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
+__all__ = [
+    "ArrayInfo",
+    "Format",
+    "Source",
+    "find_array",
+    "find_small",
+    "list_arrays",
+    "open_source",
+    "read_small",
+    "refusal",
+    "split_path",
+]
 
 _MOST_NAMED = 8
 _SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
@@ -140,7 +151,7 @@ def find_array(
         path = _untrusted_path(path_or_object)
         file, name = (path, dataset) if dataset is not None else split_path(path)
         with _as_source_error(file, name):
-            return find(path, file, dataset, outside, untrusted)
+            return find(path, file, dataset, outside, untrusted)[0]
     if path is None:
         return _loadable(_info_of_object(path_or_object, dataset, outside))
     if dataset is None:
@@ -206,7 +217,20 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrus
     return source
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, untrusted: Limits | None = None) -> bytes | None:
+def find_small(
+    path_or_object: Any, dataset: str | None = None, outside: bool = False, untrusted: Limits | None = None
+) -> tuple[ArrayInfo, bytes | None]:
+    """What `find_array` and then `read_small` give; of a file that is `untrusted`, by one process."""
+    if untrusted is None:
+        info = find_array(path_or_object, dataset, outside)
+        return info, read_small(path_or_object, info, outside)
+    path = _untrusted_path(path_or_object)
+    file, name = (path, dataset) if dataset is not None else split_path(path)
+    with _as_source_error(file, name):
+        return find(path, file, dataset, outside, untrusted, values=True)
+
+
+def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -220,8 +244,6 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, untr
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
-        if untrusted is not None:
-            return small(info.path, info, outside, untrusted)
         source = open_source(path_or_object, info.dataset, outside)
         try:
             before = source.state()

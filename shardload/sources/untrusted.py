@@ -42,7 +42,7 @@ from shardload.sources.untrusted_process import LENGTH
 from shardload.threads import Pool
 from shardload.units import format_nbytes
 
-__all__ = ["Helper", "HelperError", "Limits", "UntrustedChunks", "UntrustedSource", "find", "list_all", "small"]
+__all__ = ["Helper", "HelperError", "Limits", "UntrustedChunks", "UntrustedSource", "find", "list_all"]
 
 # A process with one of these would take itself for a rank of this job. MPI4PY_... below: a parallel HDF5 would start MPI.
 _LAUNCHERS = ("ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_", "MPI", "MV2_", "OMPI_", "OPAL_", "PALS_", "PMI", "PRTE", "SLURM")
@@ -60,7 +60,7 @@ _SET = {
 }
 
 _START_SECONDS = 300.0  # to import NumPy from a file system that a thousand ranks ask at once
-_FIND_FACTOR = 2  # a file may have many arrays
+_FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # a file may have many arrays; a small one takes no time
 _SLOWEST = 1 << 20  # bytes that any decoder makes in a second
 _TICK_SECONDS = 0.5
 _END_SECONDS = 1.0  # a process that is in the kernel for longer is left to it
@@ -101,7 +101,7 @@ class Limits:
 
     memory_nbytes: int = 256 << 20
     seconds: float | None = 450.0
-    cpu_seconds: float = 30.0
+    cpu_seconds: float = 20.0
 
 
 @cache
@@ -139,7 +139,8 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._finalize = weakref.finalize(self, _end, os.getpid(), None, self._channel, (self._log, self._values))
         try:
-            self._start(other)
+            with other:  # only the helper may hold it, or its end would not be noticed
+                self._start(other)
             package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
             places = [os.path.abspath(place) for place in sys.path]
             begin = {"do": "begin", "places": places, "package": package, "memory_nbytes": limits.memory_nbytes}
@@ -153,8 +154,6 @@ class Helper:
         except BaseException:
             self.end()
             raise
-        finally:
-            other.close()
 
     def _start(self, other: socket.socket) -> None:
         given = [str(number) for number in (other.fileno(), self._values, os.getpid())]
@@ -417,25 +416,35 @@ def list_all(path: str, outside: bool, texts: bool, limits: Limits) -> list[Arra
     return [_info_of(found, path) for found in infos]
 
 
-def find(path: str, inside: str, dataset: str | None, outside: bool, limits: Limits) -> ArrayInfo:
-    """What `find_array` says of `path` (of the file `inside`), in a helper."""
+def find(
+    path: str, inside: str, dataset: str | None, outside: bool, limits: Limits, values: bool = False
+) -> tuple[ArrayInfo, bytes | None]:
+    """What `find_array` says of `path` (of the file `inside`), and `read_small` if `values` are wanted, in one helper.
+
+    Where values do the helper harm, there are none: whoever reads them then says so, and which chunk it is.
+    """
+    if values:
+        with suppress(HelperError):
+            return _find(path, inside, dataset, outside, limits, True)
+    return _find(path, inside, dataset, outside, limits, False)
+
+
+def _find(
+    path: str, inside: str, dataset: str | None, outside: bool, limits: Limits, values: bool
+) -> tuple[ArrayInfo, bytes | None]:
     with _helper(limits, inside, dataset) as helper:
-        answer = helper.ask("find", 0, _FIND_FACTOR, path=path, dataset=dataset, outside=outside)
-    return _loadable(_info_of(answer.get("info"), inside))
-
-
-def small(path: str, info: ArrayInfo, outside: bool, limits: Limits) -> bytes | None:
-    """What `read_small` says, in a helper."""
-    nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
-    with _helper(limits, path, info.dataset) as helper:
-        answer = helper.ask("small", nbytes, path=path, dataset=info.dataset, outside=outside)
-        if answer.get("nbytes") is None:
-            return None
-        if answer["nbytes"] != nbytes:
+        factor = _SMALL_FACTOR if values else _FIND_FACTOR
+        answer = helper.ask("find", 0, factor, path=path, dataset=dataset, outside=outside, values=values)
+        info = _loadable(_info_of(answer.get("info"), inside))
+        if not values or answer.get("nbytes") is None:
+            return info, None
+        dtype = np.dtype(info.dtype)
+        nbytes = math.prod(info.shape) * dtype.itemsize
+        if answer["nbytes"] != nbytes or nbytes > _FIRST_NBYTES:
             raise _lie(f"{answer['nbytes']!r} bytes of values, expected {nbytes}")
-        values = helper.values((nbytes,), np.dtype(np.uint8)).tobytes()
-    _check_values(np.frombuffer(values, np.dtype(info.dtype)))
-    return values
+        found = helper.values((nbytes,), np.dtype(np.uint8)).tobytes()
+    _check_values(np.frombuffer(found, dtype))
+    return info, found
 
 
 # --- an array
@@ -524,9 +533,9 @@ class UntrustedSource:
                 raise _lie(f"{n!r} chunks that are not stored, of {most}")
             np.copyto(out, helper.values(region.shape, self._dtype))
             numbers = helper.values((n,), np.dtype(np.int64), place).copy()
+            if n and (numbers[0] < 0 or numbers[-1] >= most or (np.diff(numbers) <= 0).any()):
+                raise _lie("numbers of chunks that are not there")
         _check_values(out)
-        if n and (numbers[0] < 0 or numbers[-1] >= most or (np.diff(numbers) <= 0).any()):
-            raise _lie("numbers of chunks that are not there")
         if n:
             at = zip(*(axis.tolist() for axis in np.unravel_index(numbers, counts)), strict=True) if counts else [()]
             self._absent = [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
@@ -567,17 +576,17 @@ class UntrustedSource:
         with self._a_helper() as helper:
             answer = helper.ask("chunk", out.nbytes, index=index)
             np.copyto(out, helper.values(out.shape, self._dtype))
+            n = answer.get("nbytes_stored")
+            if n is not None and not _is_int(n, _INT64):
+                raise _lie(f"{n!r} bytes of a stored chunk")
         _check_values(out)
-        n = answer.get("nbytes_stored")
-        if n is not None and not _is_int(n, _INT64):
-            raise _lie(f"{n!r} bytes of a stored chunk")
         return None if n is None else int(n)
 
     def state(self) -> tuple[int, ...] | None:
         """Of the file, as the helpers see it; None where there is no such thing, or no helper any more."""
-        found = self._first_state
         with self._lock:
             helpers, self._idle = self._idle, []
+        found = self._first_state if helpers else None
         try:
             for helper in helpers:
                 state = _state_of(helper.ask("state").get("state"))

@@ -10,6 +10,7 @@ It imports what reading takes, and neither JAX nor MPI: at the top, only the sta
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import mmap
@@ -93,6 +94,8 @@ class _Server:
             except Exception as error:
                 kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
                 text = str(error) if kind != "Exception" else f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    kind = "MemoryError"
                 answer = {"error": kind, "text": text[:4096]}
             data = json.dumps(answer).encode()
             self._channel.sendall(LENGTH.pack(len(data)) + data)
@@ -138,22 +141,16 @@ class _Server:
         self._prepare(path)
         return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, outside, texts)]}
 
-    def do_find(self, path: str, dataset: str | None, outside: bool) -> Answer:
-        """The array that is meant."""
-        from shardload.sources import find_array
-
-        self._prepare(path)
-        return {"info": json.loads(find_array(path, dataset, outside).to_json())}
-
-    def do_small(self, path: str, dataset: str, outside: bool) -> Answer:
-        """Its values, if they are few, as `read_small` gives them."""
+    def do_find(self, path: str, dataset: str | None, outside: bool, values: bool) -> Answer:
+        """The array that is meant; and its values, if they are wanted and few."""
         from shardload.sources import find_array, read_small
 
         self._prepare(path)
-        found = read_small(path, find_array(path, dataset, outside), outside)
+        info = find_array(path, dataset, outside)
+        found = read_small(path, info, outside) if values else None
         if found is not None:
             self._memory[: len(found)] = found
-        return {"nbytes": None if found is None else len(found)}
+        return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
 
     def do_open(self, path: str, dataset: str, outside: bool) -> Answer:
         """Open it, for what follows."""
