@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from shardload.sources import find_array, find_small, list_arrays, open_source, 
 from shardload.sources.base import ArrayInfo
 from shardload.sources.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of
 from tests.unit.fakes import fetch, reader_of, whole
-from tests.unit.files import ALONE, flat, read_all, write_hdf5, write_zarr
+from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
 
 SHAPE, CHUNKS = (7, 10), (4, 4)
 DATA = flat(SHAPE, "int32")
@@ -168,18 +167,6 @@ def test_several_threads_have_a_helper_each(tmp_path: Path) -> None:
 
 
 # --- files that crash libraries
-
-
-def spoiled(path: Path, number: int, value: int, dtype: str = "i4", **options: Any) -> str:
-    """A dataset, one parameter of whose filter was overwritten in the file."""
-    path = Path(write_hdf5(path, {"x": np.arange(64, dtype=dtype).reshape(8, 8)}, chunks=(4, 8), **options))
-    with h5py.File(path) as file:
-        values = file["x"].id.get_create_plist().get_filter(0)[2]
-    data = bytearray(path.read_bytes())
-    at = data.index(struct.pack(f"<{len(values)}I", *values)) + 4 * number
-    data[at : at + 4] = struct.pack("<I", value)
-    path.write_bytes(data)
-    return str(path)
 
 
 def cut_bzip2(path: Path) -> str:
