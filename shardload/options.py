@@ -76,10 +76,10 @@ class Options:
     def limits(self) -> Limits | None:
         """What helper processes may take; None where this process reads by itself.
 
-        All that staging allows; and half of `timeout` for an answer, so that the error that names the chunk comes before the
-        one that says that nothing moves.
+        All that staging allows; and a quarter of `timeout` for an answer, so that the error that names the chunk comes before
+        the one that says that nothing moves, also where two are asked for to find out which chunk it is.
         """
-        return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 2) if self.untrusted else None
+        return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
 
     @property
     def checksums(self) -> bool:

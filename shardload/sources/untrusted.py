@@ -72,6 +72,7 @@ _LONGEST_TEXT = 4096
 _LONGEST_STATE = 8
 _MOST_HELPERS = 4
 _WORTH_NBYTES = 64 << 20  # of memory, to have one more
+_WORTH_SECONDS = 1.0  # of reading, to have one more: to start it takes half of that
 _CHUNKS_HELD = 8  # as stored, as decompressed twice, as decoded, and what libraries keep
 _MOST_LOST = 3
 
@@ -100,7 +101,7 @@ class Limits:
     """
 
     memory_nbytes: int = 256 << 20
-    seconds: float | None = 450.0
+    seconds: float | None = 225.0
     cpu_seconds: float = 20.0
 
 
@@ -129,23 +130,25 @@ class Helper:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._log = os.memfd_create("shardload-helper-log")
-        self._values = os.memfd_create("shardload-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._values, _FIRST_NBYTES)
-        # Or the helper could make it shorter, and this process would be ended by looking at what is not there any more.
-        fcntl.fcntl(self._values, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        self._channel, other = socket.socketpair()
-        self._memory = mmap.mmap(self._values, 0, prot=mmap.PROT_READ)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalize = weakref.finalize(self, _end, os.getpid(), None, self._channel, (self._log, self._values))
+        self._holds = _Holds(os.getpid())
+        self._finalize = weakref.finalize(self, self._holds.end)
         try:
+            self._log = self._holds.keep(os.memfd_create("shardload-helper-log"))
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._values = self._holds.keep(os.memfd_create("shardload-helper-values", flags))
+            os.ftruncate(self._values, _FIRST_NBYTES)
+            # Or the helper could make it shorter, and this process would be ended by looking at what is not there any more.
+            fcntl.fcntl(self._values, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            self._memory = mmap.mmap(self._values, 0, prot=mmap.PROT_READ)
+            self._channel, other = socket.socketpair()
+            self._holds.channel = self._channel
             with other:  # only the helper may hold it, or its end would not be noticed
                 self._start(other)
             package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
             places = [os.path.abspath(place) for place in sys.path]
             begin = {"do": "begin", "places": places, "package": package, "memory_nbytes": limits.memory_nbytes}
             self._exchange(begin, _START_SECONDS, _START_SECONDS)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (AttributeError, OSError, ValueError, RuntimeError) as error:  # AttributeError: not Linux
             self.end()
             raise ConfigError(
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
@@ -169,18 +172,15 @@ class Helper:
 
         future = _starter(os.getpid()).submit(start)
         try:
-            self._process = future.result()
+            self._holds.process = future.result()
         except BaseException:  # Ctrl-C: it may be about to start
             future.add_done_callback(lambda done: None if done.exception() else _kill(done.result()))
             raise
-        self._finalize.detach()
-        descriptors = (self._log, self._values)
-        self._finalize = weakref.finalize(self, _end, os.getpid(), self._process, self._channel, descriptors)
 
     @property
     def pid(self) -> int | None:
         """Its process id."""
-        return None if self._process is None else self._process.pid
+        return None if self._holds.process is None else self._holds.process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -296,10 +296,11 @@ class Helper:
 
     def _lost(self) -> HelperError:
         """What is said of a helper that is gone."""
-        if self._process is None or not self.is_alive:
+        process = self._holds.process
+        if process is None or not self.is_alive:
             return HelperError("the helper process was ended")
         try:
-            status = self._process.wait(_END_SECONDS)
+            status = process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             return HelperError(f"the helper process that read it stopped listening{self._said()}")
         if status >= 0:
@@ -352,19 +353,33 @@ class _Clock:
     def late(self) -> str:
         """Why there is no more time; empty where there is."""
         if self._seconds is not None and time.monotonic() - self._since > self._seconds:
-            return f"it gave no answer for {self._seconds:g} s (half of timeout=)"
+            return f"it gave no answer for {self._seconds:g} s (a quarter of timeout=)"
         if self._cpu() - self._computed > self._cpu_seconds:
             return f"it computed for more than {self._cpu_seconds:.0f} s, which no sound chunk takes: a loop without an end"
         return ""
 
 
-def _end(owner: int, process: subprocess.Popen[bytes] | None, channel: socket.socket, descriptors: tuple[int, ...]) -> None:
-    """Give everything back. In a copy of this process made by fork, only the copies of the descriptors."""
-    if process is not None and os.getpid() == owner:
-        _kill(process)  # first: a thread that waits for an answer is woken by that
-    channel.close()
-    for descriptor in descriptors:
-        os.close(descriptor)
+class _Holds:
+    """What a helper takes of the system, to be given back once."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner, self._descriptors = owner, list[int]()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.channel: socket.socket | None = None
+
+    def keep(self, descriptor: int) -> int:
+        """The same, to be closed in the end."""
+        self._descriptors.append(descriptor)
+        return descriptor
+
+    def end(self) -> None:
+        """Give everything back. In a copy of this process made by fork, only the copies of the descriptors."""
+        if self.process is not None and os.getpid() == self._owner:
+            _kill(self.process)  # first: a thread that waits for an answer is woken by that
+        if self.channel is not None:
+            self.channel.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -478,6 +493,7 @@ class UntrustedSource:
         self._idle: list[Helper] = []
         self._all: list[Helper] = []
         self._n_started, self._n_lost, self._last = 0, 0, ""
+        self._worth_from = math.inf  # a time from which on it pays to start another
         self._is_closed = False
         self._absent: list[tuple[int, ...]] = []
         helper, self._info, self._first_state = self._start(limits)
@@ -493,6 +509,7 @@ class UntrustedSource:
             helper.end()
             raise
         self._idle, self._all, self._n_started = [helper], [helper], 1
+        self._worth_from = time.monotonic() + _WORTH_SECONDS
 
     def _start(self, limits: Limits) -> tuple[Helper, ArrayInfo, tuple[int, ...] | None]:
         helper = Helper(limits)
@@ -628,8 +645,11 @@ class UntrustedSource:
 
     def _take(self) -> Helper:
         with self._lock:
-            while not self._idle and self._n_started >= self._most and not self._is_closed:
-                self._lock.wait()
+            while not self._idle and not self._is_closed and self._n_started > 0:
+                left = self._worth_from - time.monotonic()
+                if self._n_started < self._most and left <= 0:
+                    break
+                self._lock.wait(left if self._n_started < self._most else None)
             if self._is_closed:
                 raise HelperError("the file was closed")
             if self._idle:
@@ -640,7 +660,7 @@ class UntrustedSource:
         helper = None
         try:
             helper, info, state = self._start(self._share)
-            if info != self._info or state != self._first_state:
+            if info.to_json() != self._info.to_json() or state != self._first_state:  # as text: a NaN is not itself
                 raise OSError("the file was changed since it was opened")
         except BaseException:
             if helper is not None:
@@ -783,11 +803,13 @@ def _plain(found: object) -> dict[str, Any]:
     """Attributes, at the end of which nobody has looked: JSON, with texts that are texts."""
 
     def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            raise _lie("an attribute that is an object")
         if isinstance(value, str):
             return _clean(value)
         return [clean(part) for part in value] if isinstance(value, list) else value
 
-    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+    if not isinstance(found, dict):
         raise _lie("no attributes")
     return {_clean(key): clean(value) for key, value in itertools.islice(found.items(), _LONGEST_TEXT)}
 

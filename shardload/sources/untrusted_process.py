@@ -9,6 +9,7 @@ It imports what reading takes, and neither JAX nor MPI: at the top, only the sta
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -59,19 +60,23 @@ def _give_up_rights(parent: int) -> None:
             raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) is refused here")
     if os.getppid() != parent:  # it was gone before it could be followed
         os._exit(1)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (_LOG_NBYTES, _LOG_NBYTES))
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _LOG_NBYTES)
+
+
+def _limit(what: int, most: int) -> None:
+    """Set a limit for good; one that is lower already stays."""
+    _, hard = resource.getrlimit(what)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(what, (most, most))
 
 
 def _limit_memory(nbytes: int) -> None:
     """Let this process allocate so much more, and never again more than that."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * mmap.PAGESIZE
-    most = used + nbytes
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _limit(resource.RLIMIT_AS, used + nbytes)
 
 
 class _Server:
@@ -123,6 +128,8 @@ class _Server:
         _limit_memory(_LIBRARIES_NBYTES + memory_nbytes)
         import numpy  # noqa: F401
 
+        with contextlib.suppress(ImportError):
+            import ml_dtypes  # noqa: F401  (what JAX would have told NumPy of)
         import shardload.sources  # noqa: F401
 
         return {}

@@ -145,8 +145,11 @@ def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
         find_array(file["a"], untrusted=LIMITS)
 
 
-def test_several_threads_have_a_helper_each(tmp_path: Path) -> None:
+def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other by one helper; where there is much to read, by several."""
     path = write_hdf5(tmp_path / "a.h5", {"x": flat((12, 16), "int32")}, chunks=(2, 4), compression="gzip")
+    with h5py.File(path, "a") as file:
+        file["x"].attrs["_FillValue"] = np.nan  # which is not itself: no sign that the file was changed
     source = open_source(path, "x", untrusted=LIMITS)
     reader = source.chunk_reader()
     assert isinstance(source, UntrustedSource) and reader is not None
@@ -162,7 +165,9 @@ def test_several_threads_have_a_helper_each(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         for found in pool.map(read, range(3)):
             np.testing.assert_array_equal(found, flat((12, 16), "int32"))
-    assert len(source._all) <= 3
+    monkeypatch.setattr(source, "_worth_from", 0.0)
+    with source._a_helper() as first, source._a_helper() as second:
+        assert first is not second and {first.pid, second.pid} <= {child.pid for child in psutil.Process().children()}
     source.close()
 
 
@@ -339,7 +344,7 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
         *({"dtype": value} for value in (None, "object", "O", "V8", "S4", ">i4", "datetime64", "i4,i4", "no", "f" * 99, "int")),
         *({"dataset": value} for value in (None, 1, "/" + "x" * 99999)),
         *({"nbytes_stored": value} for value in (-1, 1.5, "1", 2**70)),
-        *({"attributes": value} for value in (None, [], {"a": {"b": 1}})),
+        *({"attributes": value} for value in (None, [], {"a": {"b": 1}}, {"a": [[{}]]})),
         *({name: 1} for name in ("format", "codec", "refused")),
     ],
     ids=str,
@@ -418,6 +423,16 @@ def test_ctrl_c(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> N
     source.close()
 
 
+def test_a_thread_that_ends_takes_no_helper_with_it() -> None:
+    """The system ends a process that asked for it with the thread that started it, not with that thread's process."""
+    with ThreadPoolExecutor(1) as pool:
+        helper = pool.submit(Helper, LIMITS).result()
+    with pytest.raises(SourceError, match="there is no file"):
+        helper.ask("find", path="none.h5", dataset=None, outside=False, values=False)
+    assert helper.is_alive
+    helper.end()
+
+
 def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None], tmp_path: Path) -> None:
     """The file is not to blame."""
     fake()
@@ -447,7 +462,8 @@ def test_a_process_that_ends_leaves_no_helper(end: str) -> None:
     """Wrong if a rank that dies left one behind, which a batch system then waits for."""
     script = (
         f"{ALONE}import os, signal, sys\nfrom shardload.sources.untrusted import Helper, Limits\n"
-        f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n{end}\n"
+        f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n"
+        f"os.kill(helper.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == (0 if end == "pass" else -signal.SIGKILL), done.stderr
