@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import shardload
+from shardload.sources.base import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
 from tests.unit.files import spoiled
@@ -84,3 +86,34 @@ def test_a_file_that_nobody_vouches_for(
 
     error = same_error(comm, load, shardload.SourceError, *text)
     assert getattr(error, "dataset", None) == "/x"
+
+
+# Says that there is an array, and at its first chunk interrupts the rank and answers no more.
+INTERRUPTS = """
+import json, os, signal, socket, struct, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+while head := channel.recv(4, socket.MSG_WAITALL):
+    request = json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+    if request["do"] == "chunk":
+        os.kill(os.getppid(), signal.SIGINT)
+        continue
+    answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()
+    channel.sendall(struct.pack("<I", len(answer)) + answer)
+"""
+
+
+def test_ctrl_c_while_helpers_are_at_work(
+    files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a rank waited for its threads, which wait for helpers, or left a helper behind."""
+    mesh, spec = mesh_of(), DECOMPOSITIONS["replicated"]
+    info = ArrayInfo(files["chunked"], "/x", "HDF5", (64, 1024), "float32", (64, 1024))
+    script = INTERRUPTS.replace("INFO", f"json.loads({info.to_json()!r})")
+    on_root(comm, lambda: (shared_tmp_path / "helper.py").write_text(script))
+    monkeypatch.setattr("shardload.sources.untrusted_process.__file__", str(shared_tmp_path / "helper.py"))
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        shardload.load(files["chunked"], mesh, spec, dataset="x", readers="direct", untrusted=True)
+    assert set(psutil.Process().children()) == before
+    x = shardload.load(files["chunked"], mesh, spec, dataset=NAME)
+    check(x, ramp(cube()), mesh, spec)
