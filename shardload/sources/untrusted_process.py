@@ -42,7 +42,8 @@ Answer = dict[str, Any]
 def main() -> None:
     """Answer requests until there are no more. Arguments: descriptors of the socket and of the memory, id of the parent."""
     channel, values, parent = (int(text) for text in sys.argv[1:4])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all that a terminal or batch system has started:
+        signal.signal(number, signal.SIG_IGN)  # the parent's to answer, which ends this process, or it would blame the file
     _give_up_rights(parent)
     server = _Server(socket.socket(fileno=channel), values)
     server.run()
