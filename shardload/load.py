@@ -22,7 +22,7 @@ from shardload.execute import Plan
 from shardload.options import AUTO, FILE, FULL, TIMEOUT, Progress
 from shardload.prepare import Call, Request, plan_file, plan_memory
 from shardload.region import Region
-from shardload.sources import find_array, find_small
+from shardload.sources import find_array, find_small, read_small
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
 from shardload.verify import VerifyReport
@@ -128,9 +128,12 @@ def load(
 
     def find(call: Call) -> str:
         outside, limits = call.options.outside, call.options.limits
-        if call.options.readers != AUTO:
-            return json.dumps([find_array(path, call.options.dataset, outside, limits).to_json(), None])
-        info, values = find_small(path, call.options.dataset, outside, limits)
+        is_auto = call.options.readers == AUTO
+        if is_auto and limits is not None:  # one process for both
+            info, values = find_small(path, call.options.dataset, outside, limits)
+        else:
+            info = find_array(path, call.options.dataset, outside, limits)
+            values = read_small(path, info, outside) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:

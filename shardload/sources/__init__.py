@@ -217,13 +217,8 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrus
     return source
 
 
-def find_small(
-    path_or_object: Any, dataset: str | None = None, outside: bool = False, untrusted: Limits | None = None
-) -> tuple[ArrayInfo, bytes | None]:
-    """What `find_array` and then `read_small` give; of a file that is `untrusted`, by one process."""
-    if untrusted is None:
-        info = find_array(path_or_object, dataset, outside)
-        return info, read_small(path_or_object, info, outside)
+def find_small(path_or_object: Any, dataset: str | None, outside: bool, untrusted: Limits) -> tuple[ArrayInfo, bytes | None]:
+    """What `find_array` and then `read_small` give, from one other process."""
     path = _untrusted_path(path_or_object)
     file, name = (path, dataset) if dataset is not None else split_path(path)
     with _as_source_error(file, name):

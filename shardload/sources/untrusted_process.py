@@ -35,6 +35,9 @@ _LIBRARIES_NBYTES = 1 << 30  # while they are imported; before the file is opene
 _BASE_NBYTES = 128 << 20  # beside values: threads, what libraries allocate at first use, metadata
 _LOG_NBYTES = 1 << 20  # of what libraries print
 _STACK_NBYTES = 1 << 20
+# How formats are asked here. What they allow only where the caller has said so, and what is safe in no process but one that may
+# crash (decoders, say), is to be allowed in this one place.
+_ALLOWED: dict[str, Any] = {}
 
 Answer = dict[str, Any]
 
@@ -147,15 +150,15 @@ class _Server:
         from shardload.sources import list_arrays
 
         self._prepare(path)
-        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, outside, texts)]}
+        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, outside, texts, **_ALLOWED)]}
 
     def do_find(self, path: str, dataset: str | None, outside: bool, values: bool) -> Answer:
         """The array that is meant; and its values, if they are wanted and few."""
         from shardload.sources import find_array, read_small
 
         self._prepare(path)
-        info = find_array(path, dataset, outside)
-        found = read_small(path, info, outside) if values else None
+        info = find_array(path, dataset, outside, **_ALLOWED)
+        found = read_small(path, info, outside, **_ALLOWED) if values else None
         if found is not None:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
@@ -165,8 +168,7 @@ class _Server:
         from shardload.sources import open_source
 
         self._prepare(path)
-        # Here any decoder may run: what it does to this process, it does to no other.
-        self._source = open_source(path, dataset, outside)
+        self._source = open_source(path, dataset, outside, **_ALLOWED)
         self._chunks = self._source.chunk_reader()
         return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
 

@@ -131,7 +131,7 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
     assert list_arrays(path, untrusted=LIMITS) == list_arrays(path)
-    assert find_small(path, "a", untrusted=LIMITS) == find_small(path, "a") == (find_array(path, "a"), DATA.tobytes())
+    assert find_small(path, "a", False, LIMITS) == (find_array(path, "a"), DATA.tobytes())
     for dataset in (None, "c"):
         with pytest.raises(ConfigError) as mine:
             find_array(path, dataset)
@@ -329,7 +329,7 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
     with pytest.raises(SourceError, match="cannot be right: no description"):
         find_array("f.h5", "x", untrusted=ONE)
     fake(OPEN.replace("state", "nbytes"))
-    assert find_small("f.h5", "x", untrusted=ONE) == (INFO, None), "values of another size: whoever reads them says so"
+    assert find_small("f.h5", "x", False, ONE) == (INFO, None), "values of another size: whoever reads them says so"
 
 
 @pytest.mark.parametrize(
