@@ -101,7 +101,7 @@ def spoiled(path: Path, number: int, value: int, dtype: str = "i4", **options: A
     """Write a dataset of two chunks, and overwrite one parameter of its filter in the file; returns the path."""
     path = Path(write_hdf5(path, {"x": np.arange(64, dtype=dtype).reshape(8, 8)}, chunks=(4, 8), **options))
     with h5py.File(path) as file:
-        values = file["x"].id.get_create_plist().get_filter(0)[2]
+        values = file["x"].id.get_create_plist().get_filter(0)[2][:5]  # older h5py tells no more than 16 of them
     data = bytearray(path.read_bytes())
     at = data.index(struct.pack(f"<{len(values)}I", *values)) + 4 * number
     data[at : at + 4] = struct.pack("<I", value)
