@@ -79,6 +79,7 @@ How = Annotated[
         autocompletion=completes("index", "checksum", "file", "full"),
     ),
 ]
+Untrusted = Annotated[bool, typer.Option("--untrusted", help="Open the file in processes that may crash, with limits.")]
 StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
 app = typer.Typer(
@@ -136,6 +137,7 @@ def main() -> None:
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
     outside: Outside = False,
+    untrusted: Untrusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
@@ -153,12 +155,14 @@ def info(
     """
     with _one_message():
         from shardload.sources import find_array, list_arrays, split_path
+        from shardload.sources.untrusted import Limits
 
         path, dataset = split_path(file)
-        arrays = list_arrays(path, outside)
+        limits = Limits() if untrusted else None
+        arrays = list_arrays(path, outside, untrusted=limits)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, outside)]
+            arrays = named or [find_array(path, dataset, outside, limits)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -179,6 +183,7 @@ def plan(
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
     outside: Outside = False,
+    untrusted: Untrusted = False,
     processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -209,7 +214,7 @@ def plan(
         from shardload.describe import describe_plan
 
         how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": who, "staging": staging, "outside": outside}
-        how["processes"] = processes
+        how |= {"untrusted": untrusted, "processes": processes}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
 
@@ -227,6 +232,7 @@ def verify(
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
     outside: Outside = False,
+    untrusted: Untrusted = False,
     how: How = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
@@ -244,7 +250,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
-    more |= {"missing": missing, "outside": outside}
+    more |= {"missing": missing, "outside": outside, "untrusted": untrusted}
     who = parse_readers(readers)
     from shardload.verify_command import run
 

@@ -41,6 +41,7 @@ from shardload.reuse import empty_pieces
 from shardload.sources import open_source
 from shardload.sources.base import ArrayInfo, Source
 from shardload.sources.memory import MemorySource
+from shardload.sources.untrusted import UntrustedSource
 from shardload.staging import Piece, Slots, aligned
 from shardload.terminal import width_of_prints
 from shardload.unchanged import N_SUMS, State, check_same, check_unchanged, contents_of, is_open, to_sums
@@ -237,7 +238,7 @@ class Job:
             seed=seed,
             staging_nbytes=self.options.staging_nbytes,
             name=str(info),
-            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options.outside),
+            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options),
         )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
@@ -369,6 +370,8 @@ class Job:
             counts=counter_of(self.read_plan, rank),
         )
         opened.enter_context(reader)
+        if isinstance(source, UntrustedSource):
+            opened.push(partial(_end_helpers, source))  # before the reader waits for its threads, which wait for them
         early = EarlyPieces(made.shape_global, made.sharding)
         total = sum(p.data.nbytes for p in pieces.values())
         advance = opened.enter_context(progress_of(self.options.progress, str(made.info), total, rank))
@@ -376,7 +379,7 @@ class Job:
 
     def _contents(self, info: ArrayInfo) -> State:
         """What tells the array that the caller has opened from that of another rank."""
-        with closing(_open(self.handle, info, self.options.outside)) as source:
+        with closing(_open(self.handle, info, self.options)) as source:
             return contents_of(source, self.handle, self.selection, self.chunks if self.has_chunks else None)
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
@@ -385,7 +388,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        return _open(self.handle, info, self.options.outside)
+        return _open(self.handle, info, self.options)
 
     def _fill(
         self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
@@ -443,9 +446,9 @@ class Job:
                 piece.data[tuple(tail)] = value
 
 
-def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
+def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, outside)
+    source = open_source(handle, info.dataset, options.outside, options.limits)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
@@ -461,6 +464,12 @@ def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
 def _close(source: Source, kind: type[BaseException] | None, *_: object) -> None:
     """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
     if kind is None or not issubclass(kind, StallError):
+        source.close()
+
+
+def _end_helpers(source: UntrustedSource, kind: type[BaseException] | None, *_: object) -> None:
+    """Nobody wants their answers any more: after a stall or Ctrl-C, say."""
+    if kind is not None:
         source.close()
 
 

@@ -283,7 +283,8 @@ class Group:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
             yield refusal
         except ShardloadError as error:  # which all ranks raise together, though each may have found it by itself
-            self.shared(error)
+            if not isinstance(error, StallError):  # of which the watch has decided who shows it
+                self.shared(error)
             raise
         except Warning:  # which all ranks raise, where warnings are errors
             raise

@@ -22,7 +22,7 @@ from shardload.execute import Plan
 from shardload.options import AUTO, FILE, FULL, TIMEOUT, Progress
 from shardload.prepare import Call, Request, plan_file, plan_memory
 from shardload.region import Region
-from shardload.sources import find_array, read_small
+from shardload.sources import find_array, find_small, read_small
 from shardload.sources.base import ArrayInfo
 from shardload.sources.memory import MemorySource
 from shardload.verify import VerifyReport
@@ -48,6 +48,7 @@ def load(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    untrusted: bool = False,
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -94,6 +95,9 @@ def load(
     outside : bool
         Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
         external storage or symbolic links. Without it such a file is refused.
+    untrusted : bool
+        Whether the file is opened and decoded by helper processes alone, with limits on memory (`staging`) and time: where it
+        makes a library crash, go round in circles or take too much memory, that is a SourceError. Slower; it needs a path.
 
     Returns
     -------
@@ -128,12 +132,17 @@ def load(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside,
+        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
     )  # fmt: skip
 
     def find(call: Call) -> str:
-        info = find_array(path, call.options.dataset, call.options.outside)
-        values = read_small(path, info, call.options.outside) if call.options.readers == AUTO else None
+        outside, limits = call.options.outside, call.options.limits
+        is_auto = call.options.readers == AUTO
+        if is_auto and limits is not None:  # one process for both
+            info, values = find_small(path, call.options.dataset, outside, limits)
+        else:
+            info = find_array(path, call.options.dataset, outside, limits)
+            values = read_small(path, info, outside) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -165,6 +174,7 @@ def plan(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    untrusted: bool = False,
     processes: int | None = None,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
@@ -193,11 +203,11 @@ def plan(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside,
+        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
     )  # fmt: skip
     with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options, processes) as request:
         return request.plan(
-            lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
+            lambda call: find_array(path, call.options.dataset, call.options.outside, call.options.limits).to_json(),
             lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
         )
 
@@ -280,6 +290,7 @@ def verify(
     seed: int = 0,
     staging: str | int = "256MiB",
     comm: Any = None,
+    untrusted: bool = False,
 ) -> VerifyReport:
     """Compare an array, wherever it comes from, with the file that it should be of.
 
@@ -299,6 +310,8 @@ def verify(
         Of the boxes: others with another one.
     staging : str or int
         Cap on each process's memory for this.
+    untrusted : bool
+        As for `load`: whether the file is opened by helper processes alone.
 
     Returns
     -------
@@ -331,7 +344,7 @@ def verify(
         raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how)
+    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, untrusted=untrusted)
     what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
 
     def make(call: Call, found: str) -> Plan:
@@ -344,7 +357,7 @@ def verify(
         return made
 
     with Request.open("verify", _sharding_of(x), None, comm, what, options) as request:
-        made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
+        made = request.plan(lambda call: find_array(path, call.options.dataset, untrusted=call.options.limits).to_json(), make)
         return made._job.verify(made.info, x, int(seed))
 
 

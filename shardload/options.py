@@ -15,6 +15,7 @@ import numpy as np
 from shardload.cost import MODES
 from shardload.errors import ConfigError
 from shardload.sources.base import native_dtype, refusal
+from shardload.sources.untrusted import Limits
 from shardload.units import parse_nbytes
 
 __all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "TIMEOUT", "Options", "Progress", "pad_value"]
@@ -54,6 +55,8 @@ class Options:
         ``"warn"``, ``"error"`` or ``"fill"``: what is done about chunks that are not stored.
     outside : bool
         Whether the file may lead outside of its folder.
+    untrusted : bool
+        Whether the file is opened and decoded by helper processes alone.
     """
 
     dataset: str | None
@@ -67,6 +70,16 @@ class Options:
     timeout: float | None = TIMEOUT
     missing: str = "warn"
     outside: bool = False
+    untrusted: bool = False
+
+    @property
+    def limits(self) -> Limits | None:
+        """What helper processes may take; None where this process reads by itself.
+
+        All that staging allows; and a quarter of `timeout` for an answer, so that the error that names the chunk comes before
+        the one that says that nothing moves, also where two are asked for to find out which chunk it is.
+        """
+        return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
 
     @property
     def checksums(self) -> bool:
@@ -88,6 +101,7 @@ class Options:
         timeout: Any = TIMEOUT,
         missing: Any = "warn",
         outside: Any = False,
+        untrusted: Any = False,
     ) -> Options:
         """Check each argument by itself.
 
@@ -111,6 +125,8 @@ class Options:
             raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about absent chunks")
         if not isinstance(outside, bool):
             raise ConfigError(f"outside is {outside!r}; expected True or False: may the file lead outside of its folder?")
+        if not isinstance(untrusted, bool):
+            raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
         return cls(
             dataset=dataset,
             select=select,
@@ -123,6 +139,7 @@ class Options:
             timeout=_seconds(timeout),
             missing=missing,
             outside=outside,
+            untrusted=untrusted,
         )
 
     def describe(self) -> dict[str, str]:
@@ -138,6 +155,7 @@ class Options:
             "timeout": repr(self.timeout),
             "missing": self.missing,
             "outside": str(self.outside),
+            "untrusted": str(self.untrusted),
         }
 
 

@@ -4,6 +4,7 @@
    imported one after the other, until one claims the path or object, so a rank that reads HDF5 never imports zarr.
 2. `find_array` answers which array was meant, from metadata alone: run it on one rank and tell the others.
 3. `open_source` opens that array on every rank that reads.
+4. Files that nobody vouches for are opened by other processes, which answer the same questions: see `untrusted`.
 
 What the caller can mend by writing something else is a `ConfigError`; what is wrong with the file is a `SourceError`,
 whatever the library below raised.
@@ -30,8 +31,20 @@ from shardload.letter import let_interruption_pass
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal, some
 from shardload.sources.fence import NotAFileError, OutsideError, kind_of, open_file
+from shardload.sources.untrusted import Limits, UntrustedSource, find, list_all
 
-__all__ = ["ArrayInfo", "Format", "Source", "find_array", "list_arrays", "open_source", "read_small", "refusal", "split_path"]
+__all__ = [
+    "ArrayInfo",
+    "Format",
+    "Source",
+    "find_array",
+    "find_small",
+    "list_arrays",
+    "open_source",
+    "read_small",
+    "refusal",
+    "split_path",
+]
 
 _MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
 _SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
@@ -87,13 +100,19 @@ def split_path(path: str) -> tuple[str, str | None]:
 
 
 def list_arrays(
-    path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+    path: str,
+    outside: bool = False,
+    texts: bool = True,
+    most: int | None = None,
+    like: str = "",
+    untrusted: Limits | None = None,
 ) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
     Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
     With `most`, one more than that tells that there are more; those with a name like `like` are among them, if that is quick.
+    `untrusted`: the limits of the process that looks, where this one should not.
 
     Raises
     ------
@@ -101,12 +120,17 @@ def list_arrays(
         If there is no such file, it is of no format known here, or it is damaged.
     """
     path = _without_scheme(path)
+    if untrusted is not None:
+        with _as_source_error(path):
+            return list_all(path, outside, texts, untrusted)
     file_format = _format_of(path)
     with _as_source_error(path):
         return file_format.list_arrays(path, outside, texts, most, like)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
+def find_array(
+    path_or_object: Any, dataset: str | None = None, outside: bool = False, untrusted: Limits | None = None
+) -> ArrayInfo:
     """The one array that is meant, from metadata alone.
 
     Collective: no. One rank runs it, and the others are told.
@@ -121,6 +145,8 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     outside : bool
         Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
         storage or symbolic links lead.
+    untrusted : Limits, optional
+        Look in another process, with these limits.
 
     Returns
     -------
@@ -130,11 +156,17 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     Raises
     ------
     ConfigError
-        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed.
+        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed. If an
+        open array is to be `untrusted`.
     SourceError
         If the file cannot be opened, or the array, or its type, cannot be loaded.
     """
     path = _as_path(path_or_object)
+    if untrusted is not None:
+        path = _untrusted_path(path_or_object)
+        file, name = (path, dataset) if dataset is not None else split_path(path)
+        with _as_source_error(file, name):
+            return find(path, file, dataset, outside, untrusted)[0]
     if path is None:
         return _loadable(_info_of_object(path_or_object, dataset, outside))
     if dataset is None:
@@ -157,7 +189,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     return _loadable(source.info)
 
 
-def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Source:
+def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrusted: Limits | None = None) -> Source:
     """Open for reading the array that `find_array` found.
 
     Collective: no. Each rank that reads opens its own, and closes it.
@@ -168,7 +200,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
-    outside : bool
+    outside, untrusted
         As given to `find_array`.
 
     Raises
@@ -177,6 +209,10 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         If it cannot be opened here: gone, not visible from this machine, damaged, or of an encoding unknown here.
     """
     path = _as_path(path_or_object)
+    if untrusted is not None:
+        path, name = split_path(_untrusted_path(path_or_object))[0], _full_name(dataset)
+        with _as_source_error(path, name):
+            return UntrustedSource(path, name, outside, untrusted)
     if path is None:
         source = _format_of_object(path_or_object).open_object(path_or_object, outside)
     else:
@@ -199,6 +235,14 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         source.close()
         raise
     return source
+
+
+def find_small(path_or_object: Any, dataset: str | None, outside: bool, untrusted: Limits) -> tuple[ArrayInfo, bytes | None]:
+    """What `find_array` and then `read_small` give, from one other process."""
+    path = _untrusted_path(path_or_object)
+    file, name = (path, dataset) if dataset is not None else split_path(path)
+    with _as_source_error(file, name):
+        return find(path, file, dataset, outside, untrusted, values=True)
 
 
 def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
@@ -269,6 +313,17 @@ def _without_scheme(path: str) -> str:
     """
     scheme, found, rest = path.partition("://")
     return rest if found and scheme.lower() in ("file", "local") else path
+
+
+def _untrusted_path(path_or_object: Any) -> str:
+    """The path; ConfigError for an open array, which this process has opened already."""
+    path = _as_path(path_or_object)
+    if path is None:
+        raise ConfigError(
+            f"untrusted=True opens the file in another process, but this one has the {type(path_or_object).__name__} that was "
+            "handed in. Pass the path of the file, or leave out untrusted=True"
+        )
+    return path
 
 
 def _full_name(dataset: str) -> str:

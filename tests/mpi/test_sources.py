@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import shardload
+from shardload.sources.base import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
-from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, ramp
+from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
+from tests.unit.files import spoiled
 
 # Both ways of verifying where parts travel; elsewhere the stricter one, and the default one for "auto".
 WAYS = (
@@ -54,3 +59,61 @@ def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: st
             assert plan.report is not None
             assert (plan.report.chunks_decoded, plan.report.nbytes_read) == (n_chunks, nbytes)
             assert plan.report.chunks_decoded == plan.costs[plan.readers].chunks_decoded
+
+
+def test_a_file_that_nobody_vouches_for(
+    files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a rank opened the file itself (szip then ends the job by SIGFPE), or were alone with what its helper died of."""
+    mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
+    bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
+
+    def refuse() -> None:
+        raise AssertionError("opened in this process")
+
+    monkeypatch.setattr("shardload.sources._formats", refuse)
+    plan = shardload.plan(
+        files["gzip_shuffle"], mesh, spec, dataset=NAME, readers="parallel", verify="file", untrusted=True
+    )  # fmt: skip
+    x = plan.execute()
+    check(x, expected, mesh, spec)
+    assert plan.report is not None and plan.report.proven.n_boxes
+    assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).digest is not None
+    text = ("chunk (0, 0) of '/x' in", "bad.h5", "HelperError: the helper process that read it was ended by SIGFPE")
+
+    def load() -> Any:
+        return shardload.load(bad, mesh, DECOMPOSITIONS["replicated"], readers="root", untrusted=True)
+
+    error = same_error(comm, load, shardload.SourceError, *text)
+    assert getattr(error, "dataset", None) == "/x"
+
+
+# Says that there is an array, and at its first chunk interrupts the rank and answers no more.
+INTERRUPTS = """
+import json, os, signal, socket, struct, sys
+channel = socket.socket(fileno=int(sys.argv[1]))
+while head := channel.recv(4, socket.MSG_WAITALL):
+    request = json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL))
+    if request["do"] == "chunk":
+        os.kill(os.getppid(), signal.SIGINT)
+        continue
+    answer = json.dumps({"info": INFO, "state": None, "nbytes": None}).encode()
+    channel.sendall(struct.pack("<I", len(answer)) + answer)
+"""
+
+
+def test_ctrl_c_while_helpers_are_at_work(
+    files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a rank waited for its threads, which wait for helpers, or left a helper behind."""
+    mesh, spec = mesh_of(), DECOMPOSITIONS["replicated"]
+    info = ArrayInfo(files["chunked"], "/x", "HDF5", (64, 1024), "float32", (64, 1024))
+    script = INTERRUPTS.replace("INFO", f"json.loads({info.to_json()!r})")
+    on_root(comm, lambda: (shared_tmp_path / "helper.py").write_text(script))
+    monkeypatch.setattr("shardload.sources.untrusted_process.__file__", str(shared_tmp_path / "helper.py"))
+    before = set(psutil.Process().children())
+    with pytest.raises(KeyboardInterrupt):
+        shardload.load(files["chunked"], mesh, spec, dataset="x", readers="direct", untrusted=True)
+    assert set(psutil.Process().children()) == before
+    x = shardload.load(files["chunked"], mesh, spec, dataset=NAME)
+    check(x, ramp(cube()), mesh, spec)

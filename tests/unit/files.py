@@ -7,6 +7,7 @@ has a length of its own: a value that turns up in the wrong place says which pla
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,18 @@ def write_hdf5(path: Path | str, arrays: dict[str, Any], **options: Any) -> str:
     with h5py.File(path, "w") as file:
         for name, data in arrays.items():
             file.create_dataset(name, data=data, **options)
+    return str(path)
+
+
+def spoiled(path: Path, number: int, value: int, dtype: str = "i4", **options: Any) -> str:
+    """Write a dataset of two chunks, and overwrite one parameter of its filter in the file; returns the path."""
+    path = Path(write_hdf5(path, {"x": np.arange(64, dtype=dtype).reshape(8, 8)}, chunks=(4, 8), **options))
+    with h5py.File(path) as file:
+        values = file["x"].id.get_create_plist().get_filter(0)[2][:5]  # older h5py tells no more than 16 of them
+    data = bytearray(path.read_bytes())
+    at = data.index(struct.pack(f"<{len(values)}I", *values)) + 4 * number
+    data[at : at + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
     return str(path)
 
 

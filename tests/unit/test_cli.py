@@ -460,3 +460,20 @@ def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp
     code, printed, said = run(name, f"{inside}/links.h5:/far", "--outside", *flags)
     assert code == 0, said
     assert "12" in printed and "float32" in printed
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a", "--dataset", "fields/density")])
+def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
+    file: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the flag did nothing: no format can be asked in this process."""
+    name, *flags = command
+    _, printed, _ = run(name, file, *flags)
+
+    def refuse() -> None:
+        raise AssertionError("opened in this process")
+
+    monkeypatch.setattr("shardload.sources._formats", refuse)
+    assert run(name, file, *flags)[0] == 1
+    code, untrusted, said = run(name, file, "--untrusted", *flags)
+    assert (code, untrusted) == (0, printed), said

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
 from shardload.options import Options, pad_value
+from shardload.sources.untrusted import Limits
 from shardload.units import format_nbytes, parse_nbytes
 
 
@@ -119,15 +120,17 @@ def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
     assert found is not None and found.isnative and found == np.dtype(dtype).newbyteorder("=")
 
 
-@pytest.mark.parametrize("wrong", [{"missing": "ignore"}, {"missing": None}, {"outside": 1}, {"outside": "yes"}])
-def test_missing_and_outside_are_checked(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"missing": "ignore"}, {"missing": None}, {"outside": 1}, {"outside": "yes"}, {"untrusted": 1}]
+)
+def test_missing_outside_and_untrusted_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is .*; expected"):
         Options.check(**wrong)
 
 
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
-    names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside"}
+    names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside", "untrusted"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -140,6 +143,7 @@ def test_description_tells_different_options_apart() -> None:
         verify="checksum",
         missing="error",
         outside=True,
+        untrusted=True,
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}
@@ -147,6 +151,13 @@ def test_description_tells_different_options_apart() -> None:
         assert Options.check(pad=a).describe() != Options.check(pad=b).describe()
     # How a rank shows progress is its own affair.
     assert Options.check(progress=True).describe() == base
+
+
+def test_helpers_may_take_what_staging_and_timeout_allow() -> None:
+    """Wrong if a stall were noticed before the helper that is at fault for it."""
+    assert Options.check(staging="64MiB", timeout=100).limits is None
+    assert Options.check(staging="64MiB", timeout=100, untrusted=True).limits == Limits(64 << 20, 25.0)
+    assert Options.check(timeout=None, untrusted=True).limits == Limits(256 << 20, None)
 
 
 # --- pad
