@@ -42,6 +42,9 @@ Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
 Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
 Readers = Annotated[str, typer.Option(help="Who reads: auto, root, parallel or direct.")]
 Outside = Annotated[bool, typer.Option("--outside", help="Follow links and references that lead out of the file's folder.")]
+AllowFilters = Annotated[
+    str, typer.Option("--allow-filters", metavar="NAME,...", help="Use these filters too, though damaged data may crash them.")
+]
 Missing = Annotated[str, typer.Option(help="Chunks that are not stored: warn, error or fill (with the fill value).")]
 StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
@@ -127,6 +130,7 @@ def plan(
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
     outside: Outside = False,
+    allow_filters: AllowFilters = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what a load would do and cost, one process per device, without loading anything.
@@ -151,6 +155,7 @@ def plan(
         import shardload
 
         how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": readers, "staging": staging, "outside": outside}
+        how |= {"allow_filters": allow_filters}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else str(found))
 
@@ -168,6 +173,7 @@ def verify(
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
     outside: Outside = False,
+    allow_filters: AllowFilters = "",
     how: Annotated[str, typer.Option(help="How sure: index, checksum, file (some regions again) or full (all).")] = "full",
 ) -> None:
     """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
@@ -182,7 +188,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
-    more |= {"missing": missing, "outside": outside}
+    more |= {"missing": missing, "outside": outside, "allow_filters": allow_filters}
     from shardload.verify_command import run
 
     raise typer.Exit(run(file, axes, partition, readers=readers, staging=staging, verify=how, **more))

@@ -208,7 +208,7 @@ class Job:
             seed=seed,
             staging_nbytes=self.options.staging_nbytes,
             name=str(info),
-            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options.outside),
+            open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options),
         )
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
@@ -321,7 +321,7 @@ class Job:
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
-        return _open(self.handle, info, self.options.outside)
+        return _open(self.handle, info, self.options)
 
     def _fill(
         self, made: Plan, ready: _Ready, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]
@@ -378,9 +378,9 @@ class Job:
                 piece.data[tuple(tail)] = value
 
 
-def _open(handle: Any, info: ArrayInfo, outside: bool) -> Source:
+def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, outside)
+    source = open_source(handle, info.dataset, options.outside, options.allow_filters)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()

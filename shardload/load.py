@@ -48,6 +48,7 @@ def load(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    allow_filters: Any = (),
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -94,6 +95,10 @@ def load(
     outside : bool
         Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
         external storage or symbolic links. Without it such a file is refused.
+    allow_filters : str, int or list of them
+        Filters (Zarr: codecs), by name or number, that may be used though damaged data can crash or hang their decoders:
+        ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. Without it an array that needs such a one is refused, and the error
+        names it. Those that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) need no word.
 
     Returns
     -------
@@ -119,12 +124,14 @@ def load(
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside,
+        allow_filters=allow_filters,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
 
     def find(call: Call) -> str:
-        info = find_array(path, call.options.dataset, call.options.outside)
-        values = read_small(path, info, call.options.outside) if call.options.readers == AUTO else None
+        how = call.options.outside, call.options.allow_filters
+        info = find_array(path, call.options.dataset, *how)
+        values = read_small(path, info, *how) if call.options.readers == AUTO else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -155,6 +162,7 @@ def plan(
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
     outside: bool = False,
+    allow_filters: Any = (),
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
@@ -176,10 +184,11 @@ def plan(
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside,
+        allow_filters=allow_filters,
     )  # fmt: skip
     request = Request.check(mesh, spec, comm, {"path": _describe_path(path)}, options)
     return request.plan(
-        lambda call: find_array(path, call.options.dataset, call.options.outside).to_json(),
+        lambda call: find_array(path, call.options.dataset, call.options.outside, call.options.allow_filters).to_json(),
         lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
     )
 
@@ -262,6 +271,7 @@ def verify(
     seed: int = 0,
     staging: str | int = "256MiB",
     comm: Any = None,
+    allow_filters: Any = (),
 ) -> VerifyReport:
     """Compare an array, wherever it comes from, with the file that it should be of.
 
@@ -273,7 +283,7 @@ def verify(
     ----------
     x : jax.Array
         With a NamedSharding (or on one device). Not changed.
-    path, dataset, select, dtype, pad, comm
+    path, dataset, select, dtype, pad, comm, allow_filters
         As for the `load` that would give `x`: `pad` where it has padding, `dtype` where it was cast.
     how : {"full", "file", "checksum", "index"}
         All elements, some boxes at random, replicas compared with each other, or shape and dtype alone.
@@ -304,7 +314,9 @@ def verify(
         raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how)
+    options = dict(
+        dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, allow_filters=allow_filters
+    )
     what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
     request = Request.check(_sharding_of(x), None, comm, what, options)
 
@@ -317,7 +329,9 @@ def verify(
             )
         return made
 
-    made = request.plan(lambda call: find_array(path, call.options.dataset).to_json(), make)
+    made = request.plan(
+        lambda call: find_array(path, call.options.dataset, call.options.outside, call.options.allow_filters).to_json(), make
+    )
     group = made._job.group
     if group is None:
         raise ConfigError("x is over an AbstractMesh, which has no devices: there are no values to compare")

@@ -18,7 +18,7 @@ import importlib
 import math
 import os
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -80,10 +80,11 @@ def split_path(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+def list_arrays(path: str, outside: bool = False, texts: bool = True, allow: Collection[str] = ()) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
+    `outside`, `allow`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
 
     Raises
@@ -93,10 +94,12 @@ def list_arrays(path: str, outside: bool = False, texts: bool = True) -> list[Ar
     """
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path, outside, texts)
+        return file_format.list_arrays(path, outside, texts, allow)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = False) -> ArrayInfo:
+def find_array(
+    path_or_object: Any, dataset: str | None = None, outside: bool = False, allow: Collection[str] = ()
+) -> ArrayInfo:
     """The one array that is meant, from metadata alone.
 
     Collective: no. One rank runs it, and the others are told.
@@ -111,6 +114,8 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     outside : bool
         Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
         storage or symbolic links lead.
+    allow : collection of str
+        Names and numbers of filters (codecs) that are used though damaged data may crash them; ``"all"`` for every one.
 
     Returns
     -------
@@ -126,23 +131,23 @@ def find_array(path_or_object: Any, dataset: str | None = None, outside: bool = 
     """
     path = _as_path(path_or_object)
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, outside))
+        return _loadable(_info_of_object(path_or_object, dataset, outside, allow))
     if dataset is None:
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        return _only_array(path, list_arrays(path, outside, texts=False))
+        return _only_array(path, list_arrays(path, outside, False, allow))
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
-            source = file_format.open_path(path, name, outside)
+            source = file_format.open_path(path, name, outside, allow)
     except KeyError:
-        raise _no_such_array(path, name, list_arrays(path, outside, texts=False)) from None
+        raise _no_such_array(path, name, list_arrays(path, outside, False, allow)) from None
     source.close()
     return _loadable(source.info)
 
 
-def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Source:
+def open_source(path_or_object: Any, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
     """Open for reading the array that `find_array` found.
 
     Collective: no. Each rank that reads opens its own, and closes it.
@@ -153,7 +158,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
-    outside : bool
+    outside, allow
         As given to `find_array`.
 
     Raises
@@ -163,14 +168,14 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
     """
     path = _as_path(path_or_object)
     if path is None:
-        source = _format_of_object(path_or_object).open_object(path_or_object, outside)
+        source = _format_of_object(path_or_object).open_object(path_or_object, outside, allow)
     else:
         path = split_path(path)[0]
         file_format = _format_of(path)
         name = _full_name(dataset)
         try:
             with _as_source_error(path, name):
-                source = file_format.open_path(path, name, outside)
+                source = file_format.open_path(path, name, outside, allow)
         except KeyError:
             raise SourceError(
                 f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
@@ -186,7 +191,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False) -> Sou
     return source
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allow: Collection[str] = ()) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -200,7 +205,7 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> b
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
-        source = open_source(path_or_object, info.dataset, outside)
+        source = open_source(path_or_object, info.dataset, outside, allow)
         try:
             before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
@@ -346,9 +351,9 @@ def _format_of_object(obj: Any) -> Format:
     )
 
 
-def _info_of_object(obj: Any, dataset: str | None, outside: bool) -> ArrayInfo:
+def _info_of_object(obj: Any, dataset: str | None, outside: bool, allow: Collection[str]) -> ArrayInfo:
     """The metadata of an open array; a name beside it must be its own."""
-    info = _format_of_object(obj).open_object(obj, outside).info
+    info = _format_of_object(obj).open_object(obj, outside, allow).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."

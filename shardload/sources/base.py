@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -256,18 +256,19 @@ class Format(Protocol):
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
         ...
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True, allow: Collection[str] = ()) -> list[ArrayInfo]:
         """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused.
 
-        Without `texts`, attributes that are texts may be left out of what is told.
+        Without `texts`, attributes that are texts may be left out of what is told. `allow`: filters (codecs) by name or number
+        that the caller allows; ``"all"`` for every one.
         """
         ...
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
         ...
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
 

@@ -13,11 +13,9 @@ Values that HDF5 has not stored (chunks never written) are its fill value, as HD
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import h5py
@@ -38,14 +36,12 @@ from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
 from shardload.sources.hdf5_describe import describe, filters_of
+from shardload.sources.hdf5_heads import check_heads
 from shardload.sources.hdf5_links import Others, follow, look_through
 from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole
 from shardload.sources.hdf5_raw import RawFile, plain_descriptor
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
-
-with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
-    importlib.import_module("hdf5plugin")
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -105,6 +101,7 @@ class Hdf5Source:
             return
         if identifier.valid:
             self._sizes.check()
+            check_heads(self._dataset, region)
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         try:
@@ -141,6 +138,8 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
+        self._sizes.check()
+        check_heads(self._dataset, region)
         return np.asarray(self._dataset[region.slices()])
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
@@ -207,23 +206,23 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True, allow: Collection[str] = ()) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            return list(_describe_all(file, path, Fence.around_file(path, outside), texts))
+            return list(_describe_all(file, path, Fence.around_file(path, outside), texts, allow))
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
         file, fence = _open_file(path), Fence.around_file(path, outside)
         try:
             found = _look_up(file, path, dataset, fence)
-            others = look_through(found, fence)
-            return Hdf5Source(found, describe(found, path, dataset, others), others, file)
+            others = look_through(found, fence, allow)
+            return Hdf5Source(found, describe(found, path, dataset, others, allow=allow), others, file)
         except BaseException:
             file.close()
             raise
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -237,8 +236,8 @@ class Hdf5Format:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        others = look_through(obj, fence)
-        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>"), others), others)
+        others = look_through(obj, fence, allow)
+        return Hdf5Source(obj, describe(obj, path, str(obj.name or "<unnamed>"), others, allow=allow), others)
 
 
 FORMAT = Hdf5Format()
@@ -297,7 +296,9 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> h5py.Datase
     return found
 
 
-def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = False) -> Iterator[ArrayInfo]:
+def _describe_all(
+    group: h5py.Group, path: str, fence: Fence, texts: bool = False, allow: Collection[str] = ()
+) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such."""
     names: list[str] = []
     group.visit(names.append)
@@ -307,6 +308,6 @@ def _describe_all(group: h5py.Group, path: str, fence: Fence, texts: bool = Fals
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield describe(found, path, full, look_through(found, fence), texts)
+                yield describe(found, path, full, look_through(found, fence, allow), texts, allow)
         except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")

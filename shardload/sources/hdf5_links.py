@@ -16,13 +16,14 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
 
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.sources.hdf5_filters import refuse_filters
 
 __all__ = ["Others", "follow", "look_through"]
 
@@ -42,10 +43,13 @@ class Others:
         Bytes of each when it was looked at.
     refused : str or None
         Why the dataset cannot be loaded, in words that follow "holds"; None where it can.
+    allow : collection of str
+        Names and numbers of filters that the caller allows.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     refused: str | None = None
+    allow: Collection[str] = ()
 
     def check_whole(self) -> None:
         """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
@@ -114,9 +118,9 @@ def _check_inside(path: str, what: str, fence: Fence) -> None:
         raise OutsideError(f"{what}, which is {why}")
 
 
-def look_through(dataset: h5py.Dataset, fence: Fence) -> Others:
+def look_through(dataset: h5py.Dataset, fence: Fence, allow: Collection[str] = ()) -> Others:
     """Where the values of `dataset` are, beside its own file. Opens what virtual datasets are made of, reads no values."""
-    others = Others()
+    others = Others(allow=allow)
     try:
         _look(dataset, fence, others, set(), 0)
     except (OutsideError, _RefusedError) as error:
@@ -135,6 +139,8 @@ def _look(dataset: h5py.Dataset, fence: Fence, others: Others, seen: set[tuple[s
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
     if layout == h5py.h5d.CONTIGUOUS and creation.get_external_count() > 0:
         _look_at_storage(dataset, creation, fence, others)
+    if level > 0 and (why := refuse_filters(dataset, others.allow)) is not None:
+        raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
     if layout != h5py.h5d.VIRTUAL:
         return
     for source in dataset.virtual_sources():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -115,15 +116,15 @@ class MemoryFormat:
         """Whether `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True, allow: Collection[str] = ()) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """KeyError: there is no file."""
         raise KeyError(dataset)
 
-    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False) -> Source:
+    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Wrap a NumPy array."""
         return MemorySource(obj)
 

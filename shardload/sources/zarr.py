@@ -21,7 +21,7 @@ import math
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from shardload.sources.base import (
 )
 from shardload.sources.fence import Fence
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_reader
+from shardload.sources.zarr_codecs import refuse_codecs
 from shardload.sources.zarr_store import WatchedStore, check_zip, close_store, inner_store, open_store, watch
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
@@ -192,19 +193,21 @@ class ZarrFormat:
         """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(self, path: str, outside: bool = False, texts: bool = True) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, outside: bool = False, texts: bool = True, allow: Collection[str] = ()) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
         with _quiet():
             if os.path.isdir(path):
-                return list(_describe_folder(path, Fence.around_store(path, outside), frozenset()))
+                return list(_describe_folder(path, Fence.around_store(path, outside), frozenset(), allow=allow))
             store = open_store(path)
             try:
                 root = zarr.open(store, mode="r")
-                return [describe(root, path, "/")] if isinstance(root, zarr.Array) else list(_describe_all(root, path))
+                if isinstance(root, zarr.Array):
+                    return [describe(root, path, "/", allow)]
+                return list(_describe_all(root, path, allow))
             finally:
                 close_store(store)
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open an array by its name; KeyError if there is none."""
         parts = dataset.strip("/").split("/")
         if parts != [""] and any(part in ("", ".", "..") for part in parts):
@@ -215,7 +218,7 @@ class ZarrFormat:
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset), store, outside)
+            return ZarrSource(found, describe(found, path, dataset, allow), store, outside)
         except FileNotFoundError as error:
             close_store(store)
             raise KeyError(dataset) from error
@@ -223,7 +226,7 @@ class ZarrFormat:
             close_store(store)
             raise
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
@@ -231,7 +234,7 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name), None, outside)
+        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside)
 
 
 FORMAT = ZarrFormat()
@@ -261,15 +264,17 @@ def _store_name(store: Any) -> str:
     return f"<{type(store).__name__}>"
 
 
-def _describe_all(group: Any, path: str) -> Iterator[ArrayInfo]:
+def _describe_all(group: Any, path: str, allow: Collection[str] = ()) -> Iterator[ArrayInfo]:
     """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
     base = "/" + group.path.strip("/")
     for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
         if isinstance(member, zarr.Array):
-            yield describe(member, path, f"{base.rstrip('/')}/{name}")
+            yield describe(member, path, f"{base.rstrip('/')}/{name}", allow)
 
 
-def _describe_folder(path: str, fence: Fence, above: frozenset[str], name: str = "/") -> Iterator[ArrayInfo]:
+def _describe_folder(
+    path: str, fence: Fence, above: frozenset[str], name: str = "/", allow: Collection[str] = ()
+) -> Iterator[ArrayInfo]:
     """The same for a store that is a folder, by walking it down to its arrays.
 
     zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
@@ -289,12 +294,12 @@ def _describe_folder(path: str, fence: Fence, above: frozenset[str], name: str =
             refused = f"metadata that zarr-python cannot read ({error})"
             yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
         else:
-            yield describe(array, path, name)
+            yield describe(array, path, name, allow)
         return
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
-            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
+            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", allow)
 
 
 def _is_array(folder: str, fence: Fence) -> bool:
@@ -311,7 +316,7 @@ def _is_array(folder: str, fence: Fence) -> bool:
         return True
 
 
-def describe(array: Any, path: str, name: str) -> ArrayInfo:
+def describe(array: Any, path: str, name: str, allow: Collection[str] = ()) -> ArrayInfo:
     """What is known of an array without reading its chunks.
 
     Parameters
@@ -320,8 +325,10 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
         Open.
     path, name : str
         As the user named the store and the array.
+    allow : collection of str
+        Names of codecs that are used though they are not in `zarr_codecs.SURVIVED`.
     """
-    refused = refusal(array.dtype) or _unsafe(array)
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, allow)
     grid = array.metadata.to_dict().get("chunk_grid")
     if isinstance(grid, dict) and grid.get("name") != "regular":
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"

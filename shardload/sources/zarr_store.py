@@ -17,6 +17,7 @@ import zarr.storage
 from zarr.abc.store import Store
 
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError
+from shardload.sources.zarr_codecs import checked
 
 __all__ = ["WatchedStore", "close_store", "inner_store", "open_store", "watch"]
 
@@ -118,15 +119,15 @@ def open_store(path: str, outside: bool = False) -> Any:
 
 
 def watch(array: Any, outside: bool = False) -> Any:
-    """The same open array, read through a `WatchedStore`, if it is not yet."""
+    """The same open array, read through a `WatchedStore`, and by decoders that are `checked`."""
     store = array.store
-    if isinstance(store, WatchedStore):
-        return array
-    fence = Fence.around_store(os.fspath(store.root), outside) if isinstance(store, zarr.storage.LocalStore) else Fence()
+    if not isinstance(store, WatchedStore):
+        fence = Fence.around_store(os.fspath(store.root), outside) if isinstance(store, zarr.storage.LocalStore) else Fence()
+        store = WatchedStore(store, fence)
     below = array.async_array if hasattr(array, "async_array") else array._async_array
-    place = zarr.storage.StorePath(WatchedStore(store, fence), array.path)
+    place = zarr.storage.StorePath(store, array.path)
     settings = getattr(below, "config", None) or below._config
-    return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=settings))
+    return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
 
 
 def inner_store(store: Store) -> Store:

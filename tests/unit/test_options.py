@@ -128,6 +128,7 @@ def test_missing_and_outside_are_checked(wrong: dict[str, Any]) -> None:
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
     names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside"}
+    names |= {"allow_filters"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -140,6 +141,7 @@ def test_description_tells_different_options_apart() -> None:
         verify="checksum",
         missing="error",
         outside=True,
+        allow_filters="zfp",
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}
