@@ -27,7 +27,7 @@ from zarr.codecs import numcodecs as of_numcodecs
 
 from benchmarks.fuzz_files import METADATA, STRANGE, damaged, some_field
 
-__all__ = ["FilterCase", "FilterKind", "filter_case", "filter_kinds"]
+__all__ = ["FilterCase", "FilterKind", "filter_case", "filter_kinds", "hdf5_kinds"]
 
 Array = np.ndarray[Any, Any]
 SHAPE, CHUNKS = (48, 40), (24, 40)
@@ -122,10 +122,10 @@ def filter_kinds(folder: Path) -> list[FilterKind]:
     """All of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [*_hdf5_kinds(folder), *_zarr_kinds(folder)]
+        return [*hdf5_kinds(folder), *_zarr_kinds(folder)]
 
 
-def _hdf5_kinds(folder: Path) -> list[FilterKind]:
+def hdf5_kinds(folder: Path) -> list[FilterKind]:
     kinds = []
     for k, (name, way, dtype, options) in enumerate(_hdf5_ways()):
         path = folder / f"{k}.h5"

@@ -104,6 +104,6 @@ def _checked_codec(codec: Any) -> Any:
     made = copy.copy(codec)
     if kept is not None:
         made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # where these classes keep what they made once
-    else:
+    elif inside is not None:
         object.__setattr__(made, "codecs", tuple(map(_checked_codec, inside)))
     return made
