@@ -101,10 +101,11 @@ class Hdf5Source:
             return
         if identifier.valid:
             self._sizes.check()
-            check_heads(self._dataset, region)
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         try:
+            if identifier.valid:
+                check_heads(self._dataset, region)
             if region.ndim == 0:
                 identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
             else:
@@ -309,5 +310,5 @@ def _describe_all(
             found = group[name]
             if isinstance(found, h5py.Dataset):
                 yield describe(found, path, full, look_through(found, fence, allow), texts, allow)
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")

@@ -191,9 +191,10 @@ def _szip(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | N
 
 def _nbit(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
     packed, is_full = _nbit_type(kind)
-    expected = (5 + len(packed) - 2, int(is_full), math.prod(chunk), *packed)
-    expected = (len(expected), *expected[1:])
-    return _compare(("what they say of type and chunk", values, (expected,)))
+    expected = (3 + len(packed), int(is_full), math.prod(chunk), *packed)
+    # Complex numbers have 18 of them, and h5py 3.12 delivers 16 and noise. Where all bits are kept, the filter does nothing.
+    n = 16 if is_full else len(expected)
+    return _count(values, len(expected)) or _compare(("what they say of type and chunk", values[:n], (expected[:n],)))
 
 
 def _nbit_type(kind: Any) -> tuple[list[int], bool]:

@@ -107,7 +107,9 @@ class Sizes:
         if not self._every_filter:
             if nbytes != n_chunks * self._nbytes:
                 self._wrong = f"{n_chunks} chunks of {self._nbytes} bytes without a filter, in {nbytes} bytes"
-        elif n_chunks <= _LIST_AT_ONCE or ((self._most < nbytes or {2, 3} & set(self._filters)) and n_chunks <= _MOST_LISTED):
+        elif n_chunks <= _LIST_AT_ONCE or (
+            (self._most < nbytes or 3 in self._filters or set(self._filters) <= {2}) and n_chunks <= _MOST_LISTED
+        ):
             with phil:
                 identifier.chunk_iter(self._keep)
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
+import h5py
+import hdf5plugin
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload import PeerError, SourceError
 from tests.mpi.sources import NAME, SOURCES, read_part
-from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, ramp
+from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
 
 # Both ways of verifying where parts travel; elsewhere the stricter one, and the default one for "auto".
 WAYS = (
@@ -54,3 +60,27 @@ def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: st
             assert plan.report is not None
             assert (plan.report.chunks_decoded, plan.report.nbytes_read) == (n_chunks, nbytes)
             assert plan.report.chunks_decoded == plan.costs[plan.readers].chunks_decoded
+
+
+def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the word did not come to where a file is opened: to find the array, to read it, to compare with it."""
+    shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")
+
+    def make() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset(NAME, data=ramp(shape), chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
+
+    on_root(comm, make)
+    said = ("HDF5 filter 32008 (bitshuffle)", "pass allow_filters='bitshuffle'")
+    same_error(comm, lambda: shardload.load(path, mesh_of(), spec, dataset=NAME), SourceError, *said)
+    for readers in READERS:
+        how: dict[str, Any] = {"readers": readers, "verify": "full", "allow_filters": "bitshuffle"}
+        x = shardload.load(path, mesh_of(), spec, dataset=NAME, **how)
+        check(x, ramp(shape), mesh_of(), spec, readers)
+    same_error(comm, lambda: shardload.verify(x, path, dataset=NAME), SourceError, *said)
+    assert shardload.verify(x, path, dataset=NAME, allow_filters=32008)
+    words = "bitshuffle" if comm.rank else "all"
+    if comm.size > 1:
+        same_error(
+            comm, lambda: shardload.load(path, mesh_of(), spec, dataset=NAME, allow_filters=words), PeerError, "allow_filters"
+        )

@@ -214,7 +214,7 @@ WRONG = [
     ("szip: nn, int32", 4, 0, "length of a line"),
     ("szip: nn, int32", 1, 0, "the coding"),
     ("szip: nn, int32", 0, 3, "their number is 3"),
-    ("nbit: int32 of 17 bits", 0, 0, "what they say of type and chunk"),
+    ("nbit: int32 of 17 bits", 0, 0, "their number is 0"),
     ("nbit: int32 of 17 bits", 3, 961, "what they say of type and chunk"),
     ("nbit: int32 of 17 bits", 7, 2**32 - 1, "what they say of type and chunk"),
     ("nbit: complex64", 6, 1, "what they say of type and chunk"),
