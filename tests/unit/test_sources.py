@@ -303,7 +303,8 @@ def test_a_new_format_is_one_new_file(tmp_path: Path, monkeypatch: pytest.Monkey
         "    name = 'XYZ'\n"
         "    def claims_path(self, path): return path.endswith('.xyz')\n"
         "    def claims_object(self, obj): return False\n"
-        "    def list_arrays(self, path, outside=False, texts=True): return [ArrayInfo(path, '/x', 'XYZ', (3,), 'float32')]\n"
+        "    def list_arrays(self, path, outside=False, texts=True, allow=()):\n"
+        "        return [ArrayInfo(path, '/x', 'XYZ', (3,), 'float32')]\n"
         "FORMAT = XyzFormat()\n"
     )
     (tmp_path / "broken.py").write_text("import a_library_that_is_not_installed\n")
