@@ -45,14 +45,13 @@ NAMES = {
     32033: "htj2k",
 }
 
-SURVIVED = frozenset({1, 2, 3, 5, 6, 32000, 32001, 32015})
+SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
 
 # What damaged chunks were seen to do, in words that follow "damaged data".
 _SEEN = {
-    4: "crashed the process",
     307: "made it loop for ever",
-    32008: "crashed the process",
-    32013: "crashed the process and took memory without bound",
+    32008: "crashed the process, or made it loop for ever",
+    32013: "in its parameters crashed the process and took memory without bound",
     32017: "crashed the process, or ended it without an error",
     32024: "crashed the process, or ended it without an error",
     32028: "crashed the process and took memory without bound",
@@ -108,7 +107,11 @@ def refuse_filter(
     name = NAMES.get(number)
     if number not in SURVIVED and not may_use((str(number), *([name] if name else [])), allowed):
         seen = _SEEN.get(number)
-        why = f"its decoder does not survive damage (damaged data {seen})" if seen else "how it takes damage is not known"
+        why = (
+            f"its decoder does not survive damage (damaged data {seen})"
+            if seen
+            else "how it takes damage is not known well enough"
+        )
         word = name or str(number)
         return (
             f"chunks encoded with {_told(number, label)}, which is not decoded unasked: {why}. If you trust who wrote the "
