@@ -14,6 +14,7 @@ from benchmarks.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.environments import make_heat
 from benchmarks.extras import measure_memory, measure_scatter, measure_small
 from benchmarks.fuzz import fuzz
+from benchmarks.fuzz_filters import fuzz_filters
 from benchmarks.layouts import default_folder, field, make
 from benchmarks.measure import default_ways, measure, write_record
 from benchmarks.plot import plot
@@ -132,6 +133,25 @@ def fuzz_command(
     out.write_text(json.dumps(found.record(), indent=1) + "\n")
     typer.echo(found.table())
     if found.bad:
+        raise typer.Exit(1)
+
+
+@app.command("fuzz-filters")
+def fuzz_filters_command(
+    cases: Annotated[int, typer.Option(min=1, help="Damaged files that are read.")] = 100_000,
+    seed: Annotated[int, typer.Option(help="Of the mutations; the same seed makes the same files.")] = 1,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first case.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0, help="No more cases after this time; 0: no limit.")] = 0,
+    only: Annotated[str, typer.Option(help="Part of the names of kinds: 'szip', 'zarr3'.")] = "",
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "fuzz-filters.json",
+) -> None:
+    """Every filter of HDF5, hdf5plugin and numcodecs: which survive damage? Status 1 if one did not that is used unasked."""
+    seconds = minutes * 60 or float("inf")
+    found = fuzz_filters(seed, cases, first=first, seconds=seconds, only=only, say=say)
+    write_record(out, found.record())
+    typer.echo(found.table())
+    if found.broken_promises():
+        typer.echo(f"decoded unasked, and did not survive: {', '.join(found.broken_promises())}")
         raise typer.Exit(1)
 
 

@@ -196,11 +196,11 @@ def _bytes_case(rng: random.Random, number: int, kind: Kind, files: dict[str, by
     else:
         free = [k for k in range(len(data)) if where == "any" or not any(a <= k < b for a, b in mine)]
         at = rng.choice(free or [0])
-    what, files[name] = _damaged(rng, data, at)
+    what, files[name] = damaged(rng, data, at)
     return Case(number, kind, f"{name} byte {at}: {what}", files, _touched(kind, name, data, files[name]))
 
 
-def _damaged(rng: random.Random, data: bytes, at: int) -> tuple[str, bytes]:
+def damaged(rng: random.Random, data: bytes, at: int) -> tuple[str, bytes]:
     """One operation on bytes at a place."""
     out, width = bytearray(data), rng.choice([1, 1, 2, 4, 8])
     what = rng.choice(["flip", "flip", "number", "number", "noise", "zeros", "copy", "cut", "insert", "delete"])
@@ -240,7 +240,7 @@ def _touched(kind: Kind, name: str, before: bytes, after: bytes) -> set[tuple[in
 def _chunk_case(rng: random.Random, number: int, kind: Kind, files: dict[str, bytes]) -> Case:
     """Damage one chunk's file."""
     name, _, _, index = rng.choice(kind.payload)
-    what, files[name] = _damaged(rng, files[name], rng.randrange(len(files[name])))
+    what, files[name] = damaged(rng, files[name], rng.randrange(len(files[name])))
     return Case(number, kind, f"{name}: {what}", files, {index})
 
 
@@ -300,10 +300,10 @@ def _json_case(rng: random.Random, number: int, kind: Kind, files: dict[str, byt
     """Damage metadata: its bytes, or a field of it."""
     name = rng.choice([file for file in files if file.rpartition("/")[2] in METADATA])
     if rng.random() < 0.2:
-        what, files[name] = _damaged(rng, files[name], rng.randrange(len(files[name])))
+        what, files[name] = damaged(rng, files[name], rng.randrange(len(files[name])))
         return Case(number, kind, f"{name}: {what}", files, None)
     found = json.loads(files[name])
-    place, parent, key = _some_field(rng, found)
+    place, parent, key = some_field(rng, found)
     what = rng.choice(["replace", "replace", "replace", "remove", "add", "swap"])
     if parent is None:
         found = rng.choice(STRANGE)
@@ -316,14 +316,14 @@ def _json_case(rng: random.Random, number: int, kind: Kind, files: dict[str, byt
     elif what == "add":
         parent[f"new{key}"] = copy.deepcopy(parent[key])
     else:
-        _, other, at = _some_field(rng, found)
+        _, other, at = some_field(rng, found)
         if other is not None:
             parent[key], other[at] = copy.deepcopy(other[at]), copy.deepcopy(parent[key])
     files[name] = json.dumps(found).encode()
     return Case(number, kind, f"{name}: {what} {place}", files, None)
 
 
-def _some_field(rng: random.Random, found: Any) -> tuple[str, Any, Any]:
+def some_field(rng: random.Random, found: Any) -> tuple[str, Any, Any]:
     """A place in a document: its name, what it is in, and its key there."""
     places: list[tuple[str, Any, Any]] = []
 

@@ -70,10 +70,9 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, tuple[int, in
 def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> ReadPlan:
     """As `shardload.plan` makes it, once the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
-    call = Request.check(
-        AbstractMesh((n, n), ("a", "b")), SPECS[spec], None, {}, {"readers": readers, "staging": STAGING}
-    ).agree()
-    return plan_file(call, info, info.path).read_plan
+    mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
+    with Request.open("plan", mesh, SPECS[spec], None, {"path": info.path}, options) as request:
+        return plan_file(request.agree(), info, info.path).read_plan
 
 
 def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> ReadPlan:

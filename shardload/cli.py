@@ -80,6 +80,9 @@ How = Annotated[
     ),
 ]
 Untrusted = Annotated[bool, typer.Option("--untrusted", help="Open the file in processes that may crash, with limits.")]
+AllowFilters = Annotated[
+    str, typer.Option("--allow-filters", metavar="NAME,...", help="Use these filters too, though damaged data may crash them.")
+]
 StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
 
 app = typer.Typer(
@@ -162,7 +165,7 @@ def info(
         arrays = list_arrays(path, outside, untrusted=limits)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, outside, limits)]
+            arrays = named or [find_array(path, dataset, outside, untrusted=limits)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -185,6 +188,7 @@ def plan(
     outside: Outside = False,
     untrusted: Untrusted = False,
     processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
+    allow_filters: AllowFilters = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what a load would do and cost, without loading anything.
@@ -214,7 +218,7 @@ def plan(
         from shardload.describe import describe_plan
 
         how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": who, "staging": staging, "outside": outside}
-        how |= {"untrusted": untrusted, "processes": processes}
+        how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
 
@@ -232,6 +236,7 @@ def verify(
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
     outside: Outside = False,
+    allow_filters: AllowFilters = "",
     untrusted: Untrusted = False,
     how: How = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
@@ -250,7 +255,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
-    more |= {"missing": missing, "outside": outside, "untrusted": untrusted}
+    more |= {"missing": missing, "outside": outside, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.verify_command import run
 

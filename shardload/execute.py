@@ -448,7 +448,7 @@ class Job:
 
 def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, options.outside, options.limits)
+    source = open_source(handle, info.dataset, options.outside, options.allow_filters, options.limits)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()

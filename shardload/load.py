@@ -49,6 +49,7 @@ def load(
     missing: str = "warn",
     outside: bool = False,
     untrusted: bool = False,
+    allow_filters: Any = (),
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -98,6 +99,10 @@ def load(
     untrusted : bool
         Whether the file is opened and decoded by helper processes alone, with limits on memory (`staging`) and time: where it
         makes a library crash, go round in circles or take too much memory, that is a SourceError. Slower; it needs a path.
+    allow_filters : str, int or list of them
+        Filters (Zarr: codecs), by name or number, that may be used though damaged data can crash or hang their decoders:
+        ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. Without it an array that needs such a one is refused, and the error
+        names it. Those that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) need no word.
 
     Returns
     -------
@@ -133,16 +138,17 @@ def load(
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
+        allow_filters=allow_filters,
     )  # fmt: skip
 
     def find(call: Call) -> str:
-        outside, limits = call.options.outside, call.options.limits
+        how, limits = (call.options.outside, call.options.allow_filters), call.options.limits
         is_auto = call.options.readers == AUTO
         if is_auto and limits is not None:  # one process for both
-            info, values = find_small(path, call.options.dataset, outside, limits)
+            info, values = find_small(path, call.options.dataset, call.options.outside, limits)
         else:
-            info = find_array(path, call.options.dataset, outside, limits)
-            values = read_small(path, info, outside) if is_auto else None
+            info = find_array(path, call.options.dataset, *how, limits)
+            values = read_small(path, info, *how) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -175,6 +181,7 @@ def plan(
     missing: str = "warn",
     outside: bool = False,
     untrusted: bool = False,
+    allow_filters: Any = (),
     processes: int | None = None,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
@@ -204,11 +211,11 @@ def plan(
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
         progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
+        allow_filters=allow_filters,
     )  # fmt: skip
     with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options, processes) as request:
         return request.plan(
-            lambda call: find_array(path, call.options.dataset, call.options.outside, call.options.limits).to_json(),
-            lambda call, found: plan_file(call, ArrayInfo.from_json(found), path),
+            lambda call: _find(path, call).to_json(), lambda call, found: plan_file(call, ArrayInfo.from_json(found), path)
         )
 
 
@@ -290,7 +297,9 @@ def verify(
     seed: int = 0,
     staging: str | int = "256MiB",
     comm: Any = None,
+    outside: bool = False,
     untrusted: bool = False,
+    allow_filters: Any = (),
 ) -> VerifyReport:
     """Compare an array, wherever it comes from, with the file that it should be of.
 
@@ -302,7 +311,7 @@ def verify(
     ----------
     x : jax.Array
         With a NamedSharding (or on one device). Not changed.
-    path, dataset, select, dtype, pad, comm
+    path, dataset, select, dtype, pad, comm, allow_filters
         As for the `load` that would give `x`: `pad` where it has padding, `dtype` where it was cast.
     how : {"full", "file", "checksum", "index"}
         All elements, some boxes at random, replicas compared with each other, or shape and dtype alone.
@@ -344,7 +353,10 @@ def verify(
         raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    options = dict(dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, untrusted=untrusted)
+    options = dict(
+        dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, outside=outside,
+        untrusted=untrusted, allow_filters=allow_filters,
+    )  # fmt: skip
     what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
 
     def make(call: Call, found: str) -> Plan:
@@ -357,8 +369,13 @@ def verify(
         return made
 
     with Request.open("verify", _sharding_of(x), None, comm, what, options) as request:
-        made = request.plan(lambda call: find_array(path, call.options.dataset, untrusted=call.options.limits).to_json(), make)
+        made = request.plan(lambda call: _find(path, call).to_json(), make)
         return made._job.verify(made.info, x, int(seed))
+
+
+def _find(path: Any, call: Call) -> ArrayInfo:
+    options = call.options
+    return find_array(path, options.dataset, options.outside, options.allow_filters, options.limits)
 
 
 def _sharding_of(x: jax.Array) -> Any:

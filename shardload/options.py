@@ -6,7 +6,7 @@ Pure: no JAX, no MPI, no files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,8 @@ class Options:
         Whether the file may lead outside of its folder.
     untrusted : bool
         Whether the file is opened and decoded by helper processes alone.
+    allow_filters : tuple of str
+        Names and numbers of filters (codecs) that are used though damaged data may crash them, in order; or ``"all"``.
     """
 
     dataset: str | None
@@ -71,6 +73,7 @@ class Options:
     missing: str = "warn"
     outside: bool = False
     untrusted: bool = False
+    allow_filters: tuple[str, ...] = ()
 
     @property
     def limits(self) -> Limits | None:
@@ -102,6 +105,7 @@ class Options:
         missing: Any = "warn",
         outside: Any = False,
         untrusted: Any = False,
+        allow_filters: Any = (),
     ) -> Options:
         """Check each argument by itself.
 
@@ -140,6 +144,7 @@ class Options:
             missing=missing,
             outside=outside,
             untrusted=untrusted,
+            allow_filters=_filters(allow_filters),
         )
 
     def describe(self) -> dict[str, str]:
@@ -156,6 +161,7 @@ class Options:
             "missing": self.missing,
             "outside": str(self.outside),
             "untrusted": str(self.untrusted),
+            "allow_filters": ",".join(self.allow_filters),
         }
 
 
@@ -166,6 +172,26 @@ def _seconds(timeout: Any) -> float | None:
     if not is_number or not 0 < timeout < math.inf:
         raise ConfigError(f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever")
     return float(timeout)
+
+
+def _filters(given: Any) -> tuple[str, ...]:
+    """Names and numbers as text, each once, in order.
+
+    >>> _filters("ZFP, 32008"), _filters(["bitshuffle", 307]), _filters(32013)
+    (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
+    """
+    parts = [given] if isinstance(given, (str, int, np.integer)) and not isinstance(given, bool) else given
+    if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
+        parts = [None]
+    names = set()
+    for part in parts:
+        if isinstance(part, bool) or not isinstance(part, (str, int, np.integer)) or (not isinstance(part, str) and part < 0):
+            raise ConfigError(
+                f"allow_filters is {given!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
+                "or 'all'"
+            )
+        names |= {name.strip().lower() for name in str(part).split(",")} - {""}
+    return tuple(sorted(names))
 
 
 def _dtype(dtype: Any) -> np.dtype[Any] | None:

@@ -20,7 +20,7 @@ import math
 import os
 import pkgutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -105,11 +105,13 @@ def list_arrays(
     texts: bool = True,
     most: int | None = None,
     like: str = "",
+    allow: Collection[str] = (),
     untrusted: Limits | None = None,
 ) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`. `outside`: as there.
+    Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
+    `outside`, `allow`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
     With `most`, one more than that tells that there are more; those with a name like `like` are among them, if that is quick.
     `untrusted`: the limits of the process that looks, where this one should not.
@@ -125,11 +127,15 @@ def list_arrays(
             return list_all(path, outside, texts, untrusted)
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path, outside, texts, most, like)
+        return file_format.list_arrays(path, outside, texts, most, like, allow)
 
 
 def find_array(
-    path_or_object: Any, dataset: str | None = None, outside: bool = False, untrusted: Limits | None = None
+    path_or_object: Any,
+    dataset: str | None = None,
+    outside: bool = False,
+    allow: Collection[str] = (),
+    untrusted: Limits | None = None,
 ) -> ArrayInfo:
     """The one array that is meant, from metadata alone.
 
@@ -145,6 +151,8 @@ def find_array(
     outside : bool
         Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
         storage or symbolic links lead.
+    allow : collection of str
+        Names and numbers of filters (codecs) that are used though damaged data may crash them; ``"all"`` for every one.
     untrusted : Limits, optional
         Look in another process, with these limits.
 
@@ -168,28 +176,34 @@ def find_array(
         with _as_source_error(file, name):
             return find(path, file, dataset, outside, untrusted)[0]
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, outside))
+        return _loadable(_info_of_object(path_or_object, dataset, outside, allow))
     if dataset is None:
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED)
+        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, allow=allow)
         if len(infos) > _MOST_LISTED and len(_fields(infos)) < 2:
-            infos = list_arrays(path, outside, texts=False)
+            infos = list_arrays(path, outside, texts=False, allow=allow)
             return _only_array(path, infos, False)
         return _only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
-            source = file_format.open_path(path, name, outside)
+            source = file_format.open_path(path, name, outside, allow)
     except KeyError:
-        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, like=name)
+        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, like=name, allow=allow)
         raise _no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
     source.close()
     return _loadable(source.info)
 
 
-def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrusted: Limits | None = None) -> Source:
+def open_source(
+    path_or_object: Any,
+    dataset: str,
+    outside: bool = False,
+    allow: Collection[str] = (),
+    untrusted: Limits | None = None,
+) -> Source:
     """Open for reading the array that `find_array` found.
 
     Collective: no. Each rank that reads opens its own, and closes it.
@@ -200,7 +214,7 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrus
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
-    outside, untrusted
+    outside, allow, untrusted
         As given to `find_array`.
 
     Raises
@@ -214,14 +228,14 @@ def open_source(path_or_object: Any, dataset: str, outside: bool = False, untrus
         with _as_source_error(path, name):
             return UntrustedSource(path, name, outside, untrusted)
     if path is None:
-        source = _format_of_object(path_or_object).open_object(path_or_object, outside)
+        source = _format_of_object(path_or_object).open_object(path_or_object, outside, allow)
     else:
         path = split_path(path)[0]
         file_format = _format_of(path)
         name = _full_name(dataset)
         try:
             with _as_source_error(path, name):
-                source = file_format.open_path(path, name, outside)
+                source = file_format.open_path(path, name, outside, allow)
         except KeyError:
             raise SourceError(
                 f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
@@ -245,7 +259,7 @@ def find_small(path_or_object: Any, dataset: str | None, outside: bool, untruste
         return find(path, file, dataset, outside, untrusted, values=True)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allow: Collection[str] = ()) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -259,7 +273,7 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False) -> b
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
         return None
     try:
-        source = open_source(path_or_object, info.dataset, outside)
+        source = open_source(path_or_object, info.dataset, outside, allow)
         try:
             before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
@@ -435,9 +449,9 @@ def _format_of_object(obj: Any) -> Format:
     )
 
 
-def _info_of_object(obj: Any, dataset: str | None, outside: bool) -> ArrayInfo:
+def _info_of_object(obj: Any, dataset: str | None, outside: bool, allow: Collection[str]) -> ArrayInfo:
     """The metadata of an open array; a name beside it must be its own."""
-    info = _format_of_object(obj).open_object(obj, outside).info
+    info = _format_of_object(obj).open_object(obj, outside, allow).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -291,20 +291,27 @@ class Format(Protocol):
         ...
 
     def list_arrays(
-        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
     ) -> list[ArrayInfo]:
         """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused.
 
         Without `texts`, attributes that are texts may be left out of what is told. With `most`, one more than that tells that
         there are more; those below `like`, or with a name like it, are then among them where the format lists names quickly.
+        `allow`: filters (codecs) by name or number that the caller allows; ``"all"`` for every one.
         """
         ...
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
         ...
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
 

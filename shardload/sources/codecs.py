@@ -24,7 +24,19 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-__all__ = ["Chain", "Stage", "blosc", "crc32c", "fletcher32", "gunzip", "inflate", "swap_bytes", "unshuffle", "unzstd"]
+__all__ = [
+    "Chain",
+    "Stage",
+    "blosc",
+    "check_blosc",
+    "crc32c",
+    "fletcher32",
+    "gunzip",
+    "inflate",
+    "swap_bytes",
+    "unshuffle",
+    "unzstd",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -276,9 +288,7 @@ def unzstd() -> Stage:
     codec = numcodecs.Zstd()
 
     def undo(data: Bytes, out: Bytes) -> None:
-        size = _zstd_size(data)
-        if size is not None and size != len(out):
-            raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {len(out)}")
+        _check_zstd(data, len(out))
         try:
             # Always into `out`: a frame written as a stream declares no size, and would get as much memory as it asks for.
             codec.decode(data, out=out)
@@ -294,6 +304,13 @@ def unzstd() -> Stage:
         return out
 
     return Stage("zstd", undo, None, within)
+
+
+def _check_zstd(data: Bytes, nbytes: int) -> None:
+    """ValueError if `data` is no Zstandard frame, or one that declares other than `nbytes` decoded bytes."""
+    size = _zstd_size(data)
+    if size is not None and size != nbytes:
+        raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {nbytes}")
 
 
 def _zstd_size(data: Bytes) -> int | None:
@@ -313,10 +330,7 @@ def blosc() -> Stage:
     codec = numcodecs.Blosc()
 
     def undo(data: Bytes, out: Bytes) -> None:
-        head = data[:16].tobytes()
-        size, stored = (int.from_bytes(head[a : a + 4], "little") for a in (4, 12))
-        if len(head) < 16 or size != len(out) or stored != len(data):
-            raise ValueError(f"the blosc header declares {stored} bytes for {size}; {len(data)} are stored for {len(out)}")
+        check_blosc(data, len(out))
         try:
             codec.decode(data, out=out)
         except (RuntimeError, ValueError) as error:
@@ -331,6 +345,18 @@ def blosc() -> Stage:
         return out
 
     return Stage("blosc", undo, None, within)
+
+
+def check_blosc(data: Any, nbytes: int | None = None) -> None:
+    """ValueError unless the header of a Blosc 1 buffer declares the bytes that are there, and `nbytes` decoded ones.
+
+    The library believes the header, and reads and writes past what it got where that declares more.
+    """
+    head = bytes(data[:16].tobytes())
+    size, stored = (int.from_bytes(head[a : a + 4], "little") for a in (4, 12))
+    if len(head) < 16 or stored != data.nbytes or nbytes not in (None, size):
+        expected = "any number" if nbytes is None else nbytes
+        raise ValueError(f"the blosc header declares {stored} bytes for {size}; {data.nbytes} are stored for {expected}")
 
 
 def swap_bytes(itemsize: int) -> Stage:

@@ -13,13 +13,11 @@ Values that HDF5 has not stored (chunks never written) are its fill value, as HD
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
-import importlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import h5py
@@ -43,14 +41,12 @@ from shardload.sources.fence import Fence, OutsideError, open_file
 from shardload.sources.hdf5_chunks import leaves_gaps, open_chunks
 from shardload.sources.hdf5_contiguous import Hdf5Contiguous, open_contiguous
 from shardload.sources.hdf5_describe import describe, filters_of
+from shardload.sources.hdf5_heads import check_heads
 from shardload.sources.hdf5_links import LostError, Others, close_all, follow, look_through, place_of
 from shardload.sources.hdf5_missing import Sizes, Unwritten, Whole, is_stacked
 from shardload.sources.hdf5_raw import RawFile, plain_descriptor
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
-
-with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
-    importlib.import_module("hdf5plugin")
 
 _MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -119,6 +115,8 @@ class Hdf5Source:
         if self._leaves_gaps:
             out.fill(0)  # what h5py gives; `out` may hold another block's values
         try:
+            if identifier.valid:
+                check_heads(self._dataset, region)
             if region.ndim == 0:
                 identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
             else:
@@ -169,6 +167,8 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
+        self._sizes.check()
+        check_heads(self._dataset, region)
         parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
         with self._others.watched():
             if len(parts) < 2:
@@ -242,26 +242,32 @@ class Hdf5Format:
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
     def list_arrays(
-        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
     ) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like)
+            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like, allow)
             return list(itertools.islice(found, None if most is None else most + 1))
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
         files, fence = [_open_file(path)], Fence.around_file(path, outside)
         try:
             found, opened = _look_up(files[0], path, dataset, fence)
             files += opened
-            others = look_through(found, fence)
-            return Hdf5Source(found, _describe(found, path, dataset, others), others, files)
+            others = look_through(found, fence, allow)
+            return Hdf5Source(found, _describe(found, path, dataset, others, allow=allow), others, files)
         except BaseException:
             close_all(files)
             raise
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -276,8 +282,8 @@ class Hdf5Format:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        others = look_through(obj, fence)
-        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others), others)
+        others = look_through(obj, fence, allow)
+        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others, allow=allow), others)
 
 
 FORMAT = Hdf5Format()
@@ -321,19 +327,27 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.
     return h5py.Dataset(found), opened
 
 
-def _describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False) -> ArrayInfo:
+def _describe(
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+) -> ArrayInfo:
     """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
     if not (others.refused and others.is_unlimited):
         try:
             with others.watched():
-                return describe(dataset, path, name, others, texts)
+                return describe(dataset, path, name, others, texts, allow)
         except OutsideError as error:
             others.refused = str(error)
     return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
 
 
 def _describe_all(
-    group: h5py.Group, path: str, fence: Fence, texts: bool = False, most: int | None = None, like: str = ""
+    group: h5py.Group,
+    path: str,
+    fence: Fence,
+    texts: bool = False,
+    most: int | None = None,
+    like: str = "",
+    allow: Collection[str] = (),
 ) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such.
 
@@ -355,8 +369,8 @@ def _describe_all(
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield _describe(found, path, full, look_through(found, fence), texts)
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+                yield _describe(found, path, full, look_through(found, fence, allow), texts, allow)
+        except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
 
 

@@ -6,35 +6,18 @@ plain case.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import h5py
 
 from shardload.sources.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.sources.hdf5_filters import NAMES, refuse_filters
 from shardload.sources.hdf5_links import Others
 from shardload.sources.hdf5_missing import SIZED
 
 __all__ = ["describe", "filters_of"]
 
-# Names people use. The numbers below 32000 are HDF5's own, those above are registered with the HDF Group.
-_FILTERS = {
-    1: "gzip",
-    2: "shuffle",
-    3: "fletcher32",
-    4: "szip",
-    5: "nbit",
-    6: "scaleoffset",
-    307: "bzip2",
-    32000: "lzf",
-    32001: "blosc",
-    32004: "lz4",
-    32008: "bitshuffle",
-    32013: "zfp",
-    32015: "zstd",
-    32017: "sz",
-    32024: "sz3",
-    32026: "blosc2",
-}
 _HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` bounds what is between them
 
@@ -52,7 +35,9 @@ _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
 
-def describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False) -> ArrayInfo:
+def describe(
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+) -> ArrayInfo:
     """What is known of a dataset without reading its values.
 
     Parameters
@@ -66,6 +51,8 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts:
     texts : bool
         Whether attributes of variable length are read, too. They are in the file's global heap, in which HDF5 2.0.0 goes round
         in circles where it is damaged (docs/trust-files.md): nothing that a load needs is there.
+    allow : collection of str
+        Names and numbers of filters that are used though they are not in `hdf5_filters.SURVIVED`.
     """
     creation = dataset.id.get_create_plist()
     filters = filters_of(dataset)
@@ -74,7 +61,7 @@ def describe(dataset: h5py.Dataset, path: str, name: str, others: Others, texts:
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = _missing_filter(filters) or _unbounded(filters) or others.refused
+        refused = refuse_filters(dataset, allow) or _unbounded(filters) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
     return ArrayInfo(
@@ -114,19 +101,6 @@ def _type_of(file_type: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _missing_filter(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
-    """What is said of the first filter that this HDF5 cannot undo."""
-    for number, _, _, label in filters:
-        decodes = h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED)
-        if not decodes:
-            known = _FILTERS.get(number) or label.decode(errors="replace") or "unnamed"
-            return (
-                f"chunks encoded with HDF5 filter {number} ({known}), which the HDF5 library here cannot decode: "
-                "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
-            )
-    return None
-
-
 def _unbounded(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
     """What is said of compressors over each other that only HDF5 can undo."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
@@ -139,7 +113,7 @@ def _unbounded(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
 
 
 def _name(number: int, label: bytes) -> str:
-    return _FILTERS.get(number) or f"{label.decode(errors='replace')}#{number}"
+    return NAMES.get(number) or f"{label.decode(errors='replace')}#{number}"
 
 
 def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:

@@ -22,7 +22,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from h5py._objects import phil
 
 from shardload.errors import printable
 from shardload.sources.fence import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.sources.hdf5_filters import refuse_filters
 from shardload.sources.hdf5_missing import Sizes, is_stacked
 from shardload.sources.hdf5_raw import plain_descriptor
 
@@ -66,6 +67,8 @@ class Others:
         Whether it opens files to say how long the dataset is.
     chunks : list of tuple of int
         The shapes of chunks in what a virtual dataset is made of.
+    allow : collection of str
+        Names and numbers of filters that the caller allows.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -89,6 +92,8 @@ class Others:
         if is_stacked(dataset):
             raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
         Sizes(dataset).check()
+
+    allow: Collection[str] = ()
 
     def check_whole(self) -> None:
         """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
@@ -249,9 +254,9 @@ def _outside(what: str) -> str:
     return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
 
 
-def look_through(dataset: h5py.Dataset, fence: Fence) -> Others:
+def look_through(dataset: h5py.Dataset, fence: Fence, allow: Collection[str] = ()) -> Others:
     """Where the values of `dataset` are, beside its own file. Opens what virtual datasets are made of, reads no values."""
-    others = Others(fence=fence)
+    others = Others(fence=fence, allow=allow)
     try:
         _look(dataset, others, set(), 0)
     except (OutsideError, _RefusedError) as error:
@@ -272,6 +277,8 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
         if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files all the same
             raise _RefusedError("values of other files, and values of its own")
         _look_at_storage(dataset, creation, others)
+    if level > 0 and (why := refuse_filters(dataset, others.allow)) is not None:
+        raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
     if layout != h5py.h5d.VIRTUAL:
         if level > 0:
             others.add_part(dataset)

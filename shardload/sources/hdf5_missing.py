@@ -3,7 +3,7 @@
 1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
 2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its
    header says only when it opens the file; later it delivers zeros.
-3. `Sizes`: chunks that are stored in more bytes than their filters can make of them.
+3. `Sizes`: chunks that are stored in more bytes than their filters can make of them, or in fewer.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class Sizes:
 
     HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored bytes. All chunks' sizes
     are listed once, a microsecond each, unless all of them together are as short as one may be. And of a chunk that is too
-    short, though no filter made it so, HDF5 delivers what was in its memory for the rest.
+    short, though no filter made it so, HDF5 delivers what was in its memory for the rest; its Fletcher-32 filter reads past the
+    end of memory if there is no room for the checksum.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -118,20 +119,36 @@ class Sizes:
             return
         self._nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
         self._most = self._nbytes + self._nbytes // 2 + 4096  # no filter makes a chunk longer than that
+        self._filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
         self._every_filter = (1 << creation.get_nfilters()) - 1
+        self._fitting: dict[int, range | tuple[int, ...]] = {}  # by filter mask
         n_chunks, nbytes = identifier.get_num_chunks(), identifier.get_storage_size()
         if not self._every_filter:
             if nbytes != n_chunks * self._nbytes:
                 self._wrong = f"{n_chunks} chunks of {self._nbytes} bytes without a filter, in {nbytes} bytes"
-        elif n_chunks <= _LIST_AT_ONCE or (self._most < nbytes and n_chunks <= _MOST_LISTED):
+        elif n_chunks <= _LIST_AT_ONCE or (
+            (self._most < nbytes or 3 in self._filters or set(self._filters) <= {2}) and n_chunks <= _MOST_LISTED
+        ):
             with phil:
                 identifier.chunk_iter(self._keep)
 
     def _keep(self, stored: Any) -> None:
-        is_plain = stored.filter_mask & self._every_filter == self._every_filter
-        if stored.size > self._most or (is_plain and stored.size != self._nbytes):
-            expected = f"{self._nbytes}" if is_plain else f"{self._most} at most"
+        mask = stored.filter_mask & self._every_filter
+        if mask not in self._fitting:
+            self._fitting[mask] = self._fitting_sizes(mask)
+        if stored.size not in self._fitting[mask]:
+            fits = self._fitting[mask]
+            expected = f"{fits.start} to {fits.stop - 1}" if isinstance(fits, range) else " or ".join(map(str, fits))
             self._wrong = f"a stored chunk of {stored.size} bytes; expected {expected}"
+
+    def _fitting_sizes(self, mask: int) -> range | tuple[int, ...]:
+        """The sizes that a chunk may have to which the filters in `mask` were not applied."""
+        applied = [number for k, number in enumerate(self._filters) if not mask >> k & 1]
+        n_checksums = applied.count(3)
+        if not set(applied) <= {2, 3}:
+            return range(4 * n_checksums, self._most + 1)
+        # Chunks over the array's edge may be stored without filters (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
+        return tuple(sorted({self._nbytes, self._nbytes + 4 * n_checksums}))
 
     def check(self) -> None:
         """Raise ValueError if one is longer, or shorter though no filter was applied to it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -127,16 +128,22 @@ class MemoryFormat:
         return isinstance(obj, np.ndarray)
 
     def list_arrays(
-        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
     ) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """KeyError: there is no file."""
         raise KeyError(dataset)
 
-    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False) -> Source:
+    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Wrap a NumPy array."""
         return MemorySource(obj)
 

@@ -23,7 +23,7 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ from shardload.sources.base import (
 )
 from shardload.sources.fence import Fence, open_file
 from shardload.sources.zarr_chunks import ZarrChunks, chunk_layout, chunk_reader
+from shardload.sources.zarr_codecs import refuse_codecs
 from shardload.sources.zarr_layout import is_stacked
 from shardload.sources.zarr_store import (
     MOST_METADATA_NBYTES,
@@ -232,22 +233,30 @@ class ZarrFormat:
         return isinstance(obj, zarr.Array | zarr.Group)
 
     def list_arrays(
-        self, path: str, outside: bool = False, texts: bool = True, most: int | None = None, like: str = ""
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
     ) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
         limit = None if most is None else most + 1
         with _quiet():
             if os.path.isdir(path):
-                return list(itertools.islice(_describe_folder(path, Fence.around_store(path, outside), frozenset()), limit))
+                return list(
+                    itertools.islice(_describe_folder(path, Fence.around_store(path, outside), frozenset(), allow=allow), limit)
+                )
             store = open_store(path, outside)
             try:
                 root = zarr.open(store, mode="r")
-                found = [describe(root, path, "/")] if isinstance(root, zarr.Array) else _describe_all(root, path)
+                found = [describe(root, path, "/", allow)] if isinstance(root, zarr.Array) else _describe_all(root, path, allow)
                 return list(itertools.islice(found, limit))
             finally:
                 close_store(store)
 
-    def open_path(self, path: str, dataset: str, outside: bool = False) -> Source:
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Open an array by its name; KeyError if there is none."""
         parts = dataset.strip("/").split("/")
         if parts != [""] and any(part in ("", ".", "..") for part in parts):
@@ -258,7 +267,7 @@ class ZarrFormat:
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset), store, outside)
+            return ZarrSource(found, describe(found, path, dataset, allow), store, outside)
         except FileNotFoundError as error:
             close_store(store)
             raise KeyError(dataset) from error
@@ -266,7 +275,7 @@ class ZarrFormat:
             close_store(store)
             raise
 
-    def open_object(self, obj: Any, outside: bool = False) -> Source:
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
@@ -274,7 +283,7 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name), None, outside)
+        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside)
 
 
 FORMAT = ZarrFormat()
@@ -304,15 +313,17 @@ def _store_name(store: Any) -> str:
     return f"<{type(store).__name__}>"
 
 
-def _describe_all(group: Any, path: str) -> Iterator[ArrayInfo]:
+def _describe_all(group: Any, path: str, allow: Collection[str] = ()) -> Iterator[ArrayInfo]:
     """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
     base = "/" + group.path.strip("/")
     for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
         if isinstance(member, zarr.Array):
-            yield describe(member, path, f"{base.rstrip('/')}/{name}")
+            yield describe(member, path, f"{base.rstrip('/')}/{name}", allow)
 
 
-def _describe_folder(path: str, fence: Fence, above: frozenset[str], name: str = "/") -> Iterator[ArrayInfo]:
+def _describe_folder(
+    path: str, fence: Fence, above: frozenset[str], name: str = "/", allow: Collection[str] = ()
+) -> Iterator[ArrayInfo]:
     """The same for a store that is a folder, by walking it down to its arrays.
 
     zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
@@ -332,12 +343,12 @@ def _describe_folder(path: str, fence: Fence, above: frozenset[str], name: str =
             refused = f"metadata that zarr-python cannot read ({error})"
             yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
         else:
-            yield describe(array, path, name)
+            yield describe(array, path, name, allow)
         return
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
-            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}")
+            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", allow)
 
 
 def _is_array(folder: str, fence: Fence) -> bool:
@@ -358,7 +369,7 @@ def _is_array(folder: str, fence: Fence) -> bool:
         return True
 
 
-def describe(array: Any, path: str, name: str) -> ArrayInfo:
+def describe(array: Any, path: str, name: str, allow: Collection[str] = ()) -> ArrayInfo:
     """What is known of an array without reading its chunks.
 
     Parameters
@@ -367,8 +378,10 @@ def describe(array: Any, path: str, name: str) -> ArrayInfo:
         Open.
     path, name : str
         As the user named the store and the array.
+    allow : collection of str
+        Names of codecs that are used though they are not in `zarr_codecs.SURVIVED`.
     """
-    refused = refusal(array.dtype) or _unsafe(array) or _unbounded(array)
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, allow) or _unbounded(array, allow)
     grid = array.metadata.to_dict().get("chunk_grid")
     if isinstance(grid, dict) and grid.get("name") != "regular":
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
@@ -419,9 +432,9 @@ def _unsafe(array: Any) -> str | None:
     return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
 
 
-def _unbounded(array: Any) -> str | None:
-    """What is said of an array of which zarr-python would make more than anything bounds."""
-    if is_stacked(array.metadata.to_dict()) and chunk_layout(array, native_dtype(array.dtype)) is None:
+def _unbounded(array: Any, allow: Collection[str]) -> str | None:
+    """What is said of an array of which zarr-python would make more than anything bounds; a codec that is allowed may."""
+    if is_stacked(array.metadata.to_dict(), allow) and chunk_layout(array, native_dtype(array.dtype)) is None:
         return (
             f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
             "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,22 +109,27 @@ _SIZED = {
 }
 
 
-def is_stacked(metadata: Mapping[str, Any]) -> bool:
-    """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one."""
+def is_stacked(metadata: Mapping[str, Any], allow: Collection[str] = ()) -> bool:
+    """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one.
+
+    Codecs that the caller allows are not counted: they do what they do.
+    """
+    if "all" in allow:
+        return False
     if metadata.get("zarr_format") == 3:
-        return _n_compressors(metadata["codecs"]) > 1
+        return _n_compressors(metadata["codecs"], allow) > 1
     chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
-    return sum(_codec_2(entry)[0] not in _SIZED for entry in chain) > 1
+    return sum(_codec_2(entry)[0] not in (*_SIZED, *allow) for entry in chain) > 1
 
 
-def _n_compressors(chain: Sequence[Any]) -> int:
+def _n_compressors(chain: Sequence[Any], allow: Collection[str]) -> int:
     """Those of a chain of format 3, with the most that there are of them in what a shard holds."""
     n = 0
     for entry in chain:
         name = entry if isinstance(entry, str) else str(entry["name"])
-        n += name.removeprefix("numcodecs.") not in _SIZED
+        n += name.removeprefix("numcodecs.") not in (*_SIZED, *allow)
         options = {} if isinstance(entry, str) else entry.get("configuration") or {}
-        n += max((_n_compressors(options[key]) for key in ("codecs", "index_codecs") if key in options), default=0)
+        n += max((_n_compressors(options[key], allow) for key in ("codecs", "index_codecs") if key in options), default=0)
     return n
 
 

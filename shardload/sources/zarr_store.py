@@ -24,6 +24,7 @@ from zarr.abc.store import Store
 
 from shardload.errors import SourceError
 from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.sources.zarr_codecs import checked
 
 __all__ = [
     "MOST_METADATA_NBYTES",
@@ -199,15 +200,14 @@ class _ShortReads(io.BufferedReader):
 
 
 def watch(array: Any, outside: bool = False) -> Any:
-    """The same open array, read through a `WatchedStore`, if it is not yet."""
+    """The same open array, read through a `WatchedStore`, and by decoders that are `checked`."""
     store = array.store
-    if isinstance(store, WatchedStore):
-        return array
-    fence = _fence_of(store, f"the {type(store).__name__} handed in", outside)
+    if not isinstance(store, WatchedStore):
+        store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", outside))
     below = array.async_array if hasattr(array, "async_array") else array._async_array
-    place = zarr.storage.StorePath(WatchedStore(store, fence), array.path)
+    place = zarr.storage.StorePath(store, array.path)
     settings = getattr(below, "config", None) or below._config
-    return zarr.Array(zarr.AsyncArray(metadata=array.metadata, store_path=place, config=settings))
+    return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
 
 
 _REFERENCES = "says of each chunk where it is, which may be anywhere"

@@ -6,14 +6,19 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import h5py
+import hdf5plugin
 import numpy as np
 import psutil
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload import PeerError, SourceError
+from shardload.sources import untrusted_process
 from shardload.sources.base import ArrayInfo
 from tests.mpi.sources import NAME, SOURCES, read_part
-from tests.mpi.support import DECOMPOSITIONS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
+from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
 from tests.unit.files import spoiled
 
 # Both ways of verifying where parts travel; elsewhere the stricter one, and the default one for "auto".
@@ -67,6 +72,10 @@ def test_a_file_that_nobody_vouches_for(
     """Wrong if a rank opened the file itself (szip then ends the job by SIGFPE), or were alone with what its helper died of."""
     mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
+    real = Path(untrusted_process.__file__).read_text()
+    known = "        import shardload.sources  # noqa: F401\n"
+    careless = f"{known}        from shardload.sources import hdf5_filters\n        hdf5_filters._unfit = lambda *_: None\n"
+    on_root(comm, lambda: (shared_tmp_path / "careless.py").write_text(real.replace(known, careless)))
 
     def refuse() -> None:
         raise AssertionError("opened in this process")
@@ -79,6 +88,10 @@ def test_a_file_that_nobody_vouches_for(
     check(x, expected, mesh, spec)
     assert plan.report is not None and plan.report.proven.n_boxes
     assert shardload.verify(x, files["gzip_shuffle"], dataset=NAME, untrusted=True).digest is not None
+    said = "parameters (169, 0, 32, 8) do not fit it"
+    same_error(comm, lambda: shardload.load(bad, mesh, DECOMPOSITIONS["replicated"], untrusted=True), SourceError, said)
+    # ... and if nothing were checked:
+    monkeypatch.setattr(untrusted_process, "__file__", str(shared_tmp_path / "careless.py"))
     text = ("chunk (0, 0) of '/x' in", "bad.h5", "HelperError: the helper process that read it was ended by SIGFPE")
 
     def load() -> Any:
@@ -117,3 +130,27 @@ def test_ctrl_c_while_helpers_are_at_work(
     assert set(psutil.Process().children()) == before
     x = shardload.load(files["chunked"], mesh, spec, dataset=NAME)
     check(x, ramp(cube()), mesh, spec)
+
+
+def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the word did not come to where a file is opened: to find the array, to read it, to compare with it."""
+    shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")
+
+    def make() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset(NAME, data=ramp(shape), chunks=tuple(-(-n // 2) for n in shape), **hdf5plugin.Bitshuffle())
+
+    on_root(comm, make)
+    said = ("HDF5 filter 32008 (bitshuffle)", "pass allow_filters='bitshuffle'")
+    same_error(comm, lambda: shardload.load(path, mesh_of(), spec, dataset=NAME), SourceError, *said)
+    for readers in READERS:
+        how: dict[str, Any] = {"readers": readers, "verify": "full", "allow_filters": "bitshuffle"}
+        x = shardload.load(path, mesh_of(), spec, dataset=NAME, **how)
+        check(x, ramp(shape), mesh_of(), spec, readers)
+    same_error(comm, lambda: shardload.verify(x, path, dataset=NAME), SourceError, *said)
+    assert shardload.verify(x, path, dataset=NAME, allow_filters=32008)
+    words = "bitshuffle" if comm.rank else "all"
+    if comm.size > 1:
+        same_error(
+            comm, lambda: shardload.load(path, mesh_of(), spec, dataset=NAME, allow_filters=words), PeerError, "allow_filters"
+        )

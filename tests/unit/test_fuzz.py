@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ import pytest
 
 from benchmarks.fuzz import GOOD, Outcomes, Worker, fuzz
 from benchmarks.fuzz_files import Case, Kind, make_case, make_kinds
+from benchmarks.fuzz_filter_files import FilterKind, filter_case
+from benchmarks.fuzz_filters import FilterOutcomes, is_listed
 from benchmarks.fuzz_worker import by_library, judge
 
 N_CASES = 150
@@ -131,3 +136,74 @@ def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, 
 
 def test_nothing_ran() -> None:
     assert Outcomes(1).n_cases == 0 and Outcomes(1).total() == {}
+
+
+# --- filters
+
+
+FILTERS = """
+import json, sys
+from benchmarks import fuzz_filters as f
+kinds = f.good_kinds()
+found = f.fuzz_filters(7, 3 * len(kinds), kinds=kinds)
+record = found.record() | {"promises": found.broken_promises(), "table": found.table(), "n_kinds": len(kinds)}
+do = {0: "os.abort()", 1: "os._exit(0)", 2: "while True: pass", 3: "bytearray(600 << 20)"}
+def outcome(kind, seed, turn, folder):
+    exec(do.get(turn, ""), {"os": f.os})
+    return "right", ""
+f._outcome, f.CPU_SECONDS = outcome, 0.5
+record["made"] = [[a, b[:40]] for a, b in f._run_child(kinds[:1], 7, 0, 9, 1e12)]
+for first in (1, 2, 3, 5):
+    record["made"] += [[a, b[:40]] for a, b in f._run_child(kinds[:1], 7, first, min(first + 1, 9), 1e12)]
+print(json.dumps(record))
+"""
+
+
+@pytest.fixture(scope="module")
+def filters() -> dict[str, Any]:
+    """In a process of its own: this one has threads, and forks."""
+    env = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}  # netCDF4 here may have set it
+    command = [sys.executable, "-W", "ignore", "-c", FILTERS]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_filters_that_are_used_unasked_survive_damage(filters: dict[str, Any]) -> None:
+    """A few of the cases of ``python -m benchmarks fuzz-filters``; of what is not on the list, some do not survive."""
+    assert filters["promises"] == [] and filters["cases"] == 3 * filters["n_kinds"], filters["bad"]
+    counts = filters["outcomes"]
+    assert min(counts["right"], counts["refused"], counts["value"]) > 20, counts
+    assert counts.get("CRASH", 0) + counts.get("EXIT", 0) > 3, counts
+    assert not {"sz3 (HDF5 32024)", "bzip2 (HDF5 307)"} & set(filters["listed"]) and len(filters["listed"]) > 40
+    assert filters["table"].splitlines()[-1].startswith("| all |")
+
+
+def test_what_a_decoder_does_to_its_process_is_an_outcome(filters: dict[str, Any]) -> None:
+    came = [came for came, _ in filters["made"]]
+    assert came == ["CRASH", "EXIT", "HANG", "MEMORY", "right"], filters["made"]
+    assert filters["made"][0][1].startswith("SIGABRT") and "status 0" in filters["made"][1][1]
+
+
+def test_the_case_of_a_filter_is_its_number() -> None:
+    kind = FilterKind(
+        "x (Zarr 2)",
+        "y",
+        "zarr2",
+        {"store.zarr/a/.zarray": b'{"compressor": {"id": "x"}, "filters": null}'},
+        {(0, 0): b"abcdefgh"},
+    )
+    for number in range(30):
+        one, two = filter_case(kind, 3, number), filter_case(kind, 3, number)
+        assert (one.what, one.files, one.touched) == (two.what, two.files, two.touched)
+    assert len({filter_case(kind, 3, number).what for number in range(30)}) > 15
+
+
+def test_a_filter_that_broke_its_promise_is_named() -> None:
+    found = FilterOutcomes(1)
+    for name in ("gzip (HDF5 1)", "sz3 (HDF5 32024)", "blosc (Zarr 3)"):
+        found.add(0, filter_case(FilterKind(name, "y", "hdf5", {"f.h5": b"abc"}, {(0, 0): b"abc"}), 1, 1), "CRASH", "")
+    found.add(0, filter_case(FilterKind("zstd (Zarr 3)", "y", "hdf5", {"f.h5": b"abc"}, {(0, 0): b"abc"}), 1, 1), "refused", "")
+    assert found.broken_promises() == ["blosc (Zarr 3)", "gzip (HDF5 1)"] and found.survived() == ["zstd (Zarr 3)"]
+    assert is_listed("numcodecs.delta (Zarr 3)") and not is_listed("mine (Zarr 2)") and not is_listed("zfp (HDF5 32013)")

@@ -131,6 +131,7 @@ def test_missing_outside_and_untrusted_are_checked(wrong: dict[str, Any]) -> Non
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
     names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside", "untrusted"}
+    names |= {"allow_filters"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -144,6 +145,7 @@ def test_description_tells_different_options_apart() -> None:
         missing="error",
         outside=True,
         untrusted=True,
+        allow_filters="zfp",
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}

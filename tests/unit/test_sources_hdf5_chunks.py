@@ -101,7 +101,7 @@ def check(path: Path | str, name: str) -> np.ndarray[Any, Any]:
 
 
 def is_left_to_hdf5(path: Path | str, name: str) -> bool:
-    source = open_source(str(path), name)
+    source = open_source(str(path), name, allow={"all"})
     reader = source.chunk_reader()
     source.close()
     return reader is None

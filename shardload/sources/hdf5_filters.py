@@ -1,0 +1,344 @@
+"""May these decoders be used on this dataset, and do their parameters fit it? Asked before HDF5 sees a chunk.
+
+A file names the decoders of its chunks by number, and HDF5 loads and runs them. Some were written for files that their own
+program wrote: a damaged chunk, or a parameter that does not fit, makes them crash, loop for ever, take all memory or end the
+process. Nothing in Python can catch that.
+
+1. `SURVIVED` are the filters with which no such thing was seen in many thousands of damaged chunks and parameters
+   (``python -m benchmarks fuzz-filters``, docs/trust-files.md). All others are used if the caller names them (`allow_filters`).
+2. The parameters of each (``cd_values``) are compared with the dataset's type and chunks: filters trust them.
+3. hdf5plugin, which registers all its filters with HDF5, is imported when one is needed that may be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Collection
+from typing import Any
+
+import h5py
+
+__all__ = ["NAMES", "SURVIVED", "may_use", "refuse_filter", "refuse_filters"]
+
+# Names people use. The numbers below 32000 are HDF5's own, but for bzip2; those above are registered with the HDF Group.
+NAMES = {
+    1: "gzip",
+    2: "shuffle",
+    3: "fletcher32",
+    4: "szip",
+    5: "nbit",
+    6: "scaleoffset",
+    307: "bzip2",
+    32000: "lzf",
+    32001: "blosc",
+    32004: "lz4",
+    32008: "bitshuffle",
+    32013: "zfp",
+    32015: "zstd",
+    32017: "sz",
+    32018: "fcidecomp",
+    32024: "sz3",
+    32026: "blosc2",
+    32028: "sperr",
+    32033: "htj2k",
+}
+
+SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
+
+_OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # of HDF5 and h5py
+
+# What damaged chunks were seen to do, in words that follow "damaged data".
+_SEEN = {
+    307: "made it loop for ever",
+    32008: "crashed the process, or made it loop for ever",
+    32013: "in its parameters crashed the process and took memory without bound",
+    32017: "crashed the process, or ended it without an error",
+    32024: "crashed the process, or ended it without an error",
+    32028: "crashed the process and took memory without bound",
+}
+
+_SZ_SIZES = (4, 8, 1, 1, 2, 2, 4, 4, 8, 8)
+_ZFP_MAGIC = int.from_bytes(b"zfp\x05", "little")
+
+
+def may_use(names: Collection[str], allowed: Collection[str]) -> bool:
+    """Whether the caller allowed a filter of one of these names.
+
+    >>> may_use(("bitshuffle", "32008"), {"32008"}), may_use(("bitshuffle", "32008"), {"zfp"}), may_use((), {"all"})
+    (True, False, True)
+    """
+    return "all" in allowed or any(name in allowed for name in names)
+
+
+def refuse_filters(dataset: h5py.Dataset, allowed: Collection[str]) -> str | None:
+    """Why a dataset's chunks are not decoded, in words that follow "holds"; None where they are."""
+    creation = dataset.id.get_create_plist()
+    if creation.get_layout() != h5py.h5d.CHUNKED:
+        return None
+    kind, chunk = dataset.id.get_type(), tuple(creation.get_chunk())
+    for k in range(creation.get_nfilters()):
+        number, _, values, label = creation.get_filter(k)
+        refused = refuse_filter(number, label, values, kind, chunk, allowed) or _missing(number, label)
+        if refused is not None:
+            return refused
+    return None
+
+
+def refuse_filter(
+    number: int, label: bytes, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...], allowed: Collection[str]
+) -> str | None:
+    """Why one filter is not used, in words that follow "holds"; None where it is. Asks HDF5 nothing about the filter.
+
+    Parameters
+    ----------
+    number : int
+        Of the filter.
+    label : bytes
+        What the file calls it; only shown.
+    values : tuple of int
+        Its parameters, ``cd_values``.
+    kind : h5py.h5t.TypeID
+        Of the values in the file.
+    chunk : tuple of int
+        Elements of a chunk along each axis.
+    allowed : collection of str
+        Names and numbers of filters that the caller allows; ``"all"`` for every one.
+    """
+    name = NAMES.get(number)
+    if number not in SURVIVED and not may_use((str(number), *([name] if name else [])), allowed):
+        seen = _SEEN.get(number)
+        why = (
+            f"its decoder does not survive damage (damaged data {seen})"
+            if seen
+            else "how it takes damage is not known well enough"
+        )
+        word = name or str(number)
+        return (
+            f"chunks encoded with {_told(number, label)}, which is not decoded unasked: {why}. If you trust who wrote the "
+            f"file, pass allow_filters='{word}', or type --allow-filters {word}"
+        )
+    wrong = _unfit(number, values, kind, chunk)
+    if wrong is not None:
+        return f"chunks encoded with {_told(number, label)}, whose parameters {values} do not fit it: {wrong}. It is damaged"
+    return None
+
+
+def _told(number: int, label: bytes) -> str:
+    given = "".join(letter for letter in label[:40].decode(errors="replace") if letter.isprintable())
+    return f"HDF5 filter {number} ({NAMES.get(number) or given or 'unnamed'})"
+
+
+def _missing(number: int, label: bytes) -> str | None:
+    """What is said of a filter that this HDF5 cannot undo. HDF5 looks for it in HDF5_PLUGIN_PATH, and loads it from there.
+
+    That is asked last: netCDF4, when it is imported, sets it to filters that are linked to another copy of HDF5.
+    """
+    if number not in _OWN:
+        with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
+            importlib.import_module("hdf5plugin")
+    if h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED):
+        return None
+    return (
+        f"chunks encoded with {_told(number, label)}, which the HDF5 library here cannot decode: "
+        "`pip install hdf5plugin`, or set HDF5_PLUGIN_PATH to where the filter is"
+    )
+
+
+# --- parameters
+
+
+def _unfit(number: int, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    """What is wrong with the parameters of a filter for chunks of this type and shape; None where nothing is known to be."""
+    check = _CHECKS.get(number)
+    return None if check is None else check(values, kind, chunk)
+
+
+def _compare(*found_and_expected: tuple[str, Any, Any]) -> str | None:
+    """The first that differs, in words."""
+    for what, found, expected in found_and_expected:
+        fits = found in expected if isinstance(expected, range | tuple | frozenset) else found == expected
+        if not fits:
+            told = f"{expected.start} to {expected.stop - 1}" if isinstance(expected, range) else expected
+            return f"{what} is {found}, expected {told}"
+    return None
+
+
+def _count(values: tuple[int, ...], expected: Any) -> str | None:
+    return _compare(("their number", len(values), expected))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _gzip(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, 1) or _compare(("the level", values[0], range(10)))
+
+
+def _shuffle(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, 1) or _compare(("the size of an element", values[0], kind.get_size()))
+
+
+def _szip(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    """As HDF5 computes them when a dataset is made."""
+    if (wrong := _count(values, 4)) is not None:
+        return wrong
+    options, block, bits, line = values
+    size, n = kind.get_size(), math.prod(chunk)
+    precise = kind.get_precision() if hasattr(kind, "get_precision") and not kind.get_offset() else 8 * size
+    precise = next((n for n in (32, 64) if 24 < precise <= n), precise)
+    wrong = _compare(("the length of a block", block, range(2, 33, 2)), ("bits of an element", bits, (precise, 8 * size)))
+    if wrong is not None:
+        return wrong
+    longest = min(chunk[-1], 4096) if chunk[-1] >= block else n
+    lines = (min(128 * block, longest), 128 * block)
+    return _compare(("the length of a line", line, lines), ("the coding", options & 36, (4, 32)))
+
+
+def _nbit(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    packed, is_full = _nbit_type(kind)
+    expected = (3 + len(packed), int(is_full), math.prod(chunk), *packed)
+    # Complex numbers have 18 of them, and h5py 3.12 delivers 16 and noise. Where all bits are kept, the filter does nothing.
+    n = 16 if is_full else len(expected)
+    return _count(values, len(expected)) or _compare(("what they say of type and chunk", values[:n], (expected[:n],)))
+
+
+def _nbit_type(kind: Any) -> tuple[list[int], bool]:
+    """A type in the words of HDF5's n-bit filter, and whether none of its bits can be left out."""
+    size = kind.get_size()
+    if kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT):
+        order = {h5py.h5t.ORDER_LE: 0, h5py.h5t.ORDER_BE: 1}.get(kind.get_order(), -1)
+        precision, offset = kind.get_precision(), kind.get_offset()
+        return [1, size, order, precision, offset], precision == 8 * size and offset == 0
+    if kind.get_class() == h5py.h5t.COMPOUND:
+        packed, is_full = [3, size, kind.get_nmembers()], True
+        for k in range(kind.get_nmembers()):
+            member, full = _nbit_type(kind.get_member_type(k))
+            packed += [kind.get_member_offset(k), *member]
+            is_full = is_full and full
+        return packed, is_full
+    return [4, size], True
+
+
+def _scaleoffset(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    if (wrong := _count(values, 20)) is not None:
+        return wrong
+    way, factor, n, number, size, sign, order, has_fill, *_ = values
+    is_float = kind.get_class() == h5py.h5t.FLOAT
+    is_signed = not is_float and kind.get_class() == h5py.h5t.INTEGER and kind.get_sign() == h5py.h5t.SGN_2
+    factors = range(-400, 401) if is_float else range(8 * size + 1)
+    return _compare(
+        ("the number of elements", n, math.prod(chunk)),
+        ("the size of an element", size, kind.get_size()),
+        ("the kind of number", number, int(is_float)),
+        ("the way of scaling", way, (0,) if is_float else (2,)),
+        ("the factor", _signed(factor), factors),
+        ("the sign", sign, int(is_signed)),
+        ("the byte order", order, int(kind.get_order() == h5py.h5t.ORDER_BE)),
+        ("whether there is a fill value", has_fill, (0, 1)),
+    )
+
+
+def _lzf(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, range(3, 5)) or _compare(("the bytes of a chunk", values[2], _nbytes(kind, chunk)))
+
+
+def _blosc(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, range(4, 9)) or _compare(
+        ("the size of an element", values[2], (kind.get_size(), 1)),
+        ("the bytes of a chunk", values[3], _nbytes(kind, chunk)),
+    )
+
+
+def _blosc2(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    wrong = _count(values, range(4, 41)) or _blosc(values[:4], kind, chunk)
+    if wrong is not None or len(values) < 8:
+        return wrong
+    return _compare(("the shape of a chunk", values[7:], ((len(chunk), *chunk),)))
+
+
+def _bitshuffle(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return (
+        _count(values, range(3, 9))
+        or _compare(("the size of an element", values[2], kind.get_size()))
+        or (_compare(("the length of a block", values[3], range(0, 1 << 20, 8))) if len(values) > 3 else None)
+        or (_compare(("the compressor", values[4], (0, 2, 3))) if len(values) > 4 else None)
+    )
+
+
+def _zfp(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    """The header of a ZFP stream, which the filter keeps there: magic word, type, sizes (zfp.h, ZFP_HEADER_META)."""
+    if (
+        wrong := _count(values, range(4, 9)) or _compare(("the mark of ZFP", values[1] & 0xFFFFFF, _ZFP_MAGIC & 0xFFFFFF))
+    ) is not None:
+        return wrong
+    meta = values[2] | values[3] << 32
+    n_axes, width = (meta >> 2 & 3) + 1, 48 // ((meta >> 2 & 3) + 1)
+    sizes = [(meta >> 4 + k * width & (1 << width) - 1) + 1 for k in range(n_axes)]
+    is_float, size = kind.get_class() == h5py.h5t.FLOAT, kind.get_size()
+    expected = {(False, 4): 0, (False, 8): 1, (True, 4): 2, (True, 8): 3}.get((is_float, size), -1)
+    return _compare(("the type", meta & 3, expected), ("the number of elements", math.prod(sizes), math.prod(chunk)))
+
+
+def _sz(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    wrong = _count(values, range(3, 33)) or _compare(
+        ("the number of axes", values[0], range(1, 6)), ("the type", values[1], range(10))
+    )
+    if wrong is not None:
+        return wrong
+    is_float = kind.get_class() == h5py.h5t.FLOAT
+    wrong = _compare(("the size of an element", _SZ_SIZES[values[1]], kind.get_size()), ("the type", values[1] < 2, is_float))
+    if wrong is None and values[0] in (2, 3, 4):
+        wrong = _compare(("the number of elements", math.prod(values[2 : 2 + values[0]]), math.prod(chunk)))
+    return wrong
+
+
+def _sperr(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    wrong = _count(values, range(4, 10)) or _compare(("the number of axes", values[0] & 15, range(2, 4)))
+    n = values[0] & 15 if wrong is None else 0
+    return (
+        wrong
+        or _count(values[2 : 2 + n], n)
+        or _compare(
+            ("the number of elements", math.prod(values[2 : 2 + n]), math.prod(chunk)),
+            ("whether elements have 4 bytes", values[0] >> 4 & 1, int(kind.get_size() == 4)),
+        )
+    )
+
+
+def _fcidecomp(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, range(4, 33)) or _compare(
+        ("the size of an element", values[0], kind.get_size()),
+        ("the number of elements", math.prod(values[1:4]), math.prod(chunk)),
+    )
+
+
+def _htj2k(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
+    return _count(values, range(5, 33)) or _compare(
+        ("the size of an element", values[1], kind.get_size()),
+        ("the number of elements", math.prod(values[2:5]), math.prod(chunk)),
+    )
+
+
+def _nbytes(kind: Any, chunk: tuple[int, ...]) -> int:
+    return int(math.prod(chunk) * kind.get_size())
+
+
+_CHECKS = {
+    1: _gzip,
+    2: _shuffle,
+    4: _szip,
+    5: _nbit,
+    6: _scaleoffset,
+    32000: _lzf,
+    32001: _blosc,
+    32008: _bitshuffle,
+    32013: _zfp,
+    32017: _sz,
+    32018: _fcidecomp,
+    32026: _blosc2,
+    32028: _sperr,
+    32033: _htj2k,
+}
