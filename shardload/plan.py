@@ -495,7 +495,7 @@ def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
     A run is what the box has of that axis and all after it. An axis of which it has one element is no step.
 
     >>> run_stride((8, 8, 8), (4, 8, 8)), run_stride((8, 8, 8), (8, 4, 8)), run_stride((8, 8, 8), (8, 8, 4))
-    (64, 64, 8)
+    (512, 64, 8)
     """
     cut = [k for k, (n, e) in enumerate(zip(shape, extent, strict=True)) if e < n]
     if not cut:
