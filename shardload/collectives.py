@@ -63,6 +63,8 @@ class MpiCollectives:
         Called all the time while this rank waits; may raise, and then nobody can use the communicator again.
     done : callable, optional
         Called after each collective.
+    generation : int
+        How many such objects the processes have made before: names in the store are used once.
     """
 
     def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
@@ -158,7 +160,9 @@ class JaxCollectives:
         size: int,
         look: Callable[[], None] = lambda: None,
         done: Callable[[], None] = lambda: None,
+        generation: int = 0,
     ) -> None:
+        self._place = f"shardload/{generation}"
         self._client, self._rank, self._size, self._look, self._done = client, rank, size, look, done
         self._n = 0
         self._old: list[str] = []
@@ -219,7 +223,7 @@ class JaxCollectives:
 
     def _next(self) -> str:
         self._n += 1  # all processes count alike
-        return f"shardload/{self._n}"
+        return f"{self._place}/{self._n}"
 
     def _set(self, key: str, value: bytes) -> None:
         self._client.key_value_set_bytes(key, value)

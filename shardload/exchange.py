@@ -136,7 +136,8 @@ def exchange(
     """
     traffic = Traffic(group, tags, seed)
     advance = _Advance(on_progress)
-    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, on_piece or (lambda _: None))
+    complete = _Advance(on_piece)
+    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, complete)
     packer, shared_packer = Packer(pack_slots), Packer(slots)
     outbox = Outbox(traffic, segments, packer, shared_packer, dtype, checksums)
     moving = _Exchange(traffic, plan, reader, inbox, outbox, bell)
@@ -147,21 +148,21 @@ def exchange(
         group.forget_shared_memory()
         raise
     moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes, inbox.n_checksums)
-    return moving.failure or inbox.problem or advance.problem, moved
+    return moving.failure or inbox.problem or advance.problem or complete.problem, moved
 
 
 class _Advance:
-    """The caller's function for progress. If it fails, the exchange goes on: others still wait for this rank."""
+    """A function that is told how far it is. If it fails, the exchange goes on: others still wait for this rank."""
 
-    def __init__(self, on_progress: Callable[[int], None] | None) -> None:
-        self._on_progress = on_progress
+    def __init__(self, tell: Callable[[Any], None] | None) -> None:
+        self._tell = tell
         self.problem: Exception | None = None
 
-    def __call__(self, nbytes: int) -> None:
-        if self._on_progress is None or self.problem is not None:
+    def __call__(self, what: Any) -> None:
+        if self._tell is None or self.problem is not None:
             return
         try:
-            self._on_progress(nbytes)
+            self._tell(what)
         except Exception as error:
             let_interruption_pass(error)
             self.problem = error

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from shardload.errors import ConfigError, SourceError, StallError
 from shardload.exchange import exchange
 from shardload.group import Group, Invocation
 from shardload.layout import devices_of_regions
-from shardload.letter import let_interruption_pass
+from shardload.letter import let_interruption_pass, outer_exception
 from shardload.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.node import Bell, Segment
 from shardload.options import Options, pad_value
@@ -244,7 +245,7 @@ class Job:
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
         """Agree on which plan it is, then `run_here`. Collective."""
         group = self._ranks("execute this plan")
-        with group.call() as refusal:
+        with outer_exception(), group.call(self.options.timeout) as refusal:
             asked = Invocation("execute", f"execute() of the plan for {made.info}", self.agreed)
             group.watch.begin(str(made.info), self.options.timeout)
             is_same = group.begin(asked, str) is not None
@@ -262,14 +263,18 @@ class Job:
         """Compare an array with the file. Collective; inside a call of all ranks."""
         group = self._ranks("compare values")
         state, error = None, None
+        group.watch.begin(str(info), self.options.timeout)
+        group.watch.enter("verify")
         if is_open(self.handle):
             try:
                 state = self._contents(info)
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-            check_same(str(info), group.agree(error, to_sums(state)), info.path, info.dataset, is_open=True)
-        return self.verifier(info, seed).run(group, array)
+        check_same(str(info), group.agree(error, to_sums(state)), info.path, info.dataset, is_open=True)
+        proven = self.verifier(info, seed).run(group, array)
+        group.watch.close()
+        return proven
 
     def _ranks(self, what: str) -> Group:
         if self.group is None:
@@ -285,7 +290,8 @@ class Job:
         array, report, checked, held = None, None, Checked(), {}
         error: BaseException | None = None
         ready: _Ready | None = None
-        with ExitStack() as opened:
+        opened = ExitStack()
+        try:
             group.watch.enter("open")
             try:
                 ready = self._get_ready(made, group.rank, segments.get(group.rank), opened)
@@ -305,6 +311,15 @@ class Job:
                 except Exception as found:
                     let_interruption_pass(found)
                     error = found
+        except BaseException:
+            with suppress(Exception):  # what is raised already is the better reason
+                opened.__exit__(*sys.exc_info())
+            raise
+        try:
+            opened.close()
+        except Exception as found:  # the others still wait for what this rank says of the load
+            let_interruption_pass(found)
+            error = error or found
         verifier = self.verifier(made.info)
         if array is not None and error is None:
             group.watch.enter("verify")
@@ -323,10 +338,10 @@ class Job:
             raise ConfigError("nothing was loaded")
         seen, sums = sums[:N_SUMS], sums[N_SUMS:]
         check_same(str(made.info), seen, made.info.path, made.info.dataset, is_open=is_open(self.handle))
+        proven = verifier.agree(group, checked, sums, n_parts)
         if n_missing:
             self._settle_missing(made.info, group, n_missing, ready.reader.tally.missing)
         group.watch.close()
-        proven = verifier.agree(group, checked, sums, n_parts)
         return array, replace(report, chunks_decoded=n_chunks, nbytes_read=nbytes, chunks_missing=n_missing, proven=proven)
 
     def _settle_missing(self, info: ArrayInfo, group: Group, n: int, found: list[int]) -> None:

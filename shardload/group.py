@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from shardload.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
-from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
+from shardload.errors import ConfigError, MissingChunksWarning, PeerError, ShardloadError, StallError
 from shardload.letter import as_shardload, from_json, let_interruption_pass, to_json
 from shardload.machine import Machine, Node, pretended_ranks_per_node
 from shardload.node import HANDLE_SIZE, Segment
@@ -100,8 +100,9 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     with kept.making:  # of this communicator alone: to duplicate another one may take as long as its ranks need
         if kept.group is None or (isinstance(kept.group, Group) and kept.group.is_torn):
             try:
-                kept.group = Group(duplicate(comm, timeout))
-                kept.group.watch_departures()
+                made = Group(duplicate(comm, timeout))
+                made.watch_departures()
+                kept.group = made
             except StallError as error:
                 kept.group = error
                 leave_at_exit(mpi, timeout or 0.0)
@@ -136,11 +137,17 @@ def _alone() -> Group:
     return Group(None)
 
 
-@cache
+_of_jax: dict[tuple[Any, int, int], list[Group]] = {}
+
+
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    group = Group(None, (client, process, n_processes))
-    group.watch_departures("processes")
-    return group
+    """The group of JAX's processes: another one, of another name, after one that an interruption has left."""
+    made = _of_jax.setdefault((client, process, n_processes), [])
+    if not made or made[-1].is_torn:
+        group = Group(None, (client, process, n_processes), generation=len(made))
+        group.watch_departures(f"processes{len(made) or ''}")
+        made.append(group)
+    return made[-1]
 
 
 @cache
@@ -196,7 +203,7 @@ class Group:
         Whether the ranks still move. Once it has found that they do not, every collective raises `StallError`.
     """
 
-    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None) -> None:
+    def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int = 0) -> None:
         self.comm = comm
         if processes is not None:
             _, self.rank, self.size = processes
@@ -211,7 +218,7 @@ class Group:
         self._collectives: Collectives = (
             MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
             if processes is None
-            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed)
+            else JaxCollectives(*processes, self.watch.look_for_departed, self.watch.agreed, generation)
         )
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
@@ -248,7 +255,7 @@ class Group:
         return _load_mpi()[0]
 
     @contextmanager
-    def call(self) -> Iterator[ConfigError | None]:
+    def call(self, timeout: float | None = None) -> Iterator[ConfigError | None]:
         """One call at a time, from its first message to its last; gives what it is to be refused for, if it is.
 
         A thread that comes while another one is in a call waits, and is then refused, in its turn: ranks could not tell the
@@ -262,7 +269,8 @@ class Group:
         Raises
         ------
         ConfigError
-            If this very thread is in a call, or if an interrupted one has left this group.
+            If this very thread is in a call, if another one is for `timeout` seconds, or if an interrupted one has left this
+            group.
         """
         if self._caller == threading.get_ident():
             raise ConfigError(
@@ -271,7 +279,11 @@ class Group:
             )
         refusal = None
         if not self._one_call.acquire(blocking=False):
-            self._one_call.acquire()
+            if not self._one_call.acquire(timeout=-1 if timeout is None else timeout):
+                raise ConfigError(
+                    f"another thread of this process has been in a call over the same communicator for {timeout:g} s. Does it "
+                    "wait for this one? Call one after the other, or give each thread its own, comm=MPI.COMM_WORLD.Dup()"
+                )
             if self.size > 1:
                 refusal = ConfigError(
                     "another thread of this process was in a call over the same communicator, and ranks could not tell the two "
@@ -283,13 +295,13 @@ class Group:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
             yield refusal
         except ShardloadError as error:  # which all ranks raise together, though each may have found it by itself
-            if not isinstance(error, StallError):  # of which the watch has decided who shows it
+            if not isinstance(error, StallError) and not self.is_torn:  # of a stall the watch has decided who shows it
                 self.shared(error)
             raise
-        except Warning:  # which all ranks raise, where warnings are errors
+        except MissingChunksWarning:  # which all ranks raise, where warnings are errors
             raise
         except BaseException:
-            self.is_torn = True
+            self.is_torn = self.size > 1  # a process alone has nobody to be out of step with
             raise
         finally:
             self._caller = 0
@@ -427,7 +439,7 @@ class Group:
         if self.size == 1:
             return text or ""
         # The first message has the length and, where it fits, all of the text: one broadcast for nearly every text.
-        data = np.frombuffer((text or "").encode() if self.rank == root else b"", dtype=np.uint8)
+        data = np.frombuffer((text or "").encode("utf-8", "surrogatepass") if self.rank == root else b"", dtype=np.uint8)
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
         room = _HEAD_NBYTES - 8
         if self.rank == root:
@@ -436,10 +448,10 @@ class Group:
         self._collectives.broadcast(head, root)
         length = int(head[:8].view("<i8")[0])
         if length <= room:
-            return head[8 : 8 + length].tobytes().decode()
+            return head[8 : 8 + length].tobytes().decode("utf-8", "surrogatepass")
         whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
         self._collectives.broadcast(whole, root)
-        return whole.tobytes().decode()
+        return whole.tobytes().decode("utf-8", "surrogatepass")
 
     def gather_text(self, text: str) -> list[str]:
         """A text of every rank, on every rank. Collective."""
@@ -455,7 +467,8 @@ class Group:
         if self.size == 1:
             try:
                 return "+" + make(), None
-            except ShardloadError:
+            except ShardloadError as found:
+                let_interruption_pass(found)
                 raise
             except Exception as found:  # the same type as with more ranks
                 let_interruption_pass(found)
@@ -564,4 +577,4 @@ class Group:
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -9,13 +9,17 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 
 import numpy as np
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
 
-__all__ = ["as_shardload", "from_json", "let_interruption_pass", "to_json"]
+__all__ = ["as_shardload", "from_json", "let_interruption_pass", "outer_exception", "to_json"]
 
 _TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
 _ERRORS = {e.__name__: e for e in _TYPES}
@@ -42,14 +46,29 @@ def _lacks_descriptors(error: BaseException | None) -> bool:
     return False
 
 
+_own = threading.local()
+
+
+@contextmanager
+def outer_exception() -> Iterator[None]:
+    """For a call that may be made where an exception is handled, whose context it then is in all that is raised inside."""
+    before, _own.outer = getattr(_own, "outer", None), sys.exc_info()[1]
+    try:
+        yield
+    finally:
+        _own.outer = before
+
+
 def let_interruption_pass(error: BaseException) -> None:
     """Raise what a signal handler of the application's has raised, if `error` is that or came from it.
 
-    Then there is a frame of a handler among those that it went through.
+    Then there is a frame of a handler among those that it went through. What the caller was handling when the call began does
+    not count (`outer_exception`).
     """
+    outer = getattr(_own, "outer", None)
     handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
     seen: BaseException | None = error
-    while handlers and seen is not None:
+    while handlers and seen is not None and seen is not outer:
         trace = seen.__traceback__
         while trace is not None:
             if trace.tb_frame.f_code in handlers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -260,8 +260,9 @@ def scatter(
     ConfigError, SourceError, PeerError
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
+    error = None
     if verify in (FILE, FULL):
-        raise ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
+        error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT, timeout=timeout)
     source: list[MemorySource] = []
 
@@ -276,10 +277,10 @@ def scatter(
         text, as_it_is = json.loads(found)
         return plan_memory(call, ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)
 
-    with Request.open("scatter", mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options) as request:
+    with Request.open("scatter", mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options, error=error) as request:
         group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
         if group is None:
-            raise ConfigError("scatter needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
+            raise ConfigError("scatter needs a mesh of devices")
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
         return request.plan(find, make, int(root)).execute_here()
@@ -349,15 +350,18 @@ def verify(
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
     verified by full: ... CRC-32 of the array b4e473c9
     """
-    if not isinstance(x, jax.Array):
-        raise ConfigError(f"x is a {type(x).__name__}; expected a jax.Array")
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+    error, found, given = None, "nothing", cast(Any, x)
+    if not isinstance(given, jax.Array):
+        error = ConfigError(f"x is a {type(given).__name__}; expected a jax.Array")
+    elif isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+    else:
+        found = f"an array of shape {x.shape}, {x.dtype}"
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, outside=outside,
         untrusted=untrusted, allow_filters=allow_filters,
     )  # fmt: skip
-    what = {"path": _describe_path(path), "x": f"an array of shape {x.shape}, {x.dtype}", "seed": str(seed)}
+    what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
 
     def make(call: Call, found: str) -> Plan:
         made = plan_file(call, ArrayInfo.from_json(found), path)
@@ -368,7 +372,7 @@ def verify(
             )
         return made
 
-    with Request.open("verify", _sharding_of(x), None, comm, what, options) as request:
+    with Request.open("verify", _sharding_of(x), None, comm, what, options, error=error) as request:
         made = request.plan(lambda call: _find(path, call).to_json(), make)
         return made._job.verify(made.info, x, int(seed))
 
@@ -378,8 +382,10 @@ def _find(path: Any, call: Call) -> ArrayInfo:
     return find_array(path, options.dataset, options.outside, options.allow_filters, options.limits)
 
 
-def _sharding_of(x: jax.Array) -> Any:
+def _sharding_of(x: Any) -> Any:
     """Its sharding, in words of a mesh where it has none."""
+    if not isinstance(x, jax.Array):
+        return None
     if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
         return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
     return x.sharding
@@ -389,4 +395,5 @@ def _describe_path(path: Any) -> str:
     if isinstance(path, (str, os.PathLike)):
         return repr(os.path.expanduser(os.fspath(path)))
     # Open arrays: the name inside says enough; how the file is called may differ from rank to rank.
-    return f"an open array named {getattr(path, 'name', None)!r}"
+    kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
+    return f"an open {kind} named {getattr(path, 'name', None)!r}"

@@ -162,7 +162,7 @@ def leave_alone_at_exit(_seconds: float) -> None:
 
 
 def _leave_if_held_up() -> None:
-    if any(thread.name.startswith("shardload-") for thread in threading.enumerate()):
+    if any(thread.name.startswith("shardload-read") for thread in threading.enumerate()):
         _leave(None, 0.0)
 
 

@@ -35,7 +35,7 @@ from shardload.layout import (
     read_spec,
     verify_layout,
 )
-from shardload.letter import let_interruption_pass
+from shardload.letter import let_interruption_pass, outer_exception
 from shardload.options import AUTO, TIMEOUT, Options, pad_value
 from shardload.plan import Grid, ReadPlan, Shards, plan_blocks, plan_direct, plan_row_chunks
 from shardload.region import Selection, select_axes
@@ -113,6 +113,7 @@ class Request:
         what: dict[str, str],
         options: dict[str, Any],
         processes: Any = None,
+        error: ConfigError | None = None,
     ) -> Iterator[Request]:
         """Check the arguments on this rank, and hold the group for all that the call does. Collective the first time.
 
@@ -128,31 +129,37 @@ class Request:
             Keywords of `Options.check`.
         processes : int, optional
             How many processes an abstract mesh is of.
+        error : ConfigError, optional
+            What is wrong with other arguments on this rank.
         """
         given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
         values = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
-        call, error = None, None
+        call: Call | None = None
         timeout: float | None = TIMEOUT
         try:
             call = Call(read_sharding(mesh, spec), Options.check(**options), None, devices_per_process(given, processes))
             values |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
             timeout = call.options.timeout
         except ConfigError as found:
-            error = found
+            error = error or found
+        except Exception as found:  # an argument that nobody thought of: the others wait for this rank all the same
+            let_interruption_pass(found)
+            error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
         title = what["path"] if what["path"].startswith(kind) else f"{kind} of {what['path']}"
         asked = Invocation(kind, title, values)
         if isinstance(given, AbstractMesh):
-            yield cls(None, asked, call, error)
-            return
+            if kind == "plan":
+                yield cls(None, asked, call, error)
+                return
+            error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
-        with group.call() as refusal:
+        with outer_exception(), group.call(timeout) as refusal:
             group.watch.begin(what["path"], timeout)
             _ = group.machine, group.processes(jax.process_index())  # asked for where no rank can be missing
-            if refusal is not None:
-                call, error = None, refusal
+            error = refusal or error
             if call is not None:
                 call.group = group
-            yield cls(group, asked, call, error)
+            yield cls(group, asked, None if error is not None else call, error)
 
     def agree(self) -> Call:
         """The call, if all ranks make the same one. Collective."""

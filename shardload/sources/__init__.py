@@ -351,11 +351,13 @@ def _as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
     try:
         yield
     except (ShardloadError, KeyError, MemoryError) as error:
+        let_interruption_pass(error)
         # "No such name" names the dataset; a library's own KeyError, from metadata that lacks something, does not.
         if not isinstance(error, KeyError) or (dataset is not None and error.args == (dataset,)):
             raise
         raise _damaged(path, dataset, error) from error
     except Exception as error:
+        let_interruption_pass(error)
         raise _damaged(path, dataset, error) from error
 
 

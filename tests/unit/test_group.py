@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.group import Group, Invocation, group_of, mpi_problem, world
-from shardload.letter import from_json, to_json
+from shardload.letter import from_json, let_interruption_pass, outer_exception, to_json
 
 MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
 
@@ -453,10 +454,10 @@ def waits(group: Group, at: threading.Event) -> None:
     lock = group._one_call
 
     class Waited:
-        def acquire(self, blocking: bool = True) -> bool:
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
             if blocking:
                 at.set()
-            return lock.acquire(blocking)
+            return lock.acquire(blocking, timeout)
 
         def release(self) -> None:
             lock.release()
@@ -495,12 +496,80 @@ def test_a_call_inside_a_call_of_the_same_thread() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ZeroDivisionError, MemoryError])
 def test_what_ranks_do_not_raise_together_leaves_a_group_that_is_not_used_again(error: type[BaseException]) -> None:
     """Wrong if after an exception of a signal handler this rank were a message behind the others, unnoticed."""
+
+    def work(group: Group) -> None:
+        with pytest.raises(error), group.call():
+            raise error
+        assert group.is_torn
+        with pytest.raises(ConfigError, match="was interrupted: make the plan again"), group.call():
+            pass
+
+    assert on_ranks(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_process_alone_goes_on_after_an_interruption(error: type[BaseException]) -> None:
+    """Wrong if Ctrl-C in a notebook made every later load an error: there is nobody to be out of step with."""
     alone = Group(None)
     with pytest.raises(error), alone.call():
         raise error
-    assert alone.is_torn
-    with pytest.raises(ConfigError, match="was interrupted: make the plan again"), alone.call():
-        pass
+    assert one_call(alone, asked()) == "found"
+
+
+def test_a_call_that_waits_for_a_thread_which_waits_for_it() -> None:
+    """Wrong if both waited for ever."""
+    alone, said = Group(None), []
+
+    def second() -> None:
+        try:
+            with alone.call(timeout=0.01):
+                pass
+        except ConfigError as error:
+            said.append(str(error))
+
+    with alone.call():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(20)
+    assert "has been in a call over the same communicator for 0.01 s" in said[0]
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a load in the `except` of an alarm raised that alarm again, on this rank alone."""
+
+    def handler(*_: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Alarm):
+            try:
+                try:
+                    handler()
+                except Alarm as alarm:
+                    raise OSError("wrapped") from alarm
+            except OSError as error:
+                let_interruption_pass(error)
+        for wrapped in (OSError("x"), SourceError("x")):
+            try:
+                handler()
+            except Alarm:
+                with outer_exception():
+                    try:
+                        raise wrapped
+                    except Exception as error:
+                        let_interruption_pass(error)  # whose context is the alarm
+                    with pytest.raises(Alarm):
+                        try:
+                            handler()
+                        except Alarm as error:
+                            let_interruption_pass(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, UserWarning])

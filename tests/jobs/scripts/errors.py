@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import h5py
 import jax
 import numpy as np
 import zarr
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
@@ -302,6 +303,39 @@ case("staging differs")(lambda: load(staging=mine("1MiB", "2MiB")))
 case("timeout differs")(lambda: load(timeout=mine(900, 60)))
 case("verify differs")(lambda: load(verify=mine("index", "checksum")))
 case("rank 0 differs from all")(lambda: load(spec=mine(P("a", "b"), P("b", "a"), 0)))
+case("scatter cannot verify, on one rank")(
+    lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a"), verify=mine("index", "full"))
+)
+case("an abstract mesh on one rank")(lambda: load(mesh=mine(None, AbstractMesh((2, 2), ("a", "b")), 1)))
+case("an argument that nobody thought of")(lambda: load(spec=mine(P("a"), (np.array([1, 2]),), 1)))
+case("a timeout beyond all numbers")(lambda: load(timeout=mine(60, 10**400)))
+
+
+@case("what should be verified is no array, on one rank")
+def _() -> None:
+    x = load()
+    shardload.verify(mine(x, None, 3), "good.h5")
+
+
+@case("a file cannot be closed on rank 1")
+def _() -> None:
+    patched("shardload.execute", "_close", gone, lambda: load(readers="parallel"), (1,))
+
+
+@case("an alarm was handled before")
+def _() -> None:
+    def handler(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        handler()
+    except ZeroDivisionError:
+        load("gud.h5")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 case("one spec is wrong")(lambda: load(spec=mine(P("a", "b"), P("a", "q"), 1)))
 case("all wrong, each its own way")(lambda: load(spec=P(f"q{comm.rank}")))
 case("scatter root differs")(lambda: shardload.scatter(ramp(SHAPE), mesh_of(), P("a"), root=mine(0, 1)))
