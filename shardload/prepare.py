@@ -409,10 +409,9 @@ def _stage(call: Call, plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], n_
 
 
 def _chunks_per_block(plan: ReadPlan, chunks: Grid) -> int:
-    """Chunks that a read meets at most."""
-    return math.prod(
-        min(-(-b // c), n) for b, c, n in zip(plan.blocks.cell, chunks.cell, (max(1, n) for n in chunks.counts), strict=True)
-    )
+    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
+    axes = zip(plan.blocks.cell, plan.extent, chunks.cell, chunks.counts, strict=True)
+    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
 
 
 def _choose(

@@ -546,3 +546,11 @@ def test_booleans_in_memory(how: str) -> None:
 
 if __name__ == "__main__":
     print(json.dumps(measure(sys.argv[1])))
+
+
+def test_slots_of_what_a_rank_needs(tmp_path: Path) -> None:
+    """Wrong if, where a rank needs a narrow part of a block, its slots had room for all chunks of the block: 1.5 GiB here."""
+    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 1024), (64, 64, 4))
+    plan = shardload.plan(path, AbstractMesh((64, 64), ("a", "b")), P(None, "a", "b"), readers="direct", staging="256MiB")
+    staging = plan._job.staging
+    assert staging.n_slots * staging.slot_nbytes <= 256 << 20
