@@ -154,6 +154,7 @@ def as_typed(message: str) -> str:
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
     message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
+    message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 

@@ -21,6 +21,7 @@ from shardload.cli import app, human_size, parse_mesh, parse_pad, parse_select, 
 from shardload.flags import as_typed, info_as_typed
 from shardload.sources.fence import TARGET_HINT
 from shardload.sources.untrusted import Helper, Limits
+from shardload.verdict import _END
 
 MESH = {"a": 4, "b": 2}
 
@@ -450,6 +451,7 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
         ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
         ("for 225 s (a quarter of timeout=)", "for 225 s"),
+        (f"{_END}.", f"{_END}.".replace("pass a", "load it from Python with a")),
         ("staging is what it is; padding=0", "staging is what it is; padding=0"),
     ):
         assert as_typed(said) == typed

@@ -26,6 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources import find_array, find_small, list_arrays, open_source, untrusted_process
 from shardload.sources.base import ArrayInfo
+from shardload.sources.fence import NotAFileError, OutsideError
 from shardload.sources.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of
 from tests.unit.fakes import fetch, reader_of, whole
 from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
@@ -253,6 +254,20 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     with pytest.raises(HelperError, match=r"more memory than a helper process may have .1\.0 MiB"):
         source.read_into(Region((0, 0), (512, 1 << 20)), np.empty((512, 1 << 20), "u1"))
     source.close()
+
+
+def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
+    """Wrong if it came as any OSError, which is called damage."""
+    path = write_zarr(tmp_path / "a.zarr", {"x": np.arange(8)}, chunks=(4,))
+    chunk = tmp_path / "a.zarr" / "x" / "c" / "1"
+    for there, kind in ((tmp_path / "stolen", OutsideError), (tmp_path / "a.zarr" / "x", NotAFileError)):
+        chunk.rename(tmp_path / "stolen") if not chunk.is_symlink() else chunk.unlink()
+        chunk.symlink_to(there)
+        source = open_source(path, "x", untrusted=ONE)
+        with pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error:
+            source.read_into(Region((4,), (8,)), np.empty(4, "i8"))
+        source.close()
+        assert type(error.value) is kind
 
 
 # --- helpers that lie
