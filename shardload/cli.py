@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from shardload.flags import (
     complete_mesh,
     complete_spec,
     completes,
+    info_as_typed,
     parse_mesh,
     parse_pad,
     parse_readers,
@@ -140,6 +141,7 @@ def main() -> None:
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
     outside: Outside = False,
+    allow_filters: AllowFilters = "",
     untrusted: Untrusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -156,16 +158,17 @@ def info(
 
       shardload info run.zarr --json
     """
-    with _one_message():
+    with _one_message(info_as_typed):
+        from shardload.options import filter_names
         from shardload.sources import find_array, list_arrays, split_path
         from shardload.sources.untrusted import Limits
 
         path, dataset = split_path(file)
-        limits = Limits() if untrusted else None
-        arrays = list_arrays(path, outside, untrusted=limits)
+        allow, limits = filter_names(allow_filters), Limits() if untrusted else None
+        arrays = list_arrays(path, outside, allow=allow, untrusted=limits)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, outside, untrusted=limits)]
+            arrays = named or [find_array(path, dataset, outside, allow, limits)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -314,12 +317,12 @@ def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | Non
 
 
 @contextmanager
-def _one_message() -> Iterator[None]:
+def _one_message(typed: Callable[[str], str] = as_typed) -> Iterator[None]:
     """Turn what shardload refuses into one message on stderr and exit code 1: it says what to do, a trace does not."""
     try:
         yield
     except ShardloadError as error:
-        say_error(as_typed(str(error)))
+        say_error(typed(str(error)))
         raise typer.Exit(1) from None
 
 
@@ -361,7 +364,7 @@ def _print_array(array: ArrayInfo) -> None:
         "size": human_size(_nbytes(array)),
         "stored": human_size(array.nbytes_stored),
         "coordinate": "of other arrays (a dimension scale)" if array.is_coordinate else "",
-        "refused": array.refused or "",
+        "refused": as_typed(array.refused or ""),
     }
     rows |= {printable(key): f"{_plain_text(value)}  (reported, not applied)" for key, value in array.attributes.items()}
     widest = max(map(len, rows))
@@ -370,7 +373,7 @@ def _print_array(array: ArrayInfo) -> None:
 
 
 def _notes(array: ArrayInfo) -> str:
-    notes = [f"cannot be loaded: {array.refused}"] if array.refused else []
+    notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
     notes += ["coordinate"] if array.is_coordinate else []
     notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
     return ", ".join(notes)

@@ -6,6 +6,7 @@ The ``complete`` functions say what a flag may go on with, to shells.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import EllipsisType
@@ -17,6 +18,7 @@ __all__ = [
     "complete_mesh",
     "complete_spec",
     "completes",
+    "info_as_typed",
     "parse_mesh",
     "parse_pad",
     "parse_readers",
@@ -151,19 +153,31 @@ def as_typed(message: str) -> str:
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
+    message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
+    message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 
 
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("dataset", "dtype", "missing", "outside", "pad", "readers")}
-_FLAGS |= {name: f"--{name}" for name in ("select", "staging")} | {"verify": "--how"}
+def info_as_typed(message: str) -> str:
+    """The same for ``info``, which has neither ``--dataset`` nor ``--staging``.
+
+    >>> info_as_typed("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
+    "'a.h5' holds no array '/rh'. Type FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
+    """
+    message = message.replace(". Pass dataset= one", ". Type FILE:/NAME, one")
+    return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
+
+
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("allow_filters", "dataset", "dtype", "missing", "outside")}
+_FLAGS |= {name: f"--{name}" for name in ("pad", "readers", "select", "staging", "untrusted")} | {"verify": "--how"}
 _SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
 
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
-    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {bare}"
+    return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"
 
 
 def _wrong(flag: str, message: str) -> typer.BadParameter:

@@ -99,6 +99,7 @@ def load(
     untrusted : bool
         Whether the file is opened and decoded by helper processes alone, with limits on memory (`staging`) and time: where it
         makes a library crash, go round in circles or take too much memory, that is a SourceError. Slower; it needs a path.
+        All filters may be used there, so `allow_filters` is not needed.
     allow_filters : str, int or list of them
         Filters (Zarr: codecs), by name or number, that may be used though damaged data can crash or hang their decoders:
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. Without it an array that needs such a one is refused, and the error
@@ -320,8 +321,10 @@ def verify(
         Of the boxes: others with another one.
     staging : str or int
         Cap on each process's memory for this.
+    outside : bool
+        As for `load`: whether the file may lead outside of its folder.
     untrusted : bool
-        As for `load`: whether the file is opened by helper processes alone.
+        As for `load`: whether the file is opened by helper processes alone, which may use all filters.
 
     Returns
     -------

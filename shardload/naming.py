@@ -8,8 +8,12 @@ from shardload.errors import SourceError
 from shardload.plan import Grid
 from shardload.region import Region, Selection
 from shardload.sources.base import Source
+from shardload.sources.fence import NotAFileError, OutsideError
+from shardload.sources.untrusted import HelperError
 
 __all__ = ["Naming"]
+
+_SAYS_WHY = (OutsideError, NotAFileError, HelperError, MemoryError)  # errors that a new copy of the file would not mend
 
 
 class Naming:
@@ -64,9 +68,13 @@ class Naming:
         info = self._source.info
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
         box = self._selection.to_file(region)
+        text = f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. "
+        if isinstance(error, _SAYS_WHY):
+            text += "Nothing was loaded"
+        else:
+            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or make it anew"
         return SourceError(
-            f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. The file is damaged, incomplete or "
-            "out of reach there; nothing was loaded. Copy it again or make it anew",
+            text,
             path=info.path,
             dataset=info.dataset,
             chunk=chunk,

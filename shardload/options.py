@@ -144,7 +144,7 @@ class Options:
             missing=missing,
             outside=outside,
             untrusted=untrusted,
-            allow_filters=_filters(allow_filters),
+            allow_filters=filter_names(allow_filters),
         )
 
     def describe(self) -> dict[str, str]:
@@ -174,10 +174,10 @@ def _seconds(timeout: Any) -> float | None:
     return float(timeout)
 
 
-def _filters(given: Any) -> tuple[str, ...]:
+def filter_names(given: Any) -> tuple[str, ...]:
     """Names and numbers as text, each once, in order.
 
-    >>> _filters("ZFP, 32008"), _filters(["bitshuffle", 307]), _filters(32013)
+    >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
     (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
     """
     parts = [given] if isinstance(given, (str, int, np.integer)) and not isinstance(given, bool) else given

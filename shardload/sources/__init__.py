@@ -31,7 +31,7 @@ from shardload.letter import let_interruption_pass
 from shardload.region import Region
 from shardload.sources.base import ArrayInfo, Format, Source, refusal, some
 from shardload.sources.fence import NotAFileError, OutsideError, kind_of, open_file
-from shardload.sources.untrusted import Limits, UntrustedSource, find, list_all
+from shardload.sources.untrusted import HelperError, Limits, UntrustedSource, find, list_all
 
 __all__ = [
     "ArrayInfo",
@@ -367,6 +367,8 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
         return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, HelperError):
+        return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
         return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
     return SourceError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 __all__ = ["TARGET_HINT", "Fence", "NotAFileError", "OutsideError", "kind_of", "open_file", "why_not_a_file"]
 
-TARGET_HINT = "pass outside=True (on the command line --outside) if you trust it"
+TARGET_HINT = "pass outside=True if you trust it"
 
 
 class OutsideError(OSError):

@@ -117,7 +117,7 @@ def refuse_filter(
         word = name or str(number)
         return (
             f"chunks encoded with {_told(number, label)}, which is not decoded unasked: {why}. If you trust who wrote the "
-            f"file, pass allow_filters='{word}', or type --allow-filters {word}"
+            f"file, pass allow_filters='{word}'"
         )
     wrong = _unfit(number, values, kind, chunk)
     if wrong is not None:

@@ -38,6 +38,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources import untrusted_process
 from shardload.sources.base import ArrayInfo, Encoded, Room, check_request, fresh, native_dtype, refusal
+from shardload.sources.fence import NotAFileError, OutsideError
 from shardload.sources.untrusted_process import LENGTH
 from shardload.threads import Pool
 from shardload.units import format_nbytes
@@ -77,6 +78,10 @@ _CHUNKS_HELD = 8  # as stored, as decompressed twice, as decoded, and what libra
 _MOST_LOST = 3
 
 _INT64 = 2**63
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ConfigError, SourceError, OutsideError, NotAFileError, ValueError, RuntimeError)
+}
 
 Array = np.ndarray[Any, Any]
 
@@ -332,8 +337,7 @@ class Helper:
                 f"it takes more memory than a helper process may have ({format_nbytes(self._limits.memory_nbytes)} and what "
                 "its libraries take). Pass a larger staging= if you think that it needs so much"
             )
-        kinds = {"ConfigError": ConfigError, "SourceError": SourceError, "ValueError": ValueError, "RuntimeError": RuntimeError}
-        raise kinds.get(kind, OSError)(text)
+        raise _KINDS.get(kind, OSError)(text)
 
 
 class _Clock:

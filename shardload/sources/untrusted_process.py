@@ -260,7 +260,10 @@ class _Server:
         return self._bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
-_KINDS = ("ConfigError", "SourceError", "MemoryError", "OSError", "ValueError", "RuntimeError")
+_KINDS = (
+    *("ConfigError", "SourceError", "OutsideError", "NotAFileError"),
+    *("MemoryError", "OSError", "ValueError", "RuntimeError"),
+)
 
 
 def _number(index: tuple[int, ...], first: list[int], counts: list[int]) -> int:

@@ -26,12 +26,14 @@ import zipfile
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import numcodecs.errors
 import numpy as np
 import zarr
 import zarr.buffer
+import zarr.errors
 import zarr.storage
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, SourceError, printable
 from shardload.region import Region
 from shardload.sources.base import (
     MOST_NAMED,
@@ -67,6 +69,7 @@ from shardload.sources.zarr_store import (
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
 _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
+_UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 # How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
 _LONGEST, _HEAD_NBYTES = 8, 4096
@@ -250,7 +253,8 @@ class ZarrFormat:
                 )
             store = open_store(path, outside)
             try:
-                root = zarr.open(store, mode="r")
+                with _naming_codecs(path, "/"):
+                    root = zarr.open(store, mode="r")
                 found = [describe(root, path, "/", allow)] if isinstance(root, zarr.Array) else _describe_all(root, path, allow)
                 return list(itertools.islice(found, limit))
             finally:
@@ -263,7 +267,7 @@ class ZarrFormat:
             raise KeyError(dataset)  # Zarr has no such names, and says so with a ValueError
         store = open_store(path, outside)
         try:
-            with _quiet():
+            with _quiet(), _naming_codecs(path, dataset):
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
@@ -304,6 +308,21 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
+    """A codec that is not installed is no damage, and the store can be read where it is."""
+    try:
+        yield
+    except _UNKNOWN_CODEC as error:
+        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {_unknown_codec(error)}."
+        raise SourceError(text, path=path, dataset=dataset) from error
+
+
+def _unknown_codec(error: Exception) -> str:
+    name = printable(str(error).partition(": ")[2].strip(" '\"")[:80])
+    return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
+
+
 def _store_name(store: Any) -> str:
     """An open store as messages name it."""
     store = inner_store(store)
@@ -337,6 +356,8 @@ def _describe_folder(
     if _is_array(folder, fence):
         try:
             array = zarr.open_array(WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence), mode="r")
+        except _UNKNOWN_CODEC as error:
+            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
         except Exception as error:
             if name == "/":
                 raise

@@ -44,7 +44,7 @@ def refuse_codecs(metadata: Any, allowed: Collection[str]) -> str | None:
             told = "".join(letter for letter in name[:80] if letter.isprintable())
             return (
                 f"chunks encoded with the codec '{told}', which is not decoded unasked: how it takes damaged data is not "
-                f"known. If you trust who wrote the store, pass allow_filters='{told}', or type --allow-filters {told}"
+                f"known. If you trust who wrote the store, pass allow_filters='{told}'"
             )
     return None
 

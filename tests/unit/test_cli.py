@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import EllipsisType
+from types import EllipsisType, SimpleNamespace
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 import typer
@@ -17,7 +18,10 @@ from typer.testing import CliRunner
 
 import shardload
 from shardload.cli import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
-from shardload.flags import as_typed
+from shardload.flags import as_typed, info_as_typed
+from shardload.sources.fence import TARGET_HINT
+from shardload.sources.untrusted import Helper, Limits
+from shardload.verdict import _END
 
 MESH = {"a": 4, "b": 2}
 
@@ -442,9 +446,40 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("Pass dataset= one of these", "Pass --dataset one of these"),
         ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
         ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
+        (TARGET_HINT, "pass --outside if you trust it"),
+        ("pass allow_filters='zfp'.", "pass --allow-filters zfp."),
+        ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
+        ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
+        ("for 225 s (a quarter of timeout=)", "for 225 s"),
+        (f"{_END}.", f"{_END}.".replace("pass a", "load it from Python with a")),
         ("staging is what it is; padding=0", "staging is what it is; padding=0"),
     ):
         assert as_typed(said) == typed
+
+
+def test_info_names_no_flag_that_it_lacks(file: str) -> None:
+    """Its flags are those of its help; what is said of arrays in its table, too."""
+    for name, said in (("fields/densty", "holds no array"), ("fields", "is a group")):
+        code, _, text = run("info", f"{file}:/{name}")
+        text = unwrapped(text)
+        assert (
+            code == 1 and said in text and "Type FILE:/NAME, one of th" in text and "--" not in text and "dataset=" not in text
+        )
+    with pytest.raises(OSError, match=r"staging=") as error:
+        Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""})  # type: ignore[arg-type]
+    assert info_as_typed(str(error.value)).endswith("its libraries take)")
+    with h5py.File(file, "a") as h5:
+        h5.create_dataset("packed", data=np.arange(64.0), chunks=(64,), **hdf5plugin.Bitshuffle())
+        h5["far"] = h5py.ExternalLink("/elsewhere/a.h5", "/x")
+    for where in ("", ":/packed"):
+        _, printed, _ = run("info", file + where)
+        assert "pass --allow-filters bitshuffle" in unwrapped(printed) and "allow_filters" not in printed
+        code, printed, said = run("info", file + where, "--allow-filters", "bitshuffle")
+        assert code == 0 and "bitshuffle" in printed and "--allow" not in printed, said
+    _, printed, _ = run("info", file, "--json")
+    assert "pass allow_filters='bitshuffle'" in printed
+    code, _, said = run("info", f"{file}:/far")
+    assert code == 1 and "pass --outside if" in unwrapped(said)
 
 
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
@@ -456,7 +491,7 @@ def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp
         h5["far"] = h5py.ExternalLink(file, "/fields/density")
     name, *flags = command
     code, _, said = run(name, f"{inside}/links.h5:/far", *flags)
-    assert code == 1 and "--outside" in unwrapped(said)
+    assert code == 1 and "pass --outside if you trust it" in unwrapped(said)
     code, printed, said = run(name, f"{inside}/links.h5:/far", "--outside", *flags)
     assert code == 0, said
     assert "12" in printed and "float32" in printed

@@ -63,7 +63,7 @@ def test_a_filter_that_does_not_survive_damage_needs_a_word(tmp_path: Path, numb
     path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 32), **ASKED[number])
     for allow in ((), {"gzip"}, {"shuffle", "32999"}):
         with pytest.raises(
-            SourceError, match=rf"'/a' in .* HDF5 filter {number} \({name}\).*damage.*allow_filters='{name}'.*--allow"
+            SourceError, match=rf"'/a' in .* HDF5 filter {number} \({name}\).*damage.*pass allow_filters='{name}'\.$"
         ):
             open_source(path, "/a", allow=allow)
     assert (
@@ -184,7 +184,7 @@ def test_a_codec_of_another_package_needs_a_word(tmp_path: Path, where: str) -> 
     root.create_array("a", shape=data.shape, dtype="f4", chunks=(8, 4) if "shards" not in where else (8, 8), **options[where])[
         ...
     ] = data
-    with pytest.raises(SourceError, match=r"codec 'mine', .*not known.*allow_filters='mine'.*--allow-filters mine"):
+    with pytest.raises(SourceError, match=r"codec 'mine', .*not known.*pass allow_filters='mine'\.$"):
         open_source(path, "/a", allow={"zstd"})
     assert "allow_filters='mine'" in (list_arrays(path)[0].refused or "")
     for allow in ({"mine"}, {"all"}):

@@ -16,6 +16,8 @@ from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.plan import Grid, Part, Read
 from shardload.reader import SourceReader
 from shardload.region import Region, select_axes
+from shardload.sources.fence import NotAFileError, OutsideError
+from shardload.sources.untrusted import HelperError
 from shardload.staging import Block, Slots
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, values_of, whole
 
@@ -394,6 +396,14 @@ def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:
     error = failure(reader_of(source), whole(rows(0, 4), rank=1))
     assert isinstance(error, SourceError) and error.chunk is None
     assert str(error).startswith("'/rho' in 'f.h5' could not be read (elements [0:4, 0:4]): OSError: once.")
+
+
+@pytest.mark.parametrize("kind", [OSError, OutsideError, NotAFileError, HelperError])
+def test_what_a_new_copy_would_not_mend_is_not_called_damage(kind: type[OSError]) -> None:
+    source = FakeSource(TABLE, (2, 4), failing_at((3, 0), kind("why")))
+    said = str(failure(reader_of(source), whole(rows(2, 4), rank=1)))
+    assert f"could not be read (elements [2:4, 0:4]): {kind.__name__}: why. " in said and "othing was loaded" in said
+    assert ("damaged" in said) == ("Copy it again" in said) == (kind is OSError)
 
 
 def test_without_chunks_the_elements_are_named() -> None:

@@ -290,6 +290,34 @@ def test_broken_metadata_is_a_source_error_and_hides_no_other_array(tmp_path: Pa
         assert caught.value.path == path
 
 
+@pytest.mark.parametrize("where", ["2", "3", "3, in shards"])
+@pytest.mark.parametrize("name", ["/a", "/"])
+def test_a_codec_that_is_not_installed_is_named(tmp_path: Path, where: str, name: str) -> None:
+    """Wrong if it were called damage, or the package that has it went unsaid."""
+    path, version = str(tmp_path / "s.zarr"), int(where[0])
+    if name == "/a":
+        zarr.open_group(path, mode="w", zarr_format=version)  # type: ignore[arg-type]
+    array = zarr.create_array(
+        str(tmp_path / "s.zarr" / name.strip("/")),
+        shape=(8,),
+        dtype="f4",
+        chunks=(2,),
+        shards=(4,) if "shards" in where else None,
+        zarr_format=version,  # type: ignore[arg-type]
+        compressors=numcodecs.Zlib() if where == "2" else zarr.codecs.ZstdCodec(),
+    )
+    array[...] = 1
+    file = tmp_path / "s.zarr" / name.strip("/") / (".zarray" if where == "2" else "zarr.json")
+    file.write_text(file.read_text().replace('"zlib"' if where == "2" else '"zstd"', '"my/codec"'))
+    said = "chunks encoded with the codec 'my/codec', which is not installed here: install the package"
+    for call in (find_array, open_source):
+        with pytest.raises(SourceError, match=rf"^'{name}' in '{path}' cannot be loaded: it holds {said}") as error:
+            call(path, name)
+        assert (error.value.path, error.value.dataset) == (path, name)
+    (info,) = list_arrays(path)
+    assert info.dataset == name and str(info.refused).startswith(said)
+
+
 def test_a_damaged_chunk_surfaces_as_an_error(tmp_path: Path) -> None:
     path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}, chunks=(2, 6))
     chunk = tmp_path / "a.zarr" / "a" / "c" / "1" / "0"

@@ -26,6 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources import find_array, find_small, list_arrays, open_source, untrusted_process
 from shardload.sources.base import ArrayInfo
+from shardload.sources.fence import NotAFileError, OutsideError
 from shardload.sources.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of
 from tests.unit.fakes import fetch, reader_of, whole
 from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
@@ -255,6 +256,20 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     source.close()
 
 
+def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
+    """Wrong if it came as any OSError, which is called damage."""
+    path = write_zarr(tmp_path / "a.zarr", {"x": np.arange(8)}, chunks=(4,))
+    chunk = tmp_path / "a.zarr" / "x" / "c" / "1"
+    for there, kind in ((tmp_path / "stolen", OutsideError), (tmp_path / "a.zarr" / "x", NotAFileError)):
+        chunk.rename(tmp_path / "stolen") if not chunk.is_symlink() else chunk.unlink()
+        chunk.symlink_to(there)
+        source = open_source(path, "x", untrusted=ONE)
+        with pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error:
+            source.read_into(Region((4,), (8,)), np.empty(4, "i8"))
+        source.close()
+        assert type(error.value) is kind
+
+
 # --- helpers that lie
 
 INFO = ArrayInfo("f.h5", "/x", "HDF5", SHAPE, "int32", CHUNKS, "gzip")
@@ -339,10 +354,12 @@ def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> 
 
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
     fake(OPEN)
-    with pytest.raises(SourceError, match="cannot be right: the array '/x'"):
+    with pytest.raises(
+        SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
+    ):
         open_source("f.h5", "y", untrusted=ONE)
     fake("say(info=None, nbytes=None)")
-    with pytest.raises(SourceError, match="cannot be right: no description"):
+    with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
         find_array("f.h5", "x", untrusted=ONE)
     fake(OPEN.replace("state", "nbytes"))
     assert find_small("f.h5", "x", False, ONE) == (INFO, None), "values of another size: whoever reads them says so"
