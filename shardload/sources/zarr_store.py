@@ -217,6 +217,12 @@ def _fence_of(store: Any, name: str, outside: bool) -> Fence:
     """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
     if outside:
         return Fence()
+    store = _unwrapped(store)
+    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+        raise SourceError(
+            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked at "
+            f"there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
+        )
     kinds = [_kind_of_layer(layer) for layer in _layers(store)]
     if "references" in kinds:
         raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
@@ -231,6 +237,7 @@ def _fence_of(store: Any, name: str, outside: bool) -> Fence:
 
 def local_folder(store: Any) -> str | None:
     """The folder of this machine that a store is, straight; else None."""
+    store = _unwrapped(store)
     if isinstance(store, zarr.storage.LocalStore):
         return os.fspath(store.root)
     layers = _layers(store)
@@ -240,6 +247,17 @@ def local_folder(store: Any) -> str | None:
             return str(store.path).removeprefix("file://")
         return os.fspath(getattr(layers[0], "prefix", None) or "/")
     return None
+
+
+# Where those read is known: in a folder, a file or memory, or where their layers say. ObjectStore needs a library of its own.
+_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+
+
+def _unwrapped(store: Any) -> Any:
+    """The store below those of zarr-python that only pass on what they are asked. Other wrappers may ask for anything."""
+    while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
+        store = store._store
+    return store
 
 
 def _layers(store: Any) -> list[Any]:
