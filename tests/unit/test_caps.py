@@ -40,7 +40,7 @@ import shardload
 from shardload.cli import app
 from shardload.errors import SourceError
 from shardload.region import Region
-from shardload.sources import find_array, list_arrays, open_source
+from shardload.sources import find_array, list_arrays, open_source, read_small
 from shardload.sources.base import a_few_chunks
 from shardload.sources.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
 from shardload.sources.hdf5 import Hdf5Source
@@ -242,6 +242,21 @@ def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest
     assert found[0] == [at for at in itertools.product(range(5), range(3)) if at not in there]
     assert found[1] == [at for at in itertools.product(range(1, 4), range(3)) if at not in there]
     source.close()
+
+
+# --- small arrays, which one rank reads before `staging` is looked at
+
+
+@pytest.mark.parametrize(("nbytes", "is_small"), [(1 << 20, True), (1 << 21, False)])
+def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes: int, is_small: bool) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", data=flat((4,), "u1"), chunks=(nbytes,), maxshape=(None,), compression="gzip")
+        file.create_dataset("nan", data=flat((4,), "f4"), chunks=(nbytes // 4,), maxshape=(None,)).attrs["_FillValue"] = np.nan
+    write_zarr(tmp_path / "chunk.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes,))
+    write_zarr(tmp_path / "shard.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes // 2,), shards=(nbytes,))
+    for name, array in (("a.h5", "a"), ("chunk.zarr", "a"), ("shard.zarr", "a"), ("a.h5", "nan")):
+        path, values = str(tmp_path / name), flat((4,), "f4" if array == "nan" else "u1")
+        assert read_small(path, find_array(path, array)) == (values.tobytes() if is_small else None), name
 
 
 # --- compressors over compressors
