@@ -281,7 +281,9 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allo
             before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
             source.read_into(Region.whole(info.shape), values)
-            if source.missing(Region.whole(info.shape)) or source.state() != before or source.info.to_json() != info.to_json():  # as text: a NaN is not itself
+            if (
+                source.missing(Region.whole(info.shape)) or source.state() != before or source.info.to_json() != info.to_json()
+            ):  # as text: a NaN is not itself
                 return None
         finally:
             source.close()

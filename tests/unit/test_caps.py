@@ -6,6 +6,7 @@ system gave it.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -35,6 +36,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 
 import shardload
 from shardload.cli import app
@@ -44,6 +46,7 @@ from shardload.sources import find_array, list_arrays, open_source, read_small
 from shardload.sources.base import a_few_chunks
 from shardload.sources.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
 from shardload.sources.hdf5 import Hdf5Source
+from shardload.sources.zarr_store import open_store
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +105,21 @@ def write_cases(folder: Path) -> None:
     os.truncate(folder / "long.zarr/0.0", BIG)
     with zipfile.ZipFile(folder / "json.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zarr.json", "[" + "[]," * (4 << 20) + "0]")
+    understate(folder / "short.zip", ".zarray", V2 + bytes(BIG), len(V2))
+
+
+V2 = json.dumps(
+    dict.fromkeys(("compressor", "filters"))
+    | {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "|u1", "fill_value": 0, "order": "C"}
+).encode()
+
+
+def understate(path: Path, name: str, data: bytes, nbytes: int, method: int = zipfile.ZIP_DEFLATED) -> None:
+    """A zip file of one entry, which its directory says to have `nbytes` bytes, with their checksum."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(name, data)
+        entry = archive.getinfo(name)
+        entry.file_size, entry.CRC = nbytes, zlib.crc32(data[:nbytes])
 
 
 def read(folder: str, name: str, dataset: str) -> None:
@@ -129,9 +147,11 @@ CASES: dict[str, Callable[[str], Any]] = {
     "gzip over gzip in Zarr": lambda folder: read(folder, "gzip.zarr", "/"),
     "gzip over gzip in a zip file": lambda folder: read(folder, "gzip.zip", "/"),
     "a long chunk, by zarr-python": lambda folder: read(folder, "long.zarr", "/"),
+    "a zip file that declares too little": lambda folder: find_array(os.path.join(folder, "short.zip"), "/"),
     "a zip file of JSON of many values": lambda folder: list_arrays(os.path.join(folder, "json.zip")),
 }
 FINE = {"tiny chunks, none written", "tiny chunks, some written", "tiny chunks behind a virtual dataset", "long attributes"}
+FINE |= {"a zip file that declares too little"}  # what it declares is there
 
 
 def measure(folder: str) -> dict[str, tuple[int, str]]:
@@ -242,6 +262,41 @@ def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest
     assert found[0] == [at for at in itertools.product(range(5), range(3)) if at not in there]
     assert found[1] == [at for at in itertools.product(range(1, 4), range(3)) if at not in there]
     source.close()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("shards", [None, (4, 8)])
+def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int, ...] | None) -> None:
+    """Whole values, and parts of them, as zarr-python asks for chunks in shards."""
+    data, store = flat((7, 10)), zarr.storage.ZipStore(tmp_path / "a.zip", mode="w", compression=method)
+    zarr.create_array(store, shape=data.shape, chunks=(2, 4), shards=shards, dtype=data.dtype)[:] = data
+    store.close()
+    if method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(SourceError, match=r"'zarr.json' is compressed in the zip file \(method \d+\)"):
+            find_array(str(tmp_path / "a.zip"), "/")
+        return
+    source = open_source(tmp_path / "a.zip", "/")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+
+
+def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
+    """As zarr-python gives them, but for ranges over the end."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", bytes(range(50)))
+    prototype = zarr.core.buffer.default_buffer_prototype()
+    plain = zarr.storage.ZipStore(tmp_path / "a.zip", mode="r")
+    plain._sync_open()
+    looked_at = open_store(str(tmp_path / "a.zip"))
+    ranges = (None, RangeByteRequest(3, 9), RangeByteRequest(0, 50), RangeByteRequest(7, 7), OffsetByteRequest(45))
+    for part in (*ranges, SuffixByteRequest(5), SuffixByteRequest(99), RangeByteRequest(48, 99)):
+        found = [asyncio.run(store.get("x", prototype, part)).to_bytes() for store in (plain, looked_at)]
+        assert found[0] == found[1], part
+    assert asyncio.run(looked_at.get("y", prototype)) is None
+    looked_at.most_nbytes = 20
+    with pytest.raises(ValueError, match="would have 50 bytes; 20 are the most"):
+        asyncio.run(looked_at.get("x", prototype))
+    assert len(asyncio.run(looked_at.get("x", prototype, RangeByteRequest(0, 20)))) == 20
 
 
 # --- small arrays, which one rank reads before `staging` is looked at
