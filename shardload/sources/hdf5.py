@@ -167,16 +167,33 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
-        self._sizes.check()
-        check_heads(self._dataset, region)
-        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
         with self._others.watched():
-            if len(parts) < 2:
-                return np.asarray(self._dataset[region.slices()])
-            out = np.empty(region.shape, self._dataset.dtype)
-            for part in self._parts(region):
-                out[part.slices(region.start)] = self._dataset[part.slices()]
-            return out
+            try:
+                return self._plain(region)
+            finally:  # as for `read_into`
+                if self._dataset.id.valid:
+                    self._whole.check()
+                    self._others.check_whole()
+
+    def _plain(self, region: Region) -> np.ndarray[Any, Any]:
+        self._sizes.check()
+        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
+        if is_stacked(self._dataset):
+            for part in self._parts(region) if parts else ():
+                self._check_stacked(part)
+        else:
+            check_heads(self._dataset, region)
+        if len(parts) < 2:
+            return np.asarray(self._dataset[region.slices()])
+        out = np.empty(region.shape, self._dataset.dtype)
+        for part in self._parts(region):
+            out[part.slices(region.start)] = self._dataset[part.slices()]
+        return out
+
+    def _check_stacked(self, part: Region) -> None:
+        """ValueError where HDF5 would make more of compressors over each other than there can be: decoded here first."""
+        if self._bounded is not None:  # which raises where only HDF5 can decode them
+            read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin  # noqa: F401 - it registers its filters, which files are made with here
 import jax
 import jax.numpy as jnp
 import numcodecs
@@ -105,6 +106,9 @@ def write_cases(folder: Path) -> None:
     os.truncate(folder / "long.zarr/0.0", BIG)
     with zipfile.ZipFile(folder / "json.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zarr.json", "[" + "[]," * (4 << 20) + "0]")
+    with zipfile.ZipFile(folder / "long.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(".zarray", V2)
+        archive.writestr("0", bytes(BIG))
     understate(folder / "short.zip", ".zarray", V2 + bytes(BIG), len(V2))
 
 
@@ -133,11 +137,23 @@ def read(folder: str, name: str, dataset: str) -> None:
         source.close()
 
 
+def read_plain(folder: str, name: str, dataset: str) -> None:
+    """What `shardload.verify` of an array asks for, with nothing before it."""
+    source = open_source(os.path.join(folder, name), dataset)
+    try:
+        source.plain(Region.whole(source.info.shape))
+    finally:
+        source.close()
+
+
 CASES: dict[str, Callable[[str], Any]] = {
     "tiny chunks, none written": lambda folder: read(folder, "tiny.h5", "x"),
     "tiny chunks, some written": lambda folder: read(folder, "tiny.h5", "some"),
     "tiny chunks behind a virtual dataset": lambda folder: read(folder, "tiny.h5", "virtual"),
     "gzip over gzip in HDF5": lambda folder: read(folder, "nested.h5", "x"),
+    "gzip over gzip in HDF5, plain": lambda folder: read_plain(folder, "nested.h5", "x"),
+    "gzip over gzip in Zarr, plain": lambda folder: read_plain(folder, "gzip.zarr", "/"),
+    "a long value in a zip file, plain": lambda folder: read_plain(folder, "long.zip", "/"),
     "long attributes": lambda folder: list_arrays(os.path.join(folder, "attributes.h5")),
     "a long zarr.json": lambda folder: find_array(os.path.join(folder, "v3.zarr"), "/"),
     "a long zarr.json, listed": lambda folder: list_arrays(os.path.join(folder, "v3.zarr")),
@@ -299,6 +315,16 @@ def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
     assert len(asyncio.run(looked_at.get("x", prototype, RangeByteRequest(0, 20)))) == 20
 
 
+def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
+    """HDF5 gives zeros for what is past the end."""
+    path = write_hdf5(tmp_path / "a.h5", {"x": np.ones(1 << 16)})
+    source = open_source(path, "x")
+    os.truncate(path, os.path.getsize(path) - 4096)
+    with pytest.raises(OSError, match="was cut"):
+        source.plain(Region.whole((1 << 16,)))
+    source.close()
+
+
 # --- small arrays, which one rank reads before `staging` is looked at
 
 
@@ -363,6 +389,7 @@ def test_hdf5_datasets_that_are_compressed_twice(tmp_path: Path) -> None:
         file.create_virtual_dataset("virtual", layout)
     for name in ("fine", "zstd"):
         source = open_source(tmp_path / "a.h5", name)
+        np.testing.assert_array_equal(source.plain(Region((9,), (4096,))), flat((4096,), "u1")[9:])
         np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
         source.close()
     listed = {info.dataset: info.refused for info in list_arrays(str(tmp_path / "a.h5"))}
@@ -391,6 +418,7 @@ def test_zarr_arrays_that_are_compressed_twice(tmp_path: Path, zarr_format: int,
     source = open_source(path, "a")
     assert source.chunk_reader() is not None
     np.testing.assert_array_equal(read_all(source), data)
+    np.testing.assert_array_equal(source.plain(Region((1, 2), (4, 6))), data[1:, 2:])
     source.close()
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for file in path.rglob("*"):
