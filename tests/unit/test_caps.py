@@ -59,13 +59,15 @@ MOST_GROWTH = 32 << 20  # bytes; a case that is not capped takes three times as 
 # --- what the system gives
 
 
-def with_filters(file: h5py.File, name: str, stored: bytes, filters: list[tuple[int, tuple[int, ...]]], n: int = 4096) -> None:
-    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes."""
+def with_filters(
+    file: h5py.File, name: str, stored: bytes, filters: list[tuple[int, tuple[int, ...]]], n: int = 4096, short: int = 0
+) -> None:
+    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes. It may be shorter than the chunk."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_chunk((n,))
     for number, values in filters:
         creation.set_filter(number, 0, values)
-    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n,)), creation)
+    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n - short,), (n,)), creation)
     made.write_direct_chunk((0,), stored)
 
 
@@ -82,6 +84,7 @@ def write_cases(folder: Path) -> None:
         file.create_virtual_dataset("virtual", layout)
     with h5py.File(folder / "nested.h5", "w") as file:
         with_filters(file, "x", zlib.compress(bomb, 9), [(1, (9,)), (1, (9,))])
+        with_filters(file, "edge", bomb, [(1, (9,))], len(bomb), 1)  # such a chunk may be stored without filters
     with h5py.File(folder / "attributes.h5", "w", libver="latest") as file:
         for owner, name in ((file.create_dataset("x", data=np.arange(4)), "_FillValue"), (file, "_NCProperties")):
             owner.attrs[name] = np.zeros(4 << 20)
@@ -146,11 +149,19 @@ def read_plain(folder: str, name: str, dataset: str) -> None:
         source.close()
 
 
+def first_chunk(source: Any) -> None:
+    """As the ranks read it."""
+    chunks = source.chunk_reader()
+    encoded = chunks.fetch((0,) * len(source.info.shape))
+    chunks.decode(encoded, np.empty(source.info.chunks, source.dtype))
+
+
 CASES: dict[str, Callable[[str], Any]] = {
     "tiny chunks, none written": lambda folder: read(folder, "tiny.h5", "x"),
     "tiny chunks, some written": lambda folder: read(folder, "tiny.h5", "some"),
     "tiny chunks behind a virtual dataset": lambda folder: read(folder, "tiny.h5", "virtual"),
     "gzip over gzip in HDF5": lambda folder: read(folder, "nested.h5", "x"),
+    "a chunk over the edge in HDF5": lambda folder: first_chunk(open_source(os.path.join(folder, "nested.h5"), "edge")),
     "gzip over gzip in HDF5, plain": lambda folder: read_plain(folder, "nested.h5", "x"),
     "gzip over gzip in Zarr, plain": lambda folder: read_plain(folder, "gzip.zarr", "/"),
     "a long value in a zip file, plain": lambda folder: read_plain(folder, "long.zip", "/"),
@@ -192,7 +203,7 @@ def test_memory_of_libraries_is_capped(tmp_path: Path) -> None:
     assert set(found) == set(CASES)
     assert {name: growth for name, (growth, _) in found.items() if growth > MOST_GROWTH} == {}
     assert {name for name, (_, error) in found.items() if not error} == FINE, found
-    expected = r"at most|between two compressors|compressed more than once|holds no array"
+    expected = r"at most|between two compressors|compressed more than once|holds no array|longer than the chunk"
     for name, (_, error) in found.items():
         assert not error or re.search(expected, error), (name, error)
 
@@ -313,6 +324,37 @@ def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would have 50 bytes; 20 are the most"):
         asyncio.run(looked_at.get("x", prototype))
     assert len(asyncio.run(looked_at.get("x", prototype, RangeByteRequest(0, 20)))) == 20
+
+
+@pytest.mark.parametrize("name", ["zstd", "blosc", "gzip", "zstd over gzip"])
+def test_a_damaged_chunk_over_the_edge(tmp_path: Path, name: str) -> None:
+    """It is as long as its values, as one that was stored without filters would be. HDF5 gives zeros for such Zstandard data."""
+    data = np.random.default_rng(1).bytes(4096)
+    stored = {
+        "zstd": numcodecs.Zstd().encode(data),
+        "blosc": numcodecs.Blosc().encode(data),
+        "gzip": zlib.compress(data),
+        "zstd over gzip": numcodecs.Zstd().encode(zlib.compress(data)),
+    }[name]
+    numbers = {"gzip": (1, (4,)), "zstd": (32015, ()), "blosc": (32001, (2, 2, 1, 4096))}
+    filters = [numbers[part] for part in reversed(name.split(" over "))]
+    cut = bytearray(stored[:4096])
+    if name == "blosc":
+        cut[12:16] = struct.pack("<I", 4096)  # so much is there
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", bytes(cut), filters, 4096, 6)
+    source = open_source(tmp_path / "a.h5", "x")
+    for read_values in (read_all, first_chunk):
+        with pytest.raises((OSError, ValueError)):
+            read_values(source)
+    source.close()
+    short = zlib.compress(bytes(4096))
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        with_filters(file, "x", short, [(1, (4,))], len(short), 1)  # makes more than there can be
+    source = open_source(tmp_path / "b.h5", "x")
+    with pytest.raises(ValueError, match="gzip stream is damaged, or longer"):
+        first_chunk(source)
+    source.close()
 
 
 def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
