@@ -204,8 +204,8 @@ def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: 
             return None
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise ValueError(
-                f"'{key}' is compressed in the zip file (method {entry.compress_type}) in a way that has no bound; it can be stored "
-                "as it is, or deflated. Unpack the zip file, or write it anew"
+                f"'{key}' is compressed in the zip file (method {entry.compress_type}) in a way that has no bound; it can be "
+                "stored as it is, or deflated. Unpack the zip file, or write it anew"
             )
         start, stop = _range_of(byte_range, entry.file_size)
         if most_nbytes is not None and stop - start > most_nbytes:
@@ -266,8 +266,8 @@ def _fence_of(store: Any, name: str, outside: bool) -> Fence:
     store = _unwrapped(store)
     if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
         raise SourceError(
-            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked at "
-            f"there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
+            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
+            f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
         )
     kinds = [_kind_of_layer(layer) for layer in _layers(store)]
     if "references" in kinds:

@@ -43,10 +43,13 @@ import shardload
 from shardload.cli import app
 from shardload.errors import SourceError
 from shardload.region import Region
-from shardload.sources import find_array, list_arrays, open_source, read_small
+from shardload.sources import find_array, list_arrays, open_source, read_small, zarr_layout
 from shardload.sources.base import a_few_chunks
 from shardload.sources.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
 from shardload.sources.hdf5 import Hdf5Source
+from shardload.sources.hdf5_filters import NAMES, STACKED
+from shardload.sources.hdf5_missing import n_compressors
+from shardload.sources.untrusted import Limits
 from shardload.sources.zarr_store import open_store
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
 
@@ -60,7 +63,13 @@ MOST_GROWTH = 32 << 20  # bytes; a case that is not capped takes three times as 
 
 
 def with_filters(
-    file: h5py.File, name: str, stored: bytes, filters: list[tuple[int, tuple[int, ...]]], n: int = 4096, short: int = 0
+    file: h5py.File,
+    name: str,
+    stored: bytes,
+    filters: list[tuple[int, tuple[int, ...]]],
+    n: int = 4096,
+    short: int = 0,
+    mask: int = 0,
 ) -> None:
     """A dataset of one chunk of `n` bytes, with these filters and these stored bytes. It may be shorter than the chunk."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -68,7 +77,7 @@ def with_filters(
     for number, values in filters:
         creation.set_filter(number, 0, values)
     made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n - short,), (n,)), creation)
-    made.write_direct_chunk((0,), stored)
+    made.write_direct_chunk((0,), stored, mask)
 
 
 def write_cases(folder: Path) -> None:
@@ -328,7 +337,7 @@ def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zstd", "blosc", "gzip", "zstd over gzip"])
 def test_a_damaged_chunk_over_the_edge(tmp_path: Path, name: str) -> None:
-    """It is as long as its values, as one that was stored without filters would be. HDF5 gives zeros for such Zstandard data."""
+    """It is as long as its values, as one is that was stored without filters. HDF5 gives zeros for such Zstandard data."""
     data = np.random.default_rng(1).bytes(4096)
     stored = {
         "zstd": numcodecs.Zstd().encode(data),
@@ -365,6 +374,52 @@ def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="was cut"):
         source.plain(Region.whole((1 << 16,)))
     source.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "is_bounded"),
+    [
+        (("gzip", "zstd"), (), False),
+        (("gzip", "zstd"), ("gzip",), False),  # what may be used unasked counts, whatever is allowed
+        (("gzip", "zstd"), ("all",), False),
+        (("zfp", "zstd"), ("zfp",), True),  # what does as it likes, and may
+        (("zfp", "zstd"), ("all",), True),
+        (("zfp", "zstd"), ("bitshuffle",), False),
+        (("gzip", "zstd"), ("all", STACKED), True),  # a helper process, of which memory is limited
+    ],
+)
+def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[str, ...], is_bounded: bool) -> None:
+    """One rule for both formats."""
+    numbers = {name: number for number, name in NAMES.items()}
+    assert (n_compressors([2, 3, *(numbers[name] for name in names)], allowed) < 2) == is_bounded
+    for words in (allowed, tuple(f"numcodecs.{word}" if word in NAMES.values() else word for word in allowed)):
+        for prefix in ("", "numcodecs."):
+            chain = [{"name": "bytes"}, *({"name": prefix + name} for name in names)]
+            assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, words) != is_bounded
+        filters, compressor = [{"id": "delta"}, {"id": names[0]}], {"id": names[1]}
+        assert zarr_layout.is_stacked({"zarr_format": 2, "filters": filters, "compressor": compressor}, words) != is_bounded
+
+
+def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
+    data = flat((4096,), "u1").tobytes()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", zlib.compress(zlib.compress(data)), [(1, (4,)), (1, (4,))])
+        with_filters(file, "lzf", zlib.compress(data), [(32000, (4, 0, 4096)), (1, (4,))], mask=1)  # LZF left out
+        for name in ("x", "lzf"):
+            layout = h5py.VirtualLayout((4096,), "u1")
+            layout[:] = h5py.VirtualSource(".", name, shape=(4096,))
+            file.create_virtual_dataset(f"virtual {name}", layout)
+    for name in ("lzf", "virtual x", "virtual lzf"):
+        for allow in ((), ("all",), ("gzip", "lzf")):
+            with pytest.raises(SourceError, match="compressed more than once"):
+                find_array(str(tmp_path / "a.h5"), name, allow=allow)
+        for source in (
+            open_source(tmp_path / "a.h5", name, allow=("all", STACKED)),
+            open_source(tmp_path / "a.h5", name, untrusted=Limits()),
+        ):
+            np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+            np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))
+            source.close()
 
 
 # --- small arrays, which one rank reads before `staging` is looked at
