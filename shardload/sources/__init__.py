@@ -48,6 +48,7 @@ __all__ = [
 
 _MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
 _SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
+_SMALL_CHUNK_NBYTES = 1 << 20  # of a chunk, or a shard, that a small array is in: `staging` is not asked before one is decoded
 
 # Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -267,10 +268,12 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allo
     Returns
     -------
     bytes or None
-        None where the array is large, empty or open already, or cannot be read, or not all of it is stored, or it changes
-        meanwhile: whoever reads it then says so.
+        None where the array is large, empty or open already, or its chunks are large, which are decoded whole; or it cannot be
+        read, or not all of it is stored, or it changes meanwhile: whoever reads it then says so.
     """
     if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
+        return None
+    if _nbytes(info, info.shards or info.chunks or ()) > _SMALL_CHUNK_NBYTES:
         return None
     try:
         source = open_source(path_or_object, info.dataset, outside, allow)
@@ -278,7 +281,9 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allo
             before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
             source.read_into(Region.whole(info.shape), values)
-            if source.missing(Region.whole(info.shape)) or source.state() != before or source.info != info:
+            if (
+                source.missing(Region.whole(info.shape)) or source.state() != before or source.info.to_json() != info.to_json()
+            ):  # as text: a NaN is not itself
                 return None
         finally:
             source.close()
@@ -516,11 +521,13 @@ def _no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: b
     return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
 
 
-def _nbytes(info: ArrayInfo) -> int:
+def _nbytes(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
+    """Bytes of the whole array, or of so many of its values."""
+    n = math.prod(info.shape if shape is None else shape)
     try:
-        return math.prod(info.shape) * np.dtype(info.dtype).itemsize
+        return n * np.dtype(info.dtype).itemsize
     except TypeError:  # a name of ml_dtypes that nobody registered with NumPy
-        return math.prod(info.shape)
+        return n
 
 
 def _told(info: ArrayInfo) -> str:

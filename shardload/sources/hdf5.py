@@ -150,7 +150,7 @@ class Hdf5Source:
         if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
             return None
         found = self.chunk_reader()
-        if found is None and is_stacked(self._dataset):
+        if found is None and is_stacked(self._dataset, self._others.allow):
             raise ValueError(
                 "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
                 "makes of a few bytes: write it anew with one compressor"
@@ -167,16 +167,28 @@ class Hdf5Source:
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
-        self._sizes.check()
-        check_heads(self._dataset, region)
-        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
         with self._others.watched():
-            if len(parts) < 2:
-                return np.asarray(self._dataset[region.slices()])
-            out = np.empty(region.shape, self._dataset.dtype)
-            for part in self._parts(region):
-                out[part.slices(region.start)] = self._dataset[part.slices()]
-            return out
+            try:
+                return self._plain(region)
+            finally:  # as for `read_into`
+                if self._dataset.id.valid:
+                    self._whole.check()
+                    self._others.check_whole()
+
+    def _plain(self, region: Region) -> np.ndarray[Any, Any]:
+        self._sizes.check()
+        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
+        if is_stacked(self._dataset) and self._bounded is not None:  # decoded here first: HDF5 may make more than there can be
+            for part in self._parts(region) if parts else ():
+                read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
+        else:
+            check_heads(self._dataset, region)
+        if len(parts) < 2:
+            return np.asarray(self._dataset[region.slices()])
+        out = np.empty(region.shape, self._dataset.dtype)
+        for part in self._parts(region):
+            out[part.slices(region.start)] = self._dataset[part.slices()]
+        return out
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """None: the values are in a file."""

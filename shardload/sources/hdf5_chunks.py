@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import threading
+import zlib
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +51,7 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole
         return None  # no values at all: HDF5 raises an error
     chunk = tuple(creation.get_chunk())
     chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
-    return Hdf5Chunks(dataset, dtype, raw, whole, chain, len(filters))
+    return Hdf5Chunks(dataset, dtype, raw, whole, chain, known)
 
 
 def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -114,15 +116,15 @@ class Hdf5Chunks:
         Whether that is still all there.
     chain : Chain
         The inverse of its filters, the last one first, and what comes after.
-    n_filters : int
-        How many of the chain's stages are filters.
+    filters : sequence of Stage
+        Those of the chain's stages that are filters, which come first.
     """
 
     def __init__(
-        self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, chain: Chain, n_filters: int
+        self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, chain: Chain, filters: Sequence[Stage]
     ) -> None:
         self._whole = whole
-        self._identifier, self._dtype, self._raw, self._chain, self._n_filters = dataset.id, dtype, raw, chain, n_filters
+        self._identifier, self._dtype, self._raw, self._chain, self._filters = dataset.id, dtype, raw, chain, tuple(filters)
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
@@ -173,14 +175,30 @@ class Hdf5Chunks:
             self._chain.decode(encoded.data, out, encoded.skipped)
 
     def _encoded(self, data: np.ndarray[Any, Any], mask: int, offsets: tuple[int, ...]) -> Encoded:
-        n = self._n_filters
+        n = len(self._filters)
         skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
         # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
         # Nothing tells but the size: such a chunk has that of its values. Shuffled ones have it too, so HDF5 has to read it.
+        # But HDF5's decoders believe what the chunk says, so it gets none that says more than there can be.
         is_edge = any(at + c > end for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
         if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
-            return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
+            applied = [stage for k, stage in enumerate(self._filters) if k not in skipped]
+            if _is_safe_for_hdf5(applied, data, self._chain.nbytes):
+                return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
+            if not self._is_stream(applied, data, skipped):
+                return Encoded(data, frozenset(range(n)))
         return Encoded(data, skipped)
+
+    def _is_stream(self, applied: Sequence[Stage], data: np.ndarray[Any, Any], skipped: frozenset[int]) -> bool:
+        """Whether a chunk as long as its values was compressed, damaged or not; if not, it is the values themselves."""
+        head = _HEADS.get(applied[0].name if applied[0].name != "fletcher32" or len(applied) < 2 else applied[1].name)
+        if head is not None and head(data):
+            return True
+        try:
+            self._chain.decode(data, np.empty(self._chunk, self._dtype), skipped)
+        except ValueError:
+            return False
+        return True
 
     def _too_long(self) -> ValueError:
         return ValueError(
@@ -257,6 +275,33 @@ class Hdf5Chunks:
                 if (told.byte_offset, told.size, told.filter_mask) != tuple(column[last] for column in found):
                     return None
         return found
+
+
+def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:
+    """Whether HDF5 can be given a chunk that may have been stored by these stages, or without them.
+
+    It can where none of them makes more than it gets; or where one does, and that is gzip, HDF5's own, which reports damage,
+    and does not make more than a chunk of this.
+    """
+    names = [stage.name for stage in applied if stage.n_more is None]
+    if not names:
+        return True
+    if names != ["gzip"] or next(stage for stage in applied if stage.n_more != 4).name != "gzip":
+        return False
+    stream = zlib.decompressobj()
+    most = nbytes + 4 * len(applied)
+    try:
+        return len(stream.decompress(data.tobytes(), most + 1)) <= most
+    except zlib.error:  # after less than that
+        return True
+
+
+# What each compressor's data begins with.
+_HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
+    "gzip": lambda data: data[0] & 15 == 8 and data[0] >> 4 <= 7 and int.from_bytes(data[:2].tobytes(), "big") % 31 == 0,
+    "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
+    "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
+}
 
 
 def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:

@@ -14,7 +14,7 @@ import h5py
 from shardload.sources.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.sources.hdf5_filters import NAMES, refuse_filters
 from shardload.sources.hdf5_links import Others
-from shardload.sources.hdf5_missing import SIZED
+from shardload.sources.hdf5_missing import SIZED, n_compressors
 
 __all__ = ["describe", "filters_of"]
 
@@ -61,7 +61,7 @@ def describe(
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = refuse_filters(dataset, allow) or _unbounded(filters) or others.refused
+        refused = refuse_filters(dataset, allow) or _unbounded(filters, allow) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
     return ArrayInfo(
@@ -101,10 +101,12 @@ def _type_of(file_type: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _unbounded(filters: list[tuple[int, int, Any, bytes]]) -> str | None:
+def _unbounded(filters: list[tuple[int, int, Any, bytes]], allow: Collection[str]) -> str | None:
     """What is said of compressors over each other that only HDF5 can undo."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
-    if len(compressors) < 2 or all(number in _DECODED_HERE for number, _ in compressors):
+    if n_compressors((number for number, _ in compressors), allow) < 2 or all(
+        number in _DECODED_HERE for number, _ in compressors
+    ):
         return None
     return (
         f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), where nothing bounds what HDF5 "

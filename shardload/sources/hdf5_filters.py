@@ -20,7 +20,7 @@ from typing import Any
 
 import h5py
 
-__all__ = ["NAMES", "SURVIVED", "may_use", "refuse_filter", "refuse_filters"]
+__all__ = ["NAMES", "STACKED", "SURVIVED", "is_counted", "may_use", "refuse_filter", "refuse_filters"]
 
 # Names people use. The numbers below 32000 are HDF5's own, but for bzip2; those above are registered with the HDF Group.
 NAMES = {
@@ -44,6 +44,8 @@ NAMES = {
     32028: "sperr",
     32033: "htj2k",
 }
+
+STACKED = "compressors, stacked"  # among what is allowed; a caller's names are split at commas, so none is this
 
 SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
 
@@ -70,6 +72,18 @@ def may_use(names: Collection[str], allowed: Collection[str]) -> bool:
     (True, False, True)
     """
     return "all" in allowed or any(name in allowed for name in names)
+
+
+def is_counted(names: Collection[str], survived: bool, allowed: Collection[str]) -> bool:
+    """Whether a compressor counts as one of those over each other, where nothing bounds what they make of a few bytes.
+
+    What may be used unasked always counts; what the caller had to allow, and did, does what it does. None counts where memory
+    is limited (a helper process, which allows `STACKED`).
+
+    >>> is_counted(("gzip",), True, {"all"}), is_counted(("zfp",), False, {"zfp"}), is_counted(("gzip",), True, {STACKED})
+    (True, False, False)
+    """
+    return STACKED not in allowed and (survived or not may_use(names, allowed))
 
 
 def refuse_filters(dataset: h5py.Dataset, allowed: Collection[str]) -> str | None:

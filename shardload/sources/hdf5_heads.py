@@ -19,6 +19,7 @@ from h5py._objects import phil
 
 from shardload.region import Region
 from shardload.sources.codecs import check_blosc, unzstd
+from shardload.sources.hdf5_missing import UNWRITTEN_WORDS
 
 __all__ = ["check_heads"]
 
@@ -45,15 +46,32 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
     axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk, strict=True)]
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
-        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:
+        found = _stored(dataset, offsets)
+        if found is None:
             continue
-        with phil:
-            mask, data = dataset.id.read_direct_chunk(offsets)
+        mask, data = found
         applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
         try:
             _check_chunk(np.frombuffer(data, dtype=np.uint8), applied, math.prod(chunk), size)
         except ValueError as error:
             raise ValueError(f"chunk {index} is damaged: {error}") from None
+
+
+def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
+    """Filter mask and bytes of a chunk; None where it was never written.
+
+    To say where a chunk is, HDF5 walks the list of all, so it is asked for the bytes first.
+    """
+    try:
+        with phil:
+            mask, data = dataset.id.read_direct_chunk(offsets)
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in UNWRITTEN_WORDS):
+            return None
+        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # versions of HDF5 differ in what they say
+            return None
+        raise
+    return mask, data
 
 
 def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: int, size: int) -> None:

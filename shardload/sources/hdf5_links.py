@@ -89,7 +89,7 @@ class Others:
         """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
             self.chunks.append(tuple(dataset.chunks))
-        if is_stacked(dataset):
+        if is_stacked(dataset, self.allow):
             raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
         Sizes(dataset).check()
 

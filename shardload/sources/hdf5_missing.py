@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import h5py
@@ -21,8 +21,9 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.region import Region
+from shardload.sources.hdf5_filters import NAMES, SURVIVED, is_counted
 
-__all__ = ["SIZED", "UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole", "is_stacked"]
+__all__ = ["SIZED", "UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole", "is_stacked", "n_compressors"]
 
 _LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
 SIZED = {2, 3, 5, 6}  # filters that give as much as follows from their parameters; what any other gives is for the data to say
@@ -97,10 +98,21 @@ class Unwritten:
             self._identifier.chunk_iter(keep)
 
 
-def is_stacked(dataset: h5py.Dataset) -> bool:
-    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one."""
+def is_stacked(dataset: h5py.Dataset, allow: Collection[str] = ()) -> bool:
+    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one.
+
+    What the caller allows is not always counted: see `hdf5_filters.is_counted`.
+    """
     creation = dataset.id.get_create_plist()
-    return sum(creation.get_filter(k)[0] not in SIZED for k in range(creation.get_nfilters())) > 1
+    return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), allow) > 1
+
+
+def n_compressors(numbers: Iterable[int], allow: Collection[str] = ()) -> int:
+    """How many of these filters count as compressors."""
+    return sum(
+        number not in SIZED and is_counted((str(number), NAMES.get(number, str(number))), number in SURVIVED, allow)
+        for number in numbers
+    )
 
 
 class Sizes:

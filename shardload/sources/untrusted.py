@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.cast import settle_bools
 from shardload.errors import ConfigError, SourceError
 from shardload.region import Region
 from shardload.sources import untrusted_process
@@ -461,9 +462,9 @@ def _find(
         nbytes = math.prod(info.shape) * dtype.itemsize
         if answer["nbytes"] != nbytes or nbytes > _FIRST_NBYTES:
             raise _lie(f"{answer['nbytes']!r} bytes of values, expected {nbytes}")
-        found = helper.values((nbytes,), np.dtype(np.uint8)).tobytes()
-    _check_values(np.frombuffer(found, dtype))
-    return info, found
+        found = helper.values((nbytes,), np.dtype(np.uint8)).copy()
+    settle_bools(found.view(dtype))
+    return info, found.tobytes()
 
 
 # --- an array
@@ -556,7 +557,7 @@ class UntrustedSource:
             numbers = helper.values((n,), np.dtype(np.int64), place).copy()
             if n and (numbers[0] < 0 or numbers[-1] >= most or (np.diff(numbers) <= 0).any()):
                 raise _lie("numbers of chunks that are not there")
-        _check_values(out)
+        settle_bools(out)
         if n:
             at = zip(*(axis.tolist() for axis in np.unravel_index(numbers, counts)), strict=True) if counts else [()]
             self._absent = [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
@@ -581,7 +582,7 @@ class UntrustedSource:
             with self._a_helper() as helper:
                 helper.ask("plain", out.nbytes, start=region.start, stop=region.stop)
                 np.copyto(out, helper.values(region.shape, self._dtype))
-            _check_values(out)
+            settle_bools(out)
         return out
 
     def view(self, region: Region) -> Array | None:
@@ -600,7 +601,7 @@ class UntrustedSource:
             n = answer.get("nbytes_stored")
             if n is not None and not _is_int(n, _INT64):
                 raise _lie(f"{n!r} bytes of a stored chunk")
-        _check_values(out)
+        settle_bools(out)
         return None if n is None else int(n)
 
     def state(self) -> tuple[int, ...] | None:
@@ -822,9 +823,3 @@ def _loadable(info: ArrayInfo) -> ArrayInfo:
     if info.refused is not None:
         raise _lie("an array that cannot be loaded, without an error")
     return info
-
-
-def _check_values(values: Array) -> None:
-    """ValueError where bytes are no values of their type, which NumPy and JAX rely on."""
-    if values.dtype.kind == "b" and values.size and values.view(np.uint8).max() > 1:
-        raise ValueError("the values are bytes that are neither true nor false")

@@ -37,7 +37,7 @@ _LOG_NBYTES = 1 << 20  # of what libraries print
 _STACK_NBYTES = 1 << 20
 # How formats are asked here. What they allow only where the caller has said so, and what is safe in no process but one that may
 # crash (decoders, say), is to be allowed in this one place.
-_ALLOWED: dict[str, Any] = {"allow": ("all",)}
+_ALLOWED: dict[str, Any] = {"allow": ("all", "compressors, stacked")}  # `hdf5_filters.STACKED`
 
 Answer = dict[str, Any]
 

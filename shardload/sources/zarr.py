@@ -73,6 +73,9 @@ _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecEr
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 # How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
 _LONGEST, _HEAD_NBYTES = 8, 4096
+_STACKED = (
+    "its chunks are compressed more than once, and only zarr-python decodes them here, where nothing bounds what it makes"
+)
 _MOST_AT_ONCE = 1024  # chunks of one call: zarr-python holds 2.5 KiB for each, however small it is
 _MOST_INDEX_NBYTES = 1 << 26  # of a shard, which zarr-python reads whole
 # What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
@@ -92,14 +95,18 @@ class ZarrSource:
         What `open_store` gave, to close with this source; None where the array is the caller's.
     outside : bool
         Whether a folder may have links that lead out of it.
+    allow : collection of str
+        As given to `describe`.
     """
 
-    def __init__(self, array: Any, info: ArrayInfo, store: Any = None, outside: bool = False) -> None:
+    def __init__(
+        self, array: Any, info: ArrayInfo, store: Any = None, outside: bool = False, allow: Collection[str] = ()
+    ) -> None:
         self._array, self._info, self._store = watch(array, outside), info, store
         self._dtype = native_dtype(array.dtype)
         self._fence = Fence.around_store(path, outside) if (path := _folder_of(array.store)) is not None else Fence()
         self._absent: list[tuple[int, ...]] = []
-        self._is_checked = False
+        self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), allow)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
@@ -121,6 +128,8 @@ class ZarrSource:
         if self._chunks is not None:
             self._absent = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
+        if self._is_stacked:
+            raise ValueError(_STACKED)
         store = self._array.store
         self._check_once()
         store.absent.clear()
@@ -178,6 +187,12 @@ class ZarrSource:
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What zarr-python gives for these slices."""
         parts = list(itertools.islice(self._parts(region), 2)) if region.size else []
+        self._check_once()
+        if self._is_stacked:  # zarr-python bounds nothing, so they are decoded here first
+            for part in self._parts(region) if parts else ():
+                if self._chunks is None:
+                    raise ValueError(_STACKED)
+                read_by_chunks(self._chunks, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         if len(parts) < 2:
             return np.asarray(self._array[region.slices()])
         out = np.empty(region.shape, self._array.dtype)
@@ -271,7 +286,7 @@ class ZarrFormat:
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset, allow), store, outside)
+            return ZarrSource(found, describe(found, path, dataset, allow), store, outside, allow)
         except FileNotFoundError as error:
             close_store(store)
             raise KeyError(dataset) from error
@@ -287,7 +302,7 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside)
+        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside, allow)
 
 
 FORMAT = ZarrFormat()

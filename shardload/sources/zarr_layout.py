@@ -16,6 +16,8 @@ import numpy as np
 
 from shardload.sources import codecs
 from shardload.sources.codecs import Stage
+from shardload.sources.hdf5_filters import is_counted
+from shardload.sources.zarr_codecs import SURVIVED
 
 __all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
 
@@ -112,14 +114,17 @@ _SIZED = {
 def is_stacked(metadata: Mapping[str, Any], allow: Collection[str] = ()) -> bool:
     """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one.
 
-    Codecs that the caller allows are not counted: they do what they do.
+    What the caller allows is not always counted: see `hdf5_filters.is_counted`.
     """
-    if "all" in allow:
-        return False
     if metadata.get("zarr_format") == 3:
         return _n_compressors(metadata["codecs"], allow) > 1
     chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
-    return sum(_codec_2(entry)[0] not in (*_SIZED, *allow) for entry in chain) > 1
+    return sum(_is_counted(_codec_2(entry)[0], allow) for entry in chain) > 1
+
+
+def _is_counted(name: str, allow: Collection[str]) -> bool:
+    name = name.removeprefix("numcodecs.").lower()
+    return name not in _SIZED and is_counted((name, f"numcodecs.{name}"), name in SURVIVED, allow)
 
 
 def _n_compressors(chain: Sequence[Any], allow: Collection[str]) -> int:
@@ -127,7 +132,7 @@ def _n_compressors(chain: Sequence[Any], allow: Collection[str]) -> int:
     n = 0
     for entry in chain:
         name = entry if isinstance(entry, str) else str(entry["name"])
-        n += name.removeprefix("numcodecs.") not in (*_SIZED, *allow)
+        n += _is_counted(name, allow)
         options = {} if isinstance(entry, str) else entry.get("configuration") or {}
         n += max((_n_compressors(options[key], allow) for key in ("codecs", "index_codecs") if key in options), default=0)
     return n

@@ -20,7 +20,7 @@ from typing import Any
 
 import zarr
 import zarr.storage
-from zarr.abc.store import Store
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 
 from shardload.errors import SourceError
 from shardload.sources.fence import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
@@ -93,7 +93,11 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         is_metadata = key.rpartition("/")[2] in _METADATA
         if self._folder is not None and (is_metadata or self.most_nbytes is not None):
             self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before there is memory for it
-        found = await self._store.get(key, prototype, byte_range)
+        archive = _unwrapped(self._store)
+        if isinstance(archive, zarr.storage.ZipStore):
+            found = _of_zip(archive, key, prototype, byte_range, MOST_METADATA_NBYTES if is_metadata else self.most_nbytes)
+        else:
+            found = await self._store.get(key, prototype, byte_range)
         if found is None:
             self.absent.add(key)
         else:
@@ -185,6 +189,48 @@ def zip_entries(path: str) -> list[zipfile.ZipInfo]:
         return archive.infolist()
 
 
+def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: Any, most_nbytes: int | None) -> Any:
+    """A value of a zip file, or a part of one; None where there is none.
+
+    Never more is unpacked than the zip file declares. zarr-python asks Python's zipfile for all of it, which unpacks gigabytes
+    and then cuts them. And what it unpacks of bzip2 and LZMA has no bound at all.
+    """
+    if not store._is_open:
+        store._sync_open()
+    with store._lock:
+        try:
+            entry = store._zf.getinfo(key)
+        except KeyError:
+            return None
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(
+                f"'{key}' is compressed in the zip file (method {entry.compress_type}) in a way that has no bound; it can be "
+                "stored as it is, or deflated. Unpack the zip file, or write it anew"
+            )
+        start, stop = _range_of(byte_range, entry.file_size)
+        if most_nbytes is not None and stop - start > most_nbytes:
+            raise ValueError(f"'{key}' would have {stop - start} bytes; {most_nbytes} are the most")
+        with store._zf.open(entry) as file:
+            if start:
+                file.seek(start)
+            return prototype.buffer.from_bytes(file.read(stop - start))
+
+
+def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
+    """From where to where a part of a value of so many bytes is; no longer than that."""
+    start, stop = 0, nbytes
+    if isinstance(byte_range, RangeByteRequest):
+        start, stop = byte_range.start, byte_range.end
+    elif isinstance(byte_range, OffsetByteRequest):
+        start = byte_range.offset
+    elif isinstance(byte_range, SuffixByteRequest):
+        start = nbytes - byte_range.suffix
+    elif byte_range is not None:
+        raise TypeError(f"a part of a value given as {byte_range!r}")
+    start = min(max(0, start), nbytes)
+    return start, max(start, min(stop, nbytes))
+
+
 class _ShortReads(io.BufferedReader):
     """A file that is not read in one piece where that is long."""
 
@@ -217,6 +263,12 @@ def _fence_of(store: Any, name: str, outside: bool) -> Fence:
     """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
     if outside:
         return Fence()
+    store = _unwrapped(store)
+    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+        raise SourceError(
+            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
+            f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
+        )
     kinds = [_kind_of_layer(layer) for layer in _layers(store)]
     if "references" in kinds:
         raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
@@ -231,6 +283,7 @@ def _fence_of(store: Any, name: str, outside: bool) -> Fence:
 
 def local_folder(store: Any) -> str | None:
     """The folder of this machine that a store is, straight; else None."""
+    store = _unwrapped(store)
     if isinstance(store, zarr.storage.LocalStore):
         return os.fspath(store.root)
     layers = _layers(store)
@@ -240,6 +293,17 @@ def local_folder(store: Any) -> str | None:
             return str(store.path).removeprefix("file://")
         return os.fspath(getattr(layers[0], "prefix", None) or "/")
     return None
+
+
+# Where those read is known: in a folder, a file or memory, or where their layers say. ObjectStore needs a library of its own.
+_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+
+
+def _unwrapped(store: Any) -> Any:
+    """The store below those of zarr-python that only pass on what they are asked. Other wrappers may ask for anything."""
+    while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
+        store = store._store
+    return store
 
 
 def _layers(store: Any) -> list[Any]:

@@ -6,6 +6,7 @@ system gave it.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin  # noqa: F401 - it registers its filters, which files are made with here
 import jax
 import jax.numpy as jnp
 import numcodecs
@@ -35,15 +37,20 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
 
 import shardload
 from shardload.cli import app
 from shardload.errors import SourceError
 from shardload.region import Region
-from shardload.sources import find_array, list_arrays, open_source
+from shardload.sources import find_array, list_arrays, open_source, read_small, zarr_layout
 from shardload.sources.base import a_few_chunks
 from shardload.sources.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
 from shardload.sources.hdf5 import Hdf5Source
+from shardload.sources.hdf5_filters import NAMES, STACKED
+from shardload.sources.hdf5_missing import n_compressors
+from shardload.sources.untrusted import Limits
+from shardload.sources.zarr_store import open_store
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
 
 ROOT = Path(__file__).parents[2]
@@ -55,14 +62,22 @@ MOST_GROWTH = 32 << 20  # bytes; a case that is not capped takes three times as 
 # --- what the system gives
 
 
-def with_filters(file: h5py.File, name: str, stored: bytes, filters: list[tuple[int, tuple[int, ...]]], n: int = 4096) -> None:
-    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes."""
+def with_filters(
+    file: h5py.File,
+    name: str,
+    stored: bytes,
+    filters: list[tuple[int, tuple[int, ...]]],
+    n: int = 4096,
+    short: int = 0,
+    mask: int = 0,
+) -> None:
+    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes. It may be shorter than the chunk."""
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     creation.set_chunk((n,))
     for number, values in filters:
         creation.set_filter(number, 0, values)
-    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n,)), creation)
-    made.write_direct_chunk((0,), stored)
+    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n - short,), (n,)), creation)
+    made.write_direct_chunk((0,), stored, mask)
 
 
 def write_cases(folder: Path) -> None:
@@ -78,6 +93,7 @@ def write_cases(folder: Path) -> None:
         file.create_virtual_dataset("virtual", layout)
     with h5py.File(folder / "nested.h5", "w") as file:
         with_filters(file, "x", zlib.compress(bomb, 9), [(1, (9,)), (1, (9,))])
+        with_filters(file, "edge", bomb, [(1, (9,))], len(bomb), 1)  # such a chunk may be stored without filters
     with h5py.File(folder / "attributes.h5", "w", libver="latest") as file:
         for owner, name in ((file.create_dataset("x", data=np.arange(4)), "_FillValue"), (file, "_NCProperties")):
             owner.attrs[name] = np.zeros(4 << 20)
@@ -102,6 +118,24 @@ def write_cases(folder: Path) -> None:
     os.truncate(folder / "long.zarr/0.0", BIG)
     with zipfile.ZipFile(folder / "json.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("zarr.json", "[" + "[]," * (4 << 20) + "0]")
+    with zipfile.ZipFile(folder / "long.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(".zarray", V2)
+        archive.writestr("0", bytes(BIG))
+    understate(folder / "short.zip", ".zarray", V2 + bytes(BIG), len(V2))
+
+
+V2 = json.dumps(
+    dict.fromkeys(("compressor", "filters"))
+    | {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "|u1", "fill_value": 0, "order": "C"}
+).encode()
+
+
+def understate(path: Path, name: str, data: bytes, nbytes: int, method: int = zipfile.ZIP_DEFLATED) -> None:
+    """A zip file of one entry, which its directory says to have `nbytes` bytes, with their checksum."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(name, data)
+        entry = archive.getinfo(name)
+        entry.file_size, entry.CRC = nbytes, zlib.crc32(data[:nbytes])
 
 
 def read(folder: str, name: str, dataset: str) -> None:
@@ -115,11 +149,31 @@ def read(folder: str, name: str, dataset: str) -> None:
         source.close()
 
 
+def read_plain(folder: str, name: str, dataset: str) -> None:
+    """What `shardload.verify` of an array asks for, with nothing before it."""
+    source = open_source(os.path.join(folder, name), dataset)
+    try:
+        source.plain(Region.whole(source.info.shape))
+    finally:
+        source.close()
+
+
+def first_chunk(source: Any) -> None:
+    """As the ranks read it."""
+    chunks = source.chunk_reader()
+    encoded = chunks.fetch((0,) * len(source.info.shape))
+    chunks.decode(encoded, np.empty(source.info.chunks, source.dtype))
+
+
 CASES: dict[str, Callable[[str], Any]] = {
     "tiny chunks, none written": lambda folder: read(folder, "tiny.h5", "x"),
     "tiny chunks, some written": lambda folder: read(folder, "tiny.h5", "some"),
     "tiny chunks behind a virtual dataset": lambda folder: read(folder, "tiny.h5", "virtual"),
     "gzip over gzip in HDF5": lambda folder: read(folder, "nested.h5", "x"),
+    "a chunk over the edge in HDF5": lambda folder: first_chunk(open_source(os.path.join(folder, "nested.h5"), "edge")),
+    "gzip over gzip in HDF5, plain": lambda folder: read_plain(folder, "nested.h5", "x"),
+    "gzip over gzip in Zarr, plain": lambda folder: read_plain(folder, "gzip.zarr", "/"),
+    "a long value in a zip file, plain": lambda folder: read_plain(folder, "long.zip", "/"),
     "long attributes": lambda folder: list_arrays(os.path.join(folder, "attributes.h5")),
     "a long zarr.json": lambda folder: find_array(os.path.join(folder, "v3.zarr"), "/"),
     "a long zarr.json, listed": lambda folder: list_arrays(os.path.join(folder, "v3.zarr")),
@@ -129,9 +183,11 @@ CASES: dict[str, Callable[[str], Any]] = {
     "gzip over gzip in Zarr": lambda folder: read(folder, "gzip.zarr", "/"),
     "gzip over gzip in a zip file": lambda folder: read(folder, "gzip.zip", "/"),
     "a long chunk, by zarr-python": lambda folder: read(folder, "long.zarr", "/"),
+    "a zip file that declares too little": lambda folder: find_array(os.path.join(folder, "short.zip"), "/"),
     "a zip file of JSON of many values": lambda folder: list_arrays(os.path.join(folder, "json.zip")),
 }
 FINE = {"tiny chunks, none written", "tiny chunks, some written", "tiny chunks behind a virtual dataset", "long attributes"}
+FINE |= {"a zip file that declares too little"}  # what it declares is there
 
 
 def measure(folder: str) -> dict[str, tuple[int, str]]:
@@ -156,7 +212,7 @@ def test_memory_of_libraries_is_capped(tmp_path: Path) -> None:
     assert set(found) == set(CASES)
     assert {name: growth for name, (growth, _) in found.items() if growth > MOST_GROWTH} == {}
     assert {name for name, (_, error) in found.items() if not error} == FINE, found
-    expected = r"at most|between two compressors|compressed more than once|holds no array"
+    expected = r"at most|between two compressors|compressed more than once|holds no array|longer than the chunk"
     for name, (_, error) in found.items():
         assert not error or re.search(expected, error), (name, error)
 
@@ -244,6 +300,143 @@ def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest
     source.close()
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("shards", [None, (4, 8)])
+def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int, ...] | None) -> None:
+    """Whole values, and parts of them, as zarr-python asks for chunks in shards."""
+    data, store = flat((7, 10)), zarr.storage.ZipStore(tmp_path / "a.zip", mode="w", compression=method)
+    zarr.create_array(store, shape=data.shape, chunks=(2, 4), shards=shards, dtype=data.dtype)[:] = data
+    store.close()
+    if method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(SourceError, match=r"'zarr.json' is compressed in the zip file \(method \d+\)"):
+            find_array(str(tmp_path / "a.zip"), "/")
+        return
+    source = open_source(tmp_path / "a.zip", "/")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+
+
+def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
+    """As zarr-python gives them, but for ranges over the end."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", bytes(range(50)))
+    prototype = zarr.core.buffer.default_buffer_prototype()
+    plain = zarr.storage.ZipStore(tmp_path / "a.zip", mode="r")
+    plain._sync_open()
+    looked_at = open_store(str(tmp_path / "a.zip"))
+    ranges = (None, RangeByteRequest(3, 9), RangeByteRequest(0, 50), RangeByteRequest(7, 7), OffsetByteRequest(45))
+    for part in (*ranges, SuffixByteRequest(5), SuffixByteRequest(99), RangeByteRequest(48, 99)):
+        found = [asyncio.run(store.get("x", prototype, part)).to_bytes() for store in (plain, looked_at)]
+        assert found[0] == found[1], part
+    assert asyncio.run(looked_at.get("y", prototype)) is None
+    looked_at.most_nbytes = 20
+    with pytest.raises(ValueError, match="would have 50 bytes; 20 are the most"):
+        asyncio.run(looked_at.get("x", prototype))
+    assert len(asyncio.run(looked_at.get("x", prototype, RangeByteRequest(0, 20)))) == 20
+
+
+@pytest.mark.parametrize("name", ["zstd", "blosc", "gzip", "zstd over gzip"])
+def test_a_damaged_chunk_over_the_edge(tmp_path: Path, name: str) -> None:
+    """It is as long as its values, as one is that was stored without filters. HDF5 gives zeros for such Zstandard data."""
+    data = np.random.default_rng(1).bytes(4096)
+    stored = {
+        "zstd": numcodecs.Zstd().encode(data),
+        "blosc": numcodecs.Blosc().encode(data),
+        "gzip": zlib.compress(data),
+        "zstd over gzip": numcodecs.Zstd().encode(zlib.compress(data)),
+    }[name]
+    numbers = {"gzip": (1, (4,)), "zstd": (32015, ()), "blosc": (32001, (2, 2, 1, 4096))}
+    filters = [numbers[part] for part in reversed(name.split(" over "))]
+    cut = bytearray(stored[:4096])
+    if name == "blosc":
+        cut[12:16] = struct.pack("<I", 4096)  # so much is there
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", bytes(cut), filters, 4096, 6)
+    source = open_source(tmp_path / "a.h5", "x")
+    for read_values in (read_all, first_chunk):
+        with pytest.raises((OSError, ValueError)):
+            read_values(source)
+    source.close()
+    short = zlib.compress(bytes(4096))
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        with_filters(file, "x", short, [(1, (4,))], len(short), 1)  # makes more than there can be
+    source = open_source(tmp_path / "b.h5", "x")
+    with pytest.raises(ValueError, match="gzip stream is damaged, or longer"):
+        first_chunk(source)
+    source.close()
+
+
+def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
+    """HDF5 gives zeros for what is past the end."""
+    path = write_hdf5(tmp_path / "a.h5", {"x": np.ones(1 << 16)})
+    source = open_source(path, "x")
+    os.truncate(path, os.path.getsize(path) - 4096)
+    with pytest.raises(OSError, match="was cut"):
+        source.plain(Region.whole((1 << 16,)))
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "is_bounded"),
+    [
+        (("gzip", "zstd"), (), False),
+        (("gzip", "zstd"), ("gzip",), False),  # what may be used unasked counts, whatever is allowed
+        (("gzip", "zstd"), ("all",), False),
+        (("zfp", "zstd"), ("zfp",), True),  # what does as it likes, and may
+        (("zfp", "zstd"), ("all",), True),
+        (("zfp", "zstd"), ("bitshuffle",), False),
+        (("gzip", "zstd"), ("all", STACKED), True),  # a helper process, of which memory is limited
+    ],
+)
+def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[str, ...], is_bounded: bool) -> None:
+    """One rule for both formats."""
+    numbers = {name: number for number, name in NAMES.items()}
+    assert (n_compressors([2, 3, *(numbers[name] for name in names)], allowed) < 2) == is_bounded
+    for words in (allowed, tuple(f"numcodecs.{word}" if word in NAMES.values() else word for word in allowed)):
+        for prefix in ("", "numcodecs."):
+            chain = [{"name": "bytes"}, *({"name": prefix + name} for name in names)]
+            assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, words) != is_bounded
+        filters, compressor = [{"id": "delta"}, {"id": names[0]}], {"id": names[1]}
+        assert zarr_layout.is_stacked({"zarr_format": 2, "filters": filters, "compressor": compressor}, words) != is_bounded
+
+
+def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
+    data = flat((4096,), "u1").tobytes()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", zlib.compress(zlib.compress(data)), [(1, (4,)), (1, (4,))])
+        with_filters(file, "lzf", zlib.compress(data), [(32000, (4, 0, 4096)), (1, (4,))], mask=1)  # LZF left out
+        for name in ("x", "lzf"):
+            layout = h5py.VirtualLayout((4096,), "u1")
+            layout[:] = h5py.VirtualSource(".", name, shape=(4096,))
+            file.create_virtual_dataset(f"virtual {name}", layout)
+    for name in ("lzf", "virtual x", "virtual lzf"):
+        for allow in ((), ("all",), ("gzip", "lzf")):
+            with pytest.raises(SourceError, match="compressed more than once"):
+                find_array(str(tmp_path / "a.h5"), name, allow=allow)
+        for source in (
+            open_source(tmp_path / "a.h5", name, allow=("all", STACKED)),
+            open_source(tmp_path / "a.h5", name, untrusted=Limits()),
+        ):
+            np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+            np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))
+            source.close()
+
+
+# --- small arrays, which one rank reads before `staging` is looked at
+
+
+@pytest.mark.parametrize(("nbytes", "is_small"), [(1 << 20, True), (1 << 21, False)])
+def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes: int, is_small: bool) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", data=flat((4,), "u1"), chunks=(nbytes,), maxshape=(None,), compression="gzip")
+        file.create_dataset("nan", data=flat((4,), "f4"), chunks=(nbytes // 4,), maxshape=(None,)).attrs["_FillValue"] = np.nan
+    write_zarr(tmp_path / "chunk.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes,))
+    write_zarr(tmp_path / "shard.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes // 2,), shards=(nbytes,))
+    for name, array in (("a.h5", "a"), ("chunk.zarr", "a"), ("shard.zarr", "a"), ("a.h5", "nan")):
+        path, values = str(tmp_path / name), flat((4,), "f4" if array == "nan" else "u1")
+        assert read_small(path, find_array(path, array)) == (values.tobytes() if is_small else None), name
+
+
 # --- compressors over compressors
 
 
@@ -293,6 +486,7 @@ def test_hdf5_datasets_that_are_compressed_twice(tmp_path: Path) -> None:
         file.create_virtual_dataset("virtual", layout)
     for name in ("fine", "zstd"):
         source = open_source(tmp_path / "a.h5", name)
+        np.testing.assert_array_equal(source.plain(Region((9,), (4096,))), flat((4096,), "u1")[9:])
         np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
         source.close()
     listed = {info.dataset: info.refused for info in list_arrays(str(tmp_path / "a.h5"))}
@@ -321,6 +515,7 @@ def test_zarr_arrays_that_are_compressed_twice(tmp_path: Path, zarr_format: int,
     source = open_source(path, "a")
     assert source.chunk_reader() is not None
     np.testing.assert_array_equal(read_all(source), data)
+    np.testing.assert_array_equal(source.plain(Region((1, 2), (4, 6))), data[1:, 2:])
     source.close()
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         for file in path.rglob("*"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -28,7 +29,7 @@ from shardload.errors import SourceError
 from shardload.region import Region
 from shardload.sources import hdf5_filters, hdf5_heads, list_arrays, open_source
 from shardload.sources.zarr_codecs import checked
-from tests.unit.files import flat, write_hdf5
+from tests.unit.files import flat, read_all, write_hdf5
 
 ASKED = {
     307: dict(hdf5plugin.BZip2()),
@@ -354,6 +355,34 @@ for path in sys.argv[1:]:
         except ValueError as error:
             print("refused", error)
 """
+
+
+class Asked:
+    """An open dataset's identifier that counts how often it is asked where a chunk is, for which HDF5 walks a list of all."""
+
+    def __init__(self, identifier: Any) -> None:
+        self._identifier, self.n = identifier, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.n += name == "get_chunk_info_by_coord"
+        return getattr(self._identifier, name)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_the_list_of_chunks_is_not_walked_for_each(tmp_path: Path, libver: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", libver=libver) as file:
+        made = file.create_dataset("x", (8, 8), "i4", chunks=(1, 8), scaleoffset=0)
+        made[:] = flat((8, 8), "i4")
+        some = file.create_dataset("some", (8, 8), "i4", chunks=(1, 8), scaleoffset=0)
+        some[2:4] = 1
+    with h5py.File(tmp_path / "a.h5") as file:
+        for name in ("x", "some"):
+            asked = Asked(file[name].id)
+            hdf5_heads.check_heads(SimpleNamespace(id=asked), Region.whole((8, 8)))  # type: ignore[arg-type]
+            assert asked.n == 0 or name == "some", name
+            source = open_source(tmp_path / "a.h5", name)
+            np.testing.assert_array_equal(read_all(source), file[name][:])
+            source.close()
 
 
 def test_chunks_that_are_too_short_do_not_reach_hdf5(tmp_path: Path) -> None:

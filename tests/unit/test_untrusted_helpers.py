@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -27,7 +28,7 @@ from shardload.region import Region
 from shardload.sources import find_array, find_small, list_arrays, open_source, untrusted_process
 from shardload.sources.base import ArrayInfo
 from shardload.sources.fence import NotAFileError, OutsideError
-from shardload.sources.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of
+from shardload.sources.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of, find
 from tests.unit.fakes import fetch, reader_of, whole
 from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
 
@@ -407,11 +408,23 @@ def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None
 
 
 def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
-    fake(OPEN.replace("int32", "bool"), "put(0, 1, 2, kind='B'); say(n_missing=0)")
+    """As in this process: it is 1 where it is not 0, before NumPy or JAX see it."""
+    info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
+    put = "put(0, 2, 255, kind='B'); "
+    given = f"say(info={info!r}, state=[1, 2])"
+    fake(given, f"{put}say(n_missing=0)", f"{put}say()", f"{put}say(nbytes_stored=3)", f"{put}say()")
     source = UntrustedSource("f.h5", "/x", False, ONE)
-    with pytest.raises(ValueError, match="neither true nor false"):
-        read_all(source)
+    chunks = source.chunk_reader()
+    expected = [0, 1, 1]
+    assert read_all(source).view("u1").ravel().tolist() == expected
+    assert source.plain(Region.whole((3, 1))).view("u1").ravel().tolist() == expected
+    assert chunks is not None
+    encoded, out = chunks.fetch((0, 0)), np.empty((3, 1), bool)
+    chunks.decode(encoded, out)
+    assert out.view("u1").ravel().tolist() == expected
     source.close()
+    fake(f"{put}say(info={info!r}, nbytes=3)")
+    assert find("f.h5", "f.h5", "/x", False, ONE, values=True)[1] == bytes(expected)
 
 
 def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:

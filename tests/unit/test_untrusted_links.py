@@ -421,6 +421,31 @@ def test_stores_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             find_array(url, "a")
 
 
+class Elsewhere(zarr.storage.WrapperStore[Any]):
+    """In place of stores that keep chunks in another place: of zarr-python's own cache, or a program's."""
+
+
+@pytest.mark.parametrize("wrap", [zarr.storage.LoggingStore, zarr.storage.WrapperStore, Elsewhere])
+def test_links_behind_a_wrapped_store_that_was_handed_in(tmp_path: Path, wrap: Any) -> None:
+    data = flat((4,), "int32")
+    for name in ("in", "else"):
+        write_zarr(tmp_path / f"{name}.zarr", {"a": data}, 2, chunks=(2,), compressors=None)
+    chunk = tmp_path / "in.zarr" / "a" / "0"
+    chunk.unlink()
+    chunk.symlink_to("../../else.zarr/a/0")
+    array = zarr.open_array(wrap(zarr.storage.LocalStore(tmp_path / "in.zarr", read_only=True)), path="a", mode="r")
+    with pytest.raises((SourceError, OutsideError), match=r"outside the store|may read files anywhere"):
+        read_all(open_source(array, "/a"))
+    np.testing.assert_array_equal(read_all(open_source(array, "/a", True)), data)
+    chunk.unlink()
+    chunk.write_bytes((tmp_path / "else.zarr" / "a" / "0").read_bytes())
+    if wrap is not Elsewhere:
+        np.testing.assert_array_equal(read_all(open_source(array, "/a")), data)
+    memory = zarr.create_array(zarr.storage.LoggingStore(zarr.storage.MemoryStore()), shape=(4,), chunks=(2,), dtype="i4")
+    memory[:] = data
+    np.testing.assert_array_equal(read_all(open_source(memory, "/")), data)
+
+
 # --- names, and many of them
 
 
