@@ -244,24 +244,22 @@ class Job:
 
     def run(self, made: Plan) -> tuple[jax.Array, LoadReport]:
         """Agree on which plan it is, then `run_here`. Collective."""
-        group = self._ranks("execute this plan")
+        group = self._ranks()
         with outer_exception(), group.call(self.options.timeout) as refusal:
             asked = Invocation("execute", f"execute() of the plan for {made.info}", self.agreed)
             group.watch.begin(str(made.info), self.options.timeout)
-            is_same = group.begin(asked, str) is not None
-            if not group.all_same(asked, is_same and refusal is None):
-                group.agree_same(asked, refusal)
+            group.settle(asked, refusal)
             return self._run(made, group)
 
     def run_here(self, made: Plan) -> tuple[jax.Array, LoadReport]:
         """Open and make room, agree, read and exchange, assemble, agree. Collective; inside a call of all ranks."""
-        group = self._ranks("load")
+        group = self._ranks()
         group.watch.begin(str(made.info), self.options.timeout)
         return self._run(made, group)
 
     def verify(self, info: ArrayInfo, array: jax.Array, seed: int) -> VerifyReport:
         """Compare an array with the file. Collective; inside a call of all ranks."""
-        group = self._ranks("compare values")
+        group = self._ranks()
         state, error = None, None
         group.watch.begin(str(info), self.options.timeout)
         group.watch.enter("verify")
@@ -276,10 +274,10 @@ class Job:
         group.watch.close()
         return proven
 
-    def _ranks(self, what: str) -> Group:
+    def _ranks(self) -> Group:
         if self.group is None:
             raise ConfigError(
-                f"an AbstractMesh has no devices, so there is nothing to {what} on: plan over a jax.sharding.Mesh"
+                "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
             )
         return self.group
 

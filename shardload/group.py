@@ -525,6 +525,12 @@ class Group:
         all_fine, differs = self._compare([asked.digest], is_fine)
         return all_fine and not differs.size
 
+    def settle(self, asked: Invocation, error: BaseException | None) -> None:
+        """Both messages that every call begins with, where nothing is to be found. Raises as `agree_same` does. Collective."""
+        is_same = self.begin(asked, str) is not None
+        if not self.all_same(asked, is_same and error is None):
+            self.agree_same(asked, error)
+
     def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
         """Whether all ranks are fine, and which digests differ."""
         digest = np.array(digests, dtype=np.uint64)

@@ -143,13 +143,13 @@ def load(
     )  # fmt: skip
 
     def find(call: Call) -> str:
-        how, limits = (call.options.outside, call.options.allow_filters), call.options.limits
-        is_auto = call.options.readers == AUTO
+        options, limits = call.options, call.options.limits
+        is_auto = options.readers == AUTO
         if is_auto and limits is not None:  # one process for both
-            info, values = find_small(path, call.options.dataset, call.options.outside, limits)
+            info, values = find_small(path, options.dataset, options.outside, limits)
         else:
-            info = find_array(path, call.options.dataset, *how, limits)
-            values = read_small(path, info, *how) if is_auto else None
+            info = _find(path, call)
+            values = read_small(path, info, options.outside, options.allow_filters) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:

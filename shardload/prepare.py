@@ -165,6 +165,9 @@ class Request:
         """The call, if all ranks make the same one. Collective."""
         if self.group is not None:
             self.group.agree_same(self.asked, self.error)
+        return self._checked()
+
+    def _checked(self) -> Call:
         if self.call is None:
             raise self.error or ConfigError("the arguments could not be read")
         return self.call
@@ -172,10 +175,9 @@ class Request:
     def settle(self) -> Call:
         """`agree`, in the messages that every call begins with. Collective."""
         if self.group is None:
-            return self.agree()
-        is_same = self.group.begin(self.asked, str) is not None
-        fine = self.group.all_same(self.asked, is_same and self.call is not None)
-        return self.call if fine and self.call is not None else self.agree()
+            return self._checked()
+        self.group.settle(self.asked, self.error)
+        return self._checked()
 
     def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int | None = None) -> Plan:
         """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
@@ -228,9 +230,7 @@ class Request:
 
     def _find(self, find: Callable[[Call], str], root: int | None) -> str | None:
         def run() -> str:
-            if self.call is None:
-                raise self.error or ConfigError("the arguments could not be read")
-            return find(self.call)
+            return find(self._checked())
 
         if self.group is None:
             return run()
