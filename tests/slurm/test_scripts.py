@@ -20,8 +20,12 @@ DEVICES = {"one-process": 4, "two-nodes-wide": 4}  # GPUs of a process, where it
 SCRIPTS = sorted(path.stem for path in SLURM.glob("*.sh") if path.name != "site.sh")
 PLAIN = [name for name in SCRIPTS if name not in ("all-reduce", "ibex", "jean-zay")]
 
-# Lines that are not the program's: site.sh's, and Slurm's, whose cores here are made up.
-NOISE = r"job \d+: |module |srun: cluster configuration lacks support for cpu binding"
+# Lines that are not the program's: site.sh's, and Slurm's, whose cores here are made up, and which waits a second and says so
+# where the step before has not given its node back.
+NOISE = (
+    r"job \d+: |module |srun: cluster configuration lacks support for cpu binding"
+    r"|srun: Job \d+ step creation temporarily disabled, retrying|srun: Step created for job \d+"
+)
 
 # gloo writes its line piece by piece, so that those of two processes may be in each other. Then numbers are left.
 GLOO = r"\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :"
@@ -76,6 +80,8 @@ def test_comments_are_compared() -> None:
     gloo += "Expected number of connected peer ranks is : Expected number of connected peer ranks is : 1\n1\n"
     right = "sum 3 J\nI am 0, I see 1/2 devices\n"
     compare("job 7: x\n" + gloo + right, promised)
+    busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\nsrun: Step created for job 7\n"
+    compare(busy + right, promised)
     for wrong in (
         f"1\n{right}",
         "sum 3 J\n",
