@@ -36,10 +36,11 @@ import numpy as np
 import zarr.registry
 
 from benchmarks.fuzz_filter_files import FilterCase, FilterKind, filter_case, filter_kinds
-from shardload import sources
-from shardload.region import Region
-from shardload.sources import hdf5_filters, zarr_codecs
-from shardload.sources.base import read_by_chunks
+from shardload.formats import lookup as sources
+from shardload.formats.base import read_by_chunks
+from shardload.formats.hdf5 import filters as hdf5_filters
+from shardload.formats.zarr import codecs as zarr_codecs
+from shardload.planning.region import Region
 
 __all__ = ["SURVIVED", "FilterOutcomes", "fuzz_filters", "good_kinds", "is_listed"]
 
@@ -179,8 +180,8 @@ def fuzz_filters(
 
 def _import_all() -> None:
     """Import what reading needs, which each child would otherwise do for itself; starts no thread."""
-    for name in ("hdf5", "memory", "zarr"):
-        importlib.import_module(f"shardload.sources.{name}")
+    for name in ("hdf5.source", "memory", "zarr.source"):
+        importlib.import_module(f"shardload.formats.{name}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("bytes", "transpose", "sharding_indexed", "zstd", "gzip", "blosc", "crc32c", "numcodecs.zlib"):

@@ -30,11 +30,11 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from shardload.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
-from shardload.plan import Grid, ReadPlan, plan_blocks, plan_shards
-from shardload.prepare import Request, plan_file
-from shardload.region import Region
-from shardload.sources.base import ArrayInfo
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.request import Request, plan_file
+from shardload.planning.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.planning.read_plan import Grid, ReadPlan, plan_blocks, plan_shards
+from shardload.planning.region import Region
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)

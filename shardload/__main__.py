@@ -1,5 +1,5 @@
-"""``python -m shardload``: the command line of `shardload.cli`."""
+"""``python -m shardload``: the command line of `shardload.cli.main`."""
 
-from shardload.cli import main
+from shardload.cli.main import main
 
 main()

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shardload.cost import MODES
 from shardload.errors import ConfigError
-from shardload.sources.base import native_dtype, refusal
-from shardload.sources.untrusted import Limits
+from shardload.formats.base import native_dtype, refusal
+from shardload.formats.untrusted import Limits
+from shardload.planning.cost import MODES
 from shardload.units import parse_nbytes
 
 __all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "TIMEOUT", "Options", "Progress", "pad_value"]

@@ -108,11 +108,6 @@ def _examples_write_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytes
     """An example in a docstring may write a file where it runs: not into the checkout."""
     if isinstance(request.node, pytest.DoctestItem):
         monkeypatch.chdir(request.getfixturevalue("tmp_path"))
-        package = sys.modules.get("shardload")
-        for name in ("load", "verify"):  # pytest, importing the modules of these names, hid the functions
-            module = sys.modules.get(f"shardload.{name}")
-            if package and getattr(package, name) is module:
-                monkeypatch.setattr(package, name, getattr(sys.modules["shardload.load"], name))
 
 
 @pytest.hookimpl(tryfirst=True)

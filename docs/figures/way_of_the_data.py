@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
-from shardload.plan import Grid, ReadPlan, plan_blocks, plan_shards
+from shardload.planning.read_plan import Grid, ReadPlan, plan_blocks, plan_shards
 
 SHAPE, N_RANKS = (8, 8, 8), 4
 COLORS = ("#4477aa", "#ee8866", "#44aa88", "#aa77bb")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import zarr
 
-from shardload import demo
+from shardload.cli import demo
 from tests.jobs.launch import run_job
 
 DEMO = ["-W", "error", "-m", "shardload", "demo", "--size", "64"]
@@ -51,7 +51,7 @@ def test_demo(n: int, tmp_path: Path) -> None:
 NOTHING_OPEN = """
 import sys
 import h5py
-from shardload import demo
+from shardload.cli import demo
 
 time = demo._Demo.median_seconds
 
@@ -99,7 +99,7 @@ def test_chunk_reads_are_counted_and_not_computed(tmp_path: Path) -> None:
 def test_demo_ends_all_ranks_and_leaves_nothing_when_one_fails(tmp_path: Path) -> None:
     program = """
 import sys
-from shardload import demo
+from shardload.cli import demo
 
 def fail(*args):
     raise RuntimeError("the disk is full")
@@ -114,7 +114,7 @@ sys.exit(demo.run(16))
 
 
 def test_demo_without_the_climate_fields_says_what_to_install() -> None:
-    program = "import sys; sys.modules['iris_sample_data'] = None; from shardload import demo; sys.exit(demo.run(16))"
+    program = "import sys; sys.modules['iris_sample_data'] = None; from shardload.cli.main import demo; sys.exit(demo.run(16))"
     job = run_job(["-W", "error", "-c", program], 2, timeout=120)
     assert job.returncode == 1
     assert (job.stderr + job.stdout).count("pip install 'shardload[demo]'") == 1

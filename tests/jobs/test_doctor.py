@@ -16,7 +16,7 @@ import pytest
 
 from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
 from tests.mpi.support import ramp
-from tests.unit.test_doctor import CASES
+from tests.unit.cli.test_doctor import CASES
 
 DOCTOR = ["-W", "error", "-m", "shardload", "doctor"]
 ENV = {"PYTHONPATH": PATHS, "HDF5_USE_FILE_LOCKING": "FALSE"}
@@ -202,8 +202,8 @@ SPOILED = """
 import sys, time
 from unittest import mock
 from mpi4py import MPI
-from shardload import doctor
-from shardload.doctor import checks
+from shardload.cli import doctor
+from shardload.cli.doctor import checks
 
 def fail(*args, **more):
     raise MemoryError("this rank has no memory left")
@@ -246,8 +246,8 @@ def test_a_scatter_that_one_rank_cannot_do() -> None:
     program = """
 import sys
 from mpi4py import MPI
-from shardload import doctor
-from shardload.doctor import checks
+from shardload.cli import doctor
+from shardload.cli.doctor import checks
 
 right = checks.scatter
 

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> str:
 # What Gloo does when JAX's processes meet: it writes to the descriptor, in pieces, past Python.
 NOISY = """
 import os, sys
-from shardload import cli, verify_command
+from shardload.cli import main as cli, verify as verify_command
 
 def plan(*args, plan=verify_command.plan, **options):
     os.write(1, b"[Gloo] Rank 0 is connected to ")

@@ -25,7 +25,7 @@ from tests.mpi.sources import CHUNKS, NAME
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
 from tests.ports import catches_sigterm, listeners
 
-GROUP = importlib.import_module("shardload.group")
+GROUP = importlib.import_module("shardload.comm.group")
 
 
 # --- what a path can be -----------------------------------------------------------------------------------------------
@@ -55,15 +55,15 @@ def test_small_array_comes_with_its_metadata(
     def opens(*_: Any) -> None:
         raise PermissionError("nobody but rank 0 opens it")
 
-    monkeypatch.setattr(importlib.import_module("shardload.execute"), "open_source", opens)
-    monkeypatch.setattr(importlib.import_module("shardload.sources"), "_SMALL_NBYTES", values.nbytes)
+    monkeypatch.setattr(importlib.import_module("shardload.jobs.execution"), "open_source", opens)
+    monkeypatch.setattr(importlib.import_module("shardload.formats.lookup"), "_SMALL_NBYTES", values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
     picked = padded(values[1:, 2], mesh, P("a"), 7)
     check(load(P("a"), select=(slice(1, None), 2), pad=7), picked, mesh, P("a"))
     check(load(P(), dtype="float16"), values.astype("float16"), mesh, P())
     same_error(comm, lambda: load(P("b", "a"), readers="direct"), PeerError, "nobody but rank 0 opens it")
-    monkeypatch.setattr(importlib.import_module("shardload.sources"), "_SMALL_NBYTES", 16)
+    monkeypatch.setattr(importlib.import_module("shardload.formats.lookup"), "_SMALL_NBYTES", 16)
     same_error(comm, lambda: load(P("b", "a")), PeerError, "nobody but rank 0 opens it")
 
 

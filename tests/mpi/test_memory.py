@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError
-from shardload.group import group_of
-from shardload.node import Segment
+from shardload.comm.group import group_of
+from shardload.comm.shared_memory import Segment
 from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py and zarr-python make for themselves: 90 KiB are usual

@@ -29,12 +29,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.assemble import EarlyPieces, assemble
+from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.sharding import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
-from shardload.layout import layout_shards, local_regions, read_sharding, read_spec, verify_layout
-from shardload.plan import Shards, plan_shards
-from shardload.region import Region
-from shardload.staging import aligned_empty
+from shardload.planning.read_plan import Shards, plan_shards
+from shardload.planning.region import Region
+from shardload.transfer.buffers import aligned_empty
 
 ROOT = Path(__file__).parents[2]
 

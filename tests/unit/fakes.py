@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.plan import Grid, Part, Read
-from shardload.reader import SourceReader
-from shardload.region import Region, select_axes
-from shardload.sources.base import ArrayInfo, Encoded, Room, fresh
-from shardload.staging import Block, Piece, Slots
+from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
+from shardload.planning.read_plan import Grid, Part, Read
+from shardload.planning.region import Region, select_axes
+from shardload.transfer.buffers import Block, Piece, Slots
+from shardload.transfer.reader import SourceReader
 
 Array = np.ndarray[Any, Any]
 

@@ -16,10 +16,10 @@ import h5py
 import numpy as np
 import zarr
 
-from shardload.region import Region
-from shardload.sources.base import Source
+from shardload.formats.base import Source
+from shardload.planning.region import Region
 
-# Opens a script that tests `shardload.sources` by itself, in a process of its own: without what `shardload` imports.
+# Opens a script that tests `shardload.formats.lookup` by itself, in a process of its own: without what `shardload` imports.
 ALONE = (
     "import sys, types\n"
     "package = types.ModuleType('shardload')\n"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
+from shardload.formats.untrusted import Limits
 from shardload.options import Options, pad_value
-from shardload.sources.untrusted import Limits
 from shardload.units import format_nbytes, parse_nbytes
 
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shardload.comm.watchdog import Watch, beat_seconds
 from shardload.errors import StallError
-from shardload.watch import Watch, beat_seconds
 
 TIMEOUT = 40.0
 BEAT = beat_seconds(TIMEOUT, 4)

@@ -27,8 +27,8 @@ WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "pa
 MOST = 12  # descriptors that a load needs at the same time, and a few more
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.execute")._WORTH_SHARING_NBYTES = 0  # blocks are small here
-importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
+importlib.import_module("shardload.jobs.execution")._WORTH_SHARING_NBYTES = 0  # blocks are small here
+importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
 
 
 def prepare() -> None:

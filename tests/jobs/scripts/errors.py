@@ -41,7 +41,7 @@ ALONE = (
 )
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.execute")._WORTH_SHARING_NBYTES = 0  # blocks are small here
+importlib.import_module("shardload.jobs.execution")._WORTH_SHARING_NBYTES = 0  # blocks are small here
 cases: dict[str, Callable[[], object]] = {}
 
 
@@ -198,35 +198,35 @@ def full(*_: Any) -> None:
 
 @case("open fails on ranks 1 and 3 alone")
 def _() -> None:
-    patched("shardload.execute", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+    patched("shardload.jobs.execution", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
 
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.execute", "empty_pieces", full, lambda: load(readers="root"), (1,))
+    patched("shardload.jobs.execution", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")
 def _() -> None:
-    patched("shardload.staging", "aligned_empty", full, lambda: load(readers="parallel"), (2,))
+    patched("shardload.transfer.buffers", "aligned_empty", full, lambda: load(readers="parallel"), (2,))
 
 
 @case("no memory to pack on rank 0")
 def _() -> None:
     packs = lambda *_: (_ for _ in ()).throw(MemoryError("cannot allocate 512 GiB"))  # noqa: E731
-    patched("shardload.wire", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
+    patched("shardload.transfer.messages", "_Buffer", packs, lambda: load(spec=P(None, "b", "a"), readers="root"), (0,))
 
 
 @case("no memory for a checksum on rank 0")
 def _() -> None:
-    patched("shardload.outbox", "checksum", full, lambda: load(readers="root", verify="checksum"), (0,))
+    patched("shardload.transfer.sender", "checksum", full, lambda: load(readers="root", verify="checksum"), (0,))
 
 
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    traffic = importlib.import_module("shardload.traffic").Traffic
-    call = lambda: patched("shardload.outbox", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
+    traffic = importlib.import_module("shardload.transfer.requests").Traffic
+    call = lambda: patched("shardload.transfer.sender", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
     before = traffic.tell
     if comm.rank == 0:
         traffic.tell = full
@@ -238,12 +238,12 @@ def _() -> None:
 
 @case("no memory to decode a chunk on rank 1")
 def _() -> None:
-    reader = importlib.import_module("shardload.reader")
+    reader = importlib.import_module("shardload.transfer.reader")
     call = lambda: load(readers="parallel", staging="8KiB")  # noqa: E731
     before = reader._MIN_CHUNK_NBYTES
     reader._MIN_CHUNK_NBYTES = 1
     try:
-        patched("shardload.reader", "Tile", full, call, (1,))
+        patched("shardload.transfer.reader", "Tile", full, call, (1,))
     finally:
         reader._MIN_CHUNK_NBYTES = before
 
@@ -255,7 +255,7 @@ def _() -> None:
 
 @case("assembly fails on rank 3")
 def _() -> None:
-    patched("shardload.execute", "assemble", full, load, (3,))
+    patched("shardload.jobs.execution", "assemble", full, load, (3,))
 
 
 class Slow:
@@ -274,9 +274,9 @@ class Slow:
 
 @case("a slow reader meets the damaged chunk last")
 def _() -> None:
-    sources = importlib.import_module("shardload.sources")
+    sources = importlib.import_module("shardload.formats.lookup")
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.execute", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.execution", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def _() -> None:
 
 @case("a file cannot be closed on rank 1")
 def _() -> None:
-    patched("shardload.execute", "_close", gone, lambda: load(readers="parallel"), (1,))
+    patched("shardload.jobs.execution", "_close", gone, lambda: load(readers="parallel"), (1,))
 
 
 @case("an alarm was handled before")

@@ -27,10 +27,10 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
-from shardload.group import Group
-from shardload.node import Segment
-from shardload.sources.hdf5_chunks import Hdf5Chunks
-from shardload.sources.zarr_chunks import ZarrChunks
+from shardload.comm.group import Group
+from shardload.comm.shared_memory import Segment
+from shardload.formats.hdf5.chunks import Hdf5Chunks
+from shardload.formats.zarr.chunks import ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
 
 PATIENCE_SECONDS = 5.0
@@ -39,10 +39,10 @@ READERS = ("root", "parallel", "direct", 2)
 BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.execute")
+execute = importlib.import_module("shardload.jobs.execution")
 execute._WORTH_SHARING_NBYTES = 0  # blocks are small here
-importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
-importlib.import_module("shardload.reader")._INLINE_NBYTES = -1
+importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
+importlib.import_module("shardload.transfer.reader")._INLINE_NBYTES = -1
 
 
 def load(path: str = "good.h5", readers: Any = "parallel", **options: Any) -> jax.Array:
@@ -252,7 +252,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "planning": (importlib.import_module("shardload.load"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
-    "exchange": (importlib.import_module("shardload.inbox").Inbox, "check"),
+    "exchange": (importlib.import_module("shardload.transfer.receiver").Inbox, "check"),
     "assembly": (execute, "assemble"),
 }
 
@@ -261,7 +261,7 @@ def die(phase: str, rank: str) -> None:
     where, name = PHASES[phase]
     if comm.rank == int(rank):
         setattr(where, name, on_call(getattr(where, name), 1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    load(timeout=None) if "timeout" in shardload.load.__kwdefaults__ else load()
+    load(timeout=None) if "timeout" in shardload.api.__kwdefaults__ else load()
     print("went on", flush=True)
 
 

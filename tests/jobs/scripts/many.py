@@ -27,8 +27,8 @@ from tests.mpi.support import check, mesh_of, on_root, ramp
 SHAPE, CHUNKS, SPEC = (16, 48, 40), (4, 12, 40), P(None, "a", "b")
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.reader")._MIN_CHUNK_NBYTES = 1
-importlib.import_module("shardload.reader")._INLINE_NBYTES = -1
+importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
+importlib.import_module("shardload.transfer.reader")._INLINE_NBYTES = -1
 
 
 def prepare() -> None:

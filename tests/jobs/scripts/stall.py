@@ -28,7 +28,7 @@ TIMEOUT = 4.0
 BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
-execute, reader = importlib.import_module("shardload.execute"), importlib.import_module("shardload.reader")
+execute, reader = importlib.import_module("shardload.jobs.execution"), importlib.import_module("shardload.transfer.reader")
 reader._MIN_CHUNK_NBYTES = 1  # chunks are small here
 execute._WORTH_SHARING_NBYTES = 0
 if "inline" not in sys.argv[2]:

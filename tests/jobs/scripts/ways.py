@@ -16,8 +16,13 @@ from typing import Any
 
 import pytest
 
-from shardload import execute, group, inbox, outbox, reader, sources
-from shardload.node import Segment
+from shardload.comm import group
+from shardload.comm.shared_memory import Segment
+from shardload.formats import lookup as sources
+from shardload.jobs import execution as execute
+from shardload.transfer import reader
+from shardload.transfer import receiver as inbox
+from shardload.transfer import sender as outbox
 
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.group import group_of
-from shardload.traffic import LOOK
+from shardload.comm.group import group_of
+from shardload.transfer.requests import LOOK
 
 NDIM = 2
 NUMBER, START, STOP, AT = 0, slice(1, 1 + NDIM), slice(1 + NDIM, 1 + 2 * NDIM), 1 + 2 * NDIM  # in a row of a note

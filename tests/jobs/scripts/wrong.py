@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
-from shardload.region import Region
+from shardload.planning.region import Region
 from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
 
@@ -37,7 +37,17 @@ SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the righ
 
 module = importlib.import_module
 layout, plan, execute, prepare, reader, group, staging, inbox = (
-    module(f"shardload.{name}") for name in ("layout", "plan", "execute", "prepare", "reader", "group", "staging", "inbox")
+    module(f"shardload.{name}")
+    for name in (
+        "arrays.sharding",
+        "planning.read_plan",
+        "jobs.execution",
+        "jobs.request",
+        "transfer.reader",
+        "comm.group",
+        "transfer.buffers",
+        "transfer.receiver",
+    )
 )
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1
@@ -112,7 +122,7 @@ def _(stack: ExitStack) -> None:
 @case("pieces under another region", spec=P("a", "b"))
 def _(stack: ExitStack) -> None:
     def wrong(shape: Any, sharding: Any, dtype: Any, pieces: Any, *more: Any) -> Any:
-        moved = [(module("shardload.region").Region(r.start[::-1], r.stop[::-1]), data) for r, data in pieces]
+        moved = [(module("shardload.planning.region").Region(r.start[::-1], r.stop[::-1]), data) for r, data in pieces]
         return right(shape, sharding, dtype, moved, *more)
 
     right = execute.assemble
@@ -320,7 +330,7 @@ def _(stack: ExitStack) -> None:
 
 def change_reads(stack: ExitStack, change: Callable[[Any, Any], None]) -> None:
     """Let the source read other values than the file has."""
-    sources = module("shardload.sources.hdf5")
+    sources = module("shardload.formats.hdf5.source")
     right = sources.Hdf5Source.read_into
 
     def wrong(self: Any, region: Any, out: Any) -> None:
@@ -350,7 +360,7 @@ def _(stack: ExitStack) -> None:
 
 @case("chunks decoded wrongly", spec=P("b", "a"), readers="parallel", dataset="packed", levels=ALL)
 def _(stack: ExitStack) -> None:
-    chunks = module("shardload.sources.hdf5_chunks").Hdf5Chunks
+    chunks = module("shardload.formats.hdf5.chunks").Hdf5Chunks
     right = chunks.decode
 
     def wrong(self: Any, encoded: Any, out: Any) -> None:

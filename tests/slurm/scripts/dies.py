@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.group import group_of
+from shardload.comm.group import group_of
 from tests.mpi.support import mesh_of
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import outbox
-from shardload.group import group_of
+from shardload.comm.group import group_of
+from shardload.transfer import sender as outbox
 from tests.jobs.scripts import ways  # small arrays travel as large ones do
 from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp

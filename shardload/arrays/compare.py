@@ -1,0 +1,183 @@
+"""What must an array be, where is it looked at, and where does it differ first?
+
+`Truth` is what the file says of a region, by its format's own library; `Padding` is what lies behind the end of the array.
+`sample_boxes` and `tails_of` say where to look, `first_difference` compares bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ShardloadError, SourceError
+from shardload.formats.base import Source, settle_bools
+from shardload.planning.grid import Grid
+from shardload.planning.region import Region, Selection
+from shardload.transfer.cast import cast_into
+
+__all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "tails_of", "value_text", "words_of"]
+
+_BOX_NBYTES = 1 << 16
+_DECODED_AT_MOST = 32  # boxes decode no more than this part of the region that they are in, or one chunk
+
+Array = np.ndarray[Any, Any]
+
+
+class Truth:
+    """What the file says, by its own library alone."""
+
+    def __init__(self, source: Source, selection: Selection, dtype: np.dtype[Any]) -> None:
+        self._source, self._selection, self._dtype = source, selection, dtype
+        self.name = str(source.info)
+
+    def values(self, region: Region) -> Array:
+        """Of a region of the array, cast as the array was."""
+        place = self._selection.to_file(region)
+        info = self._source.info
+        try:
+            raw = np.ascontiguousarray(self._source.plain(place), dtype=self._source.dtype).reshape(region.shape)
+        except Exception as error:
+            raise SourceError(
+                f"{info} could not be read again to verify it (elements {place}): {type(error).__name__}: {error}",
+                path=info.path,
+                dataset=info.dataset,
+            ) from error
+        if raw.dtype.kind == "b":
+            raw = raw.copy()
+            settle_bools(raw)
+        if raw.dtype == self._dtype:
+            return raw
+        out = np.empty(region.shape, dtype=self._dtype)
+        cast_into(raw, out, f"{info}, elements {place},")
+        return out
+
+    def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
+        """Which side is likelier wrong, where `found` is not what was read `before`."""
+        info = self._source.info
+        if first_difference(before, self.values(region)) is not None:
+            raise SourceError(
+                f"{info} gives other values each time that {region} of the array is read: somebody writes it, or its storage "
+                "is failing. Nothing that was loaded from it can be trusted",
+                path=info.path,
+                dataset=info.dataset,
+            )
+        if piece is None:
+            return "The file says the same twice: the array was changed since it was loaded, is of another file, or went wrong"
+        if first_difference(piece, found) is not None:
+            return "The host's piece differs from the device: likelier wrong is the device, or the way to it"
+        return (
+            "The file says the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
+            "read or travelled, on the rank that read them"
+        )
+
+
+class Padding:
+    """What the padding must be."""
+
+    name = "the padding"
+
+    def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
+        self._value, self._dtype = value, dtype
+
+    def values(self, region: Region) -> Array:
+        """The fill value everywhere."""
+        return np.full(region.shape, self._value, dtype=self._dtype)
+
+    def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
+        """Nobody reads padding, so it is this process that is wrong."""
+        return "Likelier wrong is this rank: nobody sends padding"
+
+
+def sample_boxes(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
+    """A few boxes of a region, the same for everybody who asks: each inside one chunk, at random.
+
+    Parameters
+    ----------
+    true : Region
+        Where they may lie.
+    chunks : Grid or None
+        So that one box takes one chunk to be decoded; None where any part can be read by itself.
+    itemsize : int
+        Bytes per element.
+    seed : int
+        Others give other boxes.
+    most : int
+        How many at most.
+
+    Examples
+    --------
+    >>> [str(b) for b in sample_boxes(Region((4,), (12,)), Grid((16,), (5,), (0,)), 4, seed=0, most=2)]
+    ['[5:10]']
+    """
+    if not true.size:
+        return
+    random = np.random.default_rng([seed, *true.start, *true.stop])
+    size = max(1, _BOX_NBYTES // itemsize)
+    cost = size if chunks is None else math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
+    for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, cost))))):
+        point = [int(random.integers(a, b)) for a, b in zip(true.start, true.stop, strict=True)]
+        at = Region(tuple(point), tuple(p + 1 for p in point))
+        cell = true if chunks is None else chunks.region(next(iter(chunks.meeting(at)))).intersect(true) or at
+        yield _around(point, cell, size, random)
+
+
+def _around(point: list[int], cell: Region, size: int, random: np.random.Generator) -> Region:
+    """At most `size` elements of `cell`, with `point` among them; the longest axes are cut first."""
+    start, stop = list(cell.start), list(cell.stop)
+    while math.prod(b - a for a, b in zip(start, stop, strict=True)) > size:
+        axis = max(range(len(start)), key=lambda k: stop[k] - start[k])
+        n = -(-(stop[axis] - start[axis]) // 2)
+        low = int(random.integers(max(start[axis], point[axis] - n + 1), min(point[axis], stop[axis] - n) + 1))
+        start[axis], stop[axis] = low, low + n
+    return Region(tuple(start), tuple(stop))
+
+
+def tails_of(region: Region, true: Region | None) -> Iterator[Region]:
+    """What of a shard is padding, as regions that do not overlap.
+
+    >>> [str(t) for t in tails_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
+    ['[3:4, 0:4]', '[0:3, 2:4]']
+    """
+    if true is None:
+        if region.size:
+            yield region
+        return
+    for axis, (end, stop) in enumerate(zip(true.stop, region.stop, strict=True)):
+        if end < stop:
+            start = (*region.start[:axis], end, *region.start[axis + 1 :])
+            tail = Region(start, (*true.stop[:axis], *region.stop[axis:]))
+            if tail.size:
+                yield tail
+
+
+def first_difference(expected: Array, found: Array) -> tuple[int, ...] | None:
+    """Where two arrays of one shape and dtype differ first, in C order and bit by bit; None where they do not.
+
+    >>> first_difference(np.array([0.0, np.nan]), np.array([-0.0, np.nan]))
+    (0,)
+    """
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        raise ShardloadError(f"{found.shape} {found.dtype} cannot be compared with {expected.shape} {expected.dtype}")
+    differ = (words_of(expected) != words_of(found)).any(axis=-1)
+    if not differ.any():
+        return None
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), expected.shape))
+
+
+def words_of(data: Array) -> Array:
+    """The bits of each element: shape ``(size, words per element)``."""
+    width = math.gcd(data.itemsize, 8)
+    flat = np.ascontiguousarray(data).reshape(-1)
+    return flat.view(f"u{width}").reshape(data.size, data.itemsize // width)
+
+
+def value_text(value: Any) -> str:
+    """A value and its bytes, which say more where it is not a number or nearly another.
+
+    >>> value_text(np.int16(258))
+    '258 (bytes 0201)'
+    """
+    return f"{value} (bytes {np.asarray(value).tobytes().hex()})"

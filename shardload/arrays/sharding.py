@@ -1,0 +1,339 @@
+"""Which region does each device and process hold under this sharding?
+
+The place where JAX's words turn into plain regions, and the only arithmetic on shardings:
+
+1. Read the mesh axes that cut each array axis off the sharding's spec (`read_spec`).
+2. Check that every axis divides, or pad it until it does (`padded_shape`).
+3. Transpose the mesh of ranks by those axes: a table, shard -> ranks (`layout_shards`); for an abstract mesh a formula.
+4. Compare what the table says of this process with JAX's own index map (`verify_layout`). Each process checks itself, so all
+   of the table is checked against JAX, and a change in JAX's rules is an error instead of a wrong array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardload.errors import ConfigError, ShardloadError
+from shardload.planning.read_plan import RankBoxes, Shards, plan_shards
+from shardload.planning.region import Region
+
+__all__ = [
+    "describe_decomposition",
+    "describe_sharding",
+    "devices_of_regions",
+    "devices_per_process",
+    "layout_shards",
+    "local_regions",
+    "padded_shape",
+    "read_sharding",
+    "read_spec",
+    "verify_layout",
+]
+
+Axes = tuple[tuple[int, ...], ...]
+
+
+def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
+    """The NamedSharding that the caller means by ``(mesh, spec)`` or by a sharding alone.
+
+    Raises
+    ------
+    ConfigError
+        If the two do not fit together or name no mesh.
+    """
+    if isinstance(mesh, NamedSharding):
+        if spec is not None:
+            raise ConfigError(
+                f"a NamedSharding was given together with a spec {spec!r}: pass the sharding alone, or a mesh and a spec"
+            )
+        _check_mesh(mesh.mesh)
+        return mesh
+    if isinstance(mesh, jax.sharding.Sharding):
+        raise ConfigError(
+            f"{type(mesh).__name__} says nothing of mesh axes. Pass NamedSharding(mesh, P(...)), or a mesh and P(...); "
+            "for one device: Mesh([device], ('a',)) and P()"
+        )
+    if not hasattr(mesh, "axis_names") or not hasattr(mesh, "shape"):
+        raise ConfigError(f"expected a jax.sharding.Mesh or NamedSharding, found {type(mesh).__name__}: {mesh!r}")
+    _check_mesh(mesh)
+    if spec is None:
+        raise ConfigError(
+            "a mesh was given without a spec. Pass how the mesh cuts the array: P('a', 'b'), or P() to replicate it"
+        )
+    if not isinstance(spec, PartitionSpec):
+        if not isinstance(spec, tuple):
+            raise ConfigError(f"spec is {spec!r}; expected a PartitionSpec such as P('a', 'b')")
+        spec = _as_spec(spec)
+    names = tuple(mesh.axis_names)
+    unknown = [n for entry in spec for n in _entry_names(entry) if n not in names]
+    if unknown:
+        raise ConfigError(f"{_spec_text(spec)} names mesh axis {unknown[0]!r}, but the mesh has {_mesh_text(mesh)}")
+    named = [n for entry in spec for n in _entry_names(entry)]
+    repeated = [n for n in named if named.count(n) > 1]
+    if repeated:
+        raise ConfigError(f"{_spec_text(spec)} names mesh axis {repeated[0]!r} twice; a mesh axis can cut one array axis")
+    return NamedSharding(mesh, spec)
+
+
+@lru_cache(maxsize=16)  # a mesh is as long as its devices are many, and loads follow each other
+def _check_mesh(mesh: Any) -> None:
+    """ConfigError unless arrays can live on it: JAX would say nothing, fail an assertion or end the process."""
+    sizes = dict(mesh.shape)
+    empty = [name for name, size in sizes.items() if size < 1]
+    if empty:
+        raise ConfigError(
+            f"the mesh has no devices: its axis {empty[0]!r} has size {sizes[empty[0]]}. Pass a mesh of one device or more; "
+            "jax.devices() lists those of this job"
+        )
+    types = getattr(mesh, "axis_types", None) or ()
+    types = list(zip(mesh.axis_names, types, strict=True)) if isinstance(types, tuple) else []
+    manual = [name for name, kind in types if str(kind).rpartition(".")[2] == "Manual"]
+    if manual:
+        raise ConfigError(
+            f"the mesh axis {manual[0]!r} is Manual, which means the inside of jax.shard_map, where there are no arrays of the "
+            "whole mesh. Load outside of it, with a mesh of Auto or Explicit axes: jax.make_mesh(...), or Mesh(devices, names)"
+        )
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return
+    devices: list[Any] = list(mesh.devices.flat)
+    if len(set(devices)) < len(devices):
+        twice = next(device for k, device in enumerate(devices) if device in devices[:k])
+        raise ConfigError(f"the mesh has the device {twice} twice; a device can hold one shard of an array. Pass each once")
+
+
+def _as_spec(entries: tuple[Any, ...]) -> PartitionSpec:
+    """What a plain tuple means as a spec."""
+    for entry in entries:
+        names = entry if isinstance(entry, (tuple, list)) else (entry,)
+        # JAX takes 0, False and "" for None, and would cut nothing.
+        if any(isinstance(name, (tuple, list, dict, set, slice)) or not (name or name is None) for name in names):
+            raise ConfigError(
+                f"spec is {entries!r}, where {entry!r} is no mesh axis; expected for each array axis a name, a tuple of names "
+                "or None, such as P('a', ('b', 'c'), None)"
+            )
+    return PartitionSpec(*entries)
+
+
+def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
+    """For each array axis the positions of the mesh axes that cut it, major first.
+
+    Raises
+    ------
+    ConfigError
+        If the spec is longer than the array's rank, or leaves something to the compiler.
+    """
+    spec = sharding.spec
+    if len(spec) > ndim:
+        raise ConfigError(
+            f"{_spec_text(spec)} has {len(spec)} entries, but the array has {ndim} axes. "
+            "Give one entry per axis (None for an axis that is not cut); trailing ones may be left out"
+        )
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise ConfigError(f"{spec} has unreduced or reduced axes; an array that comes from a file has neither")
+    names = tuple(sharding.mesh.axis_names)
+    entries = [_entry_names(entry) for entry in spec] + [()] * (ndim - len(spec))
+    return tuple(tuple(names.index(n) for n in entry) for entry in entries)
+
+
+def _entry_names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise ConfigError("P.UNCONSTRAINED leaves the layout to the compiler; a load needs to know it: use a name or None")
+    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+
+
+def _spec_text(spec: PartitionSpec) -> str:
+    return "P(" + ", ".join(repr(e) for e in spec) + ")"
+
+
+def _mesh_text(mesh: Any) -> str:
+    return ", ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items()) or "no axes"
+
+
+def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, name: str) -> tuple[int, ...]:
+    """The shape of the global array: `shape`, with axes that do not divide padded up where `pad` says so.
+
+    Raises
+    ------
+    ConfigError
+        If an axis does not divide and `pad` is False; the text names axis, sizes and what to type.
+    """
+    sizes = tuple(sharding.mesh.shape.values())
+    padded = []
+    for axis, (n, cut) in enumerate(zip(shape, axes, strict=True)):
+        parts = math.prod(sizes[m] for m in cut)
+        up = -(-n // parts) * parts
+        if up != n and not pad:
+            good = [d for d in range(2, min(n, 64) + 1) if n % d == 0]
+            other = f", or use a mesh axis of {_one_of(good)}" if good else ""
+            raise ConfigError(
+                f"axis {axis} of {name} has {n} elements, but {_spec_text(sharding.spec)} splits it over {parts} devices. "
+                f"Pass pad=0 (or another fill value) to pad it to {up}{other}"
+            )
+        padded.append(up)
+    return tuple(padded)
+
+
+def _one_of(numbers: Sequence[int]) -> str:
+    shown = [str(n) for n in numbers[:5]] + (["..."] if len(numbers) > 5 else [])
+    return shown[0] if len(shown) == 1 else ", ".join(shown[:-1]) + " or " + shown[-1]
+
+
+def layout_shards(
+    sharding: NamedSharding,
+    axes: Axes,
+    shape_global: Sequence[int],
+    rank_of_process: Mapping[int, int] | None,
+    *,
+    devices_per_rank: int = 1,
+) -> Shards:
+    """Which rank holds which shard.
+
+    Parameters
+    ----------
+    sharding : NamedSharding
+        Over a mesh of devices, or over an AbstractMesh.
+    axes : tuple of tuple of int
+        From `read_spec`.
+    shape_global : sequence of int
+        The padded shape.
+    rank_of_process : mapping of int to int, or None
+        The MPI rank of each JAX process. None for an abstract mesh: its devices are dealt to ranks in mesh order.
+    devices_per_rank : int
+        For an abstract mesh: how many consecutive devices share a rank.
+
+    Raises
+    ------
+    ConfigError
+        If a device of the mesh belongs to a process that takes no part in the call.
+    """
+    sizes = tuple(sharding.mesh.shape.values())
+    ranks: np.ndarray[Any, Any] | RankBoxes
+    if rank_of_process is None:
+        boxes = RankBoxes.in_order(sizes, devices_per_rank)
+        ranks = boxes or np.arange(math.prod(sizes)).reshape(sizes) // devices_per_rank
+    else:
+        processes = np.array([d.process_index for d in sharding.mesh.devices.flat], dtype=np.int64)
+        table = np.full(1 + max(int(processes.max(initial=0)), max(rank_of_process, default=0)), -1, dtype=np.int64)
+        table[np.fromiter(rank_of_process, np.int64)] = np.fromiter(rank_of_process.values(), np.int64)
+        found = table[processes]
+        if (found < 0).any():
+            raise ConfigError(
+                f"the mesh has devices of JAX process {processes[found < 0].min()}, which takes no part in this call: the "
+                f"communicator has the processes {sorted(rank_of_process)}. Pass a comm with every process of the mesh, or a "
+                "smaller mesh"
+            )
+        ranks = found.reshape(sizes)
+    return plan_shards(shape_global, axes, ranks)
+
+
+def devices_per_process(mesh: Any, processes: Any) -> int:
+    """How many devices of an abstract mesh each of so many processes has; 1 where nothing was said.
+
+    As JAX numbers them: the first process has the first devices of the mesh, in its order, the next one the next.
+
+    Raises
+    ------
+    ConfigError
+        If the mesh has devices of its own, or these cannot be dealt out alike.
+
+    Examples
+    --------
+    >>> devices_per_process(jax.sharding.AbstractMesh((2, 4), ("a", "b")), 2)
+    4
+    """
+    if processes is None:
+        return 1
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        raise ConfigError(
+            f"processes is {processes!r}, but the mesh has devices, which say whose they are: leave it out, or plan over a "
+            "jax.sharding.AbstractMesh"
+        )
+    n_devices = math.prod(mesh.shape.values())
+    is_number = isinstance(processes, (int, np.integer)) and not isinstance(processes, bool)
+    if not is_number or processes < 1 or n_devices % processes:
+        small = [n for n in range(1, math.isqrt(n_devices) + 1) if n_devices % n == 0]
+        possible = [str(n) for n in sorted({*small, *(n_devices // n for n in small)})]
+        expected = " or ".join([", ".join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)
+        raise ConfigError(
+            f"processes is {processes!r}, but the mesh has {n_devices} device{'s' * (n_devices > 1)}, and each process must "
+            f"have as many as the others: expected {expected}"
+        )
+    return int(n_devices // processes)
+
+
+def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[Any]]:
+    """By JAX's own index map: each region that this process holds, and the devices that hold it."""
+    held: dict[Region, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape_global)).items():
+        # A 0-d array, and in some releases a replicated one, has no index at all.
+        slices = (slice(None),) * len(shape_global) if index is None else index
+        held.setdefault(Region.from_index(slices, shape_global), []).append(device)
+    return held
+
+
+def devices_of_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[str]]:
+    """By JAX's own index map: the ids of the devices that hold each region, of all processes."""
+    held: dict[Region, list[str]] = {}
+    device: Any
+    for device, index in sharding.devices_indices_map(tuple(shape_global)).items():
+        slices = (slice(None),) * len(shape_global) if index is None else index
+        held.setdefault(Region.from_index(slices, shape_global), []).append(str(device.id))
+    return held
+
+
+def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
+    """Compare the table with JAX's index map, for this process.
+
+    Raises
+    ------
+    ShardloadError
+        If they differ: then no piece would be right, and nothing has moved yet.
+    """
+    planned = {shards.region(s) for s in shards.shards_of(rank)}
+    held = set(local_regions(sharding, shards.shape_global))
+    if planned != held:
+        raise ShardloadError(
+            f"the plan gives rank {rank} the regions {_regions_text(planned)}, but JAX's index map says that its devices "
+            f"hold {_regions_text(held)}: nothing was loaded. This is a defect in shardload (JAX {jax.__version__}); "
+            "please report it with the mesh and the spec"
+        )
+
+
+def _regions_text(regions: set[Region]) -> str:
+    return ", ".join(str(r) for r in sorted(regions)) or "none"
+
+
+def describe_decomposition(shards: Shards) -> str:
+    """In the field's words: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
+    n_cut = sum(c > 1 for c in shards.cuts)
+    if n_cut == 0:
+        return "replicated" if shards.n_replicas > 1 else "whole"
+    if n_cut == 1:
+        return "slab"
+    return "pencil" if n_cut == 2 and len(shards.cuts) > 2 else "block"
+
+
+def describe_sharding(sharding: NamedSharding) -> str:
+    """The sharding as one line that is equal on two ranks exactly when the shardings are."""
+    mesh = sharding.mesh
+    devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
+    ids = "abstract" if devices is None else _ids_text([d.id for d in devices.flat])
+    return f"mesh {dict(mesh.shape)} of devices [{ids}], {_spec_text(sharding.spec)}, memory {sharding.memory_kind}"
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    if len(ids) <= 64:
+        return ",".join(map(str, ids))
+    # Compared by all ranks, and shown where they differ: long lists by their hash.
+    digest = hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
+    return f"{ids[0]}, ... {ids[-1]}; {len(ids)} with hash {digest}"

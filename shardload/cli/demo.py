@@ -1,0 +1,466 @@
+"""Does it work here, and is it faster than the usual ways? What ``mpiexec -n 4 python -m shardload demo`` runs.
+
+1. Real climate fields (netCDF, from the PyPI package iris-sample-data) as slabs, pencils and blocks.
+2. A field of SIZE^3 in one gzip HDF5 file and one zstd Zarr store, chunked by planes, as the pencils of a 3-D FFT,
+   which is then done (``examples/pencil_fft.py``) and compared with `numpy.fft.fftn`.
+3. The same load as tutorials do it, in two ways, timed in the same manner.
+
+Every load is compared, on every rank and for every shard, with what h5py or zarr-python reads there by itself. Every
+number that is printed was measured in the run that prints it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import h5py
+import jax
+import numpy as np
+import zarr
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from zarr.codecs import ZstdCodec
+from zarr.storage import LocalStore, WrapperStore
+
+import shardload
+from shardload.comm.group import world
+from shardload.errors import ConfigError, ShardloadError
+from shardload.system.terminal import Column, fit_table, own_stdout, say_error, width_of, wrap
+
+__all__ = ["run"]
+
+_REPEATS = 3
+_LOADS = ("array", "shape", "layout", "shard", "readers", "seconds", "chunk reads", "max error")
+_COMPARISON = ("file", "how", "seconds", "x shardload", "chunk reads")
+_NUMBERS = ("seconds", "x shardload", "chunk reads", "max error")
+_PLAIN = ("shape", "layout", "readers")  # say what they are
+_FFT_TOLERANCE = 1e-5  # of the largest mode; a float32 FFT is good to about 1e-7 times the log of its length
+_SLABS, _PENCILS, _BLOCKS = P(("a", "b")), P(None, "a", "b"), P("a", "b")
+_FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    ("hybrid_height.nc", "air_potential_temperature", (_SLABS, _PENCILS)),
+    ("hybrid_height.nc", "surface_altitude", (_BLOCKS,)),
+    ("E1_north_america.nc", "air_temperature", (_SLABS, _PENCILS)),
+)
+
+# What stands beside each other where not all columns fit.
+_NARROW = (
+    ("array", "shard", "seconds", "chunk reads", "max error"),
+    ("array", "seconds", "chunk reads", "max error"),
+    ("file", "how", "seconds", "x shardload"),
+    ("array", "seconds"),
+    ("how", "seconds", "x shardload"),
+)
+
+Index = tuple[slice, ...]
+
+
+@dataclass
+class _Table:
+    """Rows of texts, shown as wide as the terminal allows."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        self.rows.append(cells)
+
+    def lines(self, width: int) -> list[str]:
+        columns = [Column(name, is_number=name in _NUMBERS, lead="" if name in _PLAIN else None) for name in self.headings]
+        narrow = [titles for titles in _NARROW if titles[0] in self.headings and set(titles) <= set(self.headings)]
+        return ["", *wrap(self.title, width), *fit_table(columns, self.rows, width, narrow, rule=True)]
+
+
+class _Ranks:
+    """The few things the demo asks of MPI, which all work without it as well: then there is one rank."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.rank: int = comm.Get_rank() if comm else 0
+        self.size: int = comm.Get_size() if comm else 1
+
+    def wait(self) -> None:
+        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
+        if self.comm:
+            request = self.comm.Ibarrier()
+            while not request.Test():
+                time.sleep(0.01)
+
+    def allgather(self, value: Any) -> Any:
+        return self.comm.allgather(value) if self.comm else [value]
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return self.comm.gather(value) if self.comm else [value]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        return self.comm.scatter(values) if self.comm else (values or [None])[0]
+
+
+@dataclass
+class _Demo:
+    """What all steps share, and what they found."""
+
+    ranks: _Ranks
+    out: IO[str]
+    pencil_fft: ModuleType
+    mesh: Mesh
+    loads: _Table
+    n_loads: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def say(self, what: str | _Table) -> None:
+        if self.ranks.rank == 0:
+            width = width_of(self.out)
+            lines = (
+                [line for part in what.split("\n") for line in wrap(part, width, "", "  ")]
+                if isinstance(what, str)
+                else what.lines(width)
+            )
+            print("\n".join(lines), file=self.out, flush=True)
+
+    def median_seconds(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, float]:
+        """Time `load` as stated below the table, and return its last array too."""
+        seconds = []
+        for _ in range(1 + _REPEATS):
+            self.ranks.allgather(None)  # a barrier
+            start = time.perf_counter()
+            x = jax.block_until_ready(load())
+            seconds.append(max(self.ranks.allgather(time.perf_counter() - start)))
+        return x, statistics.median(seconds[1:])
+
+    def verify(self, name: str, x: jax.Array, stored: _Stored) -> float:
+        """Compare each shard on each rank with the array, sliced there; returns the largest difference on any rank."""
+        wrong, n_elements, worst = [], 0, 0.0
+        with stored.opened() as array:
+            for shard in x.addressable_shards:
+                expected, found = _expected(array, shard.index, shard.data.shape), np.asarray(shard.data)
+                if found.dtype != expected.dtype or not np.array_equal(found, expected, equal_nan=True):
+                    wrong.append(f"{name}: {shard.device} of rank {self.ranks.rank} holds wrong values in {shard.index}")
+                n_elements += found.size if shard.replica_id == 0 else 0
+                worst = max(worst, float(np.nanmax(np.abs(found - expected), initial=0)))
+        per_rank = self.ranks.allgather((wrong, n_elements, worst))
+        self.failures += [message for messages, _, _ in per_rank for message in messages]
+        if sum(n for _, n, _ in per_rank) != x.size:
+            self.failures.append(f"{name}: the shards together do not have {x.size} elements")
+        return max(float(error) for _, _, error in per_rank)
+
+
+def run(size: int = 256) -> int:
+    """Run the demo on the processes there are.
+
+    Collective: yes, all processes of the job.
+
+    Parameters
+    ----------
+    size : int
+        Elements along each axis of the FFT field, rounded up to what the mesh divides.
+
+    Returns
+    -------
+    int
+        Exit code: 0 if every load was exact and the FFT right, else 1.
+    """
+    with own_stdout() as out:
+        shardload.initialize()
+        ranks = _Ranks(world())
+        try:
+            with _one_fate(ranks):
+                return _run(ranks, out, size)
+        except ShardloadError as error:
+            if ranks.rank == 0:
+                say_error(str(error))
+            return 1
+
+
+def _run(ranks: _Ranks, out: IO[str], size: int) -> int:
+    pencil_fft = _pencil_fft()
+    demo = _Demo(ranks, out, pencil_fft, pencil_fft.square_mesh(), _Table("Loaded by shardload", _LOADS))
+    axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
+    demo.say(f"ranks: {ranks.size}, mesh: {axes}, jax: {jax.__version__}\n")
+    _load_climate(demo)
+    with _shared_folder(ranks) as folder:
+        comparison = _load_and_transform(demo, folder, size)
+    return _conclude(demo, comparison)
+
+
+def _conclude(demo: _Demo, comparison: _Table) -> int:
+    demo.say(demo.loads)
+    demo.say(comparison)
+    demo.say(
+        f"\nseconds: slowest rank, median of {_REPEATS} after one run that is not counted, file in the page cache\n"
+        "chunk reads: chunks decoded by all ranks together / chunks in the array\n"
+        "max error: of a load, absolute; of an FFT, relative to its largest mode, against numpy.fft.fftn in float64\n"
+    )
+    verdict = ["FAILED", *demo.failures] if demo.failures else [f"all {demo.n_loads} loads verified element by element"]
+    demo.say("\n".join(verdict))
+    return 1 if demo.failures else 0
+
+
+def _load_climate(demo: _Demo) -> None:
+    try:
+        import iris_sample_data
+    except ImportError:
+        fix = "pip install 'shardload[demo]'"
+        raise ConfigError(f"the demo loads fields of iris-sample-data, which is not installed. Type: {fix}") from None
+    for file, dataset, specs in _FIELDS:
+        for spec in specs:
+            _load_verified(demo, _Stored(Path(iris_sample_data.path, file), dataset), spec)
+
+
+def _load_verified(demo: _Demo, stored: _Stored, spec: Any) -> tuple[jax.Array, float, str]:
+    """Load, time, compare, and add a row to the table."""
+    title = f"{stored.path.name}:/{stored.dataset}"
+    plans: list[shardload.Plan] = []
+    demo.say(f"loading {title} as {_spec_text(spec)}")
+
+    def load() -> jax.Array:
+        plans.append(shardload.plan(str(stored.path), demo.mesh, spec, dataset=stored.dataset, pad=0))
+        return plans[-1].execute()
+
+    x, seconds = demo.median_seconds(load)
+    error = demo.verify(f"{title} as {_spec_text(spec)}", x, stored)
+    demo.n_loads += 1
+    plan: Any = plans[-1]  # of the last run
+    decoded = _per_chunk(plan.report.chunks_decoded, stored)
+    shape = [f"{n}+{m - n}" if m > n else str(n) for n, m in zip(plan.shape, plan.shape_global, strict=True)]
+    layout, shard = f"{plan.decomposition} {_spec_text(spec)}", _box(plan.shard_shape)
+    row = (title, _box(shape), layout, shard, plan.readers, f"{seconds:.3f}", decoded)
+    demo.loads.add_row(*row, f"{error:g}")
+    return x, seconds, decoded
+
+
+def _load_and_transform(demo: _Demo, folder: Path, size: int) -> _Table:
+    """Write the field, load it both ways, transform it, and time the peers; returns the comparison."""
+    step = math.lcm(*demo.mesh.devices.shape)
+    n = -(-size // step) * step
+    if demo.ranks.rank == 0:
+        _write_field(folder, n, demo.say)
+    demo.ranks.wait()
+    reference: Any = None
+    table = _Table(f"The same load, {n}^3 float32 as {_spec_text(_PENCILS)}", _COMPARISON)
+    for file in ("field.h5", "field.zarr"):
+        stored = _Stored(folder / file, "density")
+        x, seconds, decoded = _load_verified(demo, stored, _PENCILS)
+        table.add_row(file, "shardload", f"{seconds:.3f}", "1.0", decoded)
+        if reference is None and demo.ranks.rank == 0:
+            with stored.opened() as array:
+                reference = np.fft.fftn(array[...].astype(np.float64))
+        demo.ranks.wait()
+        _check_fft(demo, file, demo.pencil_fft.fft3d(x), reference)
+        for how, peer in (("rank 0 reads, comm.scatter", _rank0_scatters), ("every process slices", _everyone_slices)):
+            demo.say(f"the same, the usual way: {how}")
+            y, peer_seconds, decoded = peer(demo, stored, x.sharding)
+            demo.verify(f"{file}, {how}", y, stored)
+            table.add_row(file, how, f"{peer_seconds:.3f}", f"{peer_seconds / seconds:.1f}", decoded)
+    return table
+
+
+def _write_field(folder: Path, n: int, say: Callable[[str], None]) -> None:
+    """Long waves plus noise, plane by plane, into one HDF5 file and one Zarr store of the same values."""
+    rng = np.random.default_rng(0)
+    turn = 2 * np.pi * np.arange(n) / n
+    waves = [np.cos(turn[:, None] + 2 * turn), np.sin(3 * turn[:, None] - turn)]
+    with h5py.File(folder / "field.h5", "w") as h5:
+        layout: Any = {"shape": (n, n, n), "chunks": (1, n, n), "dtype": "float32"}
+        to_hdf5 = h5.create_dataset("density", **layout, compression="gzip", compression_opts=4, shuffle=True)
+        group = zarr.create_group(str(folder / "field.zarr"), zarr_format=3)
+        to_zarr = group.create_array("density", **layout, compressors=ZstdCodec(level=3))
+        for i in range(n):
+            if i % -(-n // 4) == 0:
+                say(f"writing {n}^3 float32 ({4 * n**3 / 2**20:.0f} MiB) as HDF5 and as Zarr: plane {i} of {n}")
+            smooth = waves[0] * np.cos(turn[i]) + waves[1] * np.sin(2 * turn[i])
+            to_hdf5[i] = to_zarr[i] = (smooth + 0.1 * rng.standard_normal((n, n))).astype(np.float32)
+
+
+def _check_fft(demo: _Demo, file: str, modes: jax.Array, reference: Any) -> None:
+    """Bring the modes to rank 0 and compare them there; adds a row to the table."""
+    everything = demo.ranks.gather([(shard.index, np.asarray(shard.data)) for shard in modes.addressable_shards])
+    error = 0.0
+    if everything is not None:
+        found = np.full(modes.shape, np.nan, modes.dtype)
+        for index, values in (part for parts in everything for part in parts):
+            found[index] = values
+        error = float(np.max(np.abs(found - reference)) / np.max(np.abs(reference)))
+    demo.ranks.wait()
+    error = demo.ranks.allgather(error)[0]
+    if not error <= _FFT_TOLERANCE:  # also when it is NaN
+        demo.failures.append(f"the FFT of {file} differs from numpy.fft.fftn by {error:g} of the largest mode")
+    shard = _box(modes.sharding.shard_shape(modes.shape))
+    demo.loads.add_row(f"  its FFT ({modes.dtype})", _box(modes.shape), "", shard, "", "", "", f"{error:.1e}")
+
+
+def _rank0_scatters(demo: _Demo, stored: _Stored, sharding: Any) -> tuple[jax.Array, float, str]:
+    """Rank 0 reads all of it and scatters a list of pieces, which mpi4py pickles."""
+    mine = list(sharding.addressable_devices_indices_map(stored.shape).values())
+    wanted = demo.ranks.allgather(mine)
+
+    def load(fetched: list[object] | None) -> jax.Array:
+        pieces = None
+        if demo.ranks.rank == 0:
+            with stored.opened(fetched) as array:
+                values = array[...]
+            pieces = [[values[index] for index in indices] for indices in wanted]
+        of_index = dict(zip(map(str, mine), demo.ranks.scatter(pieces), strict=True))
+        return jax.make_array_from_callback(stored.shape, sharding, lambda index: of_index[str(index)])
+
+    return _timed_and_counted(demo, stored, load)
+
+
+def _everyone_slices(demo: _Demo, stored: _Stored, sharding: Any) -> tuple[jax.Array, float, str]:
+    """Every process opens the file, slices it in JAX's callback, once per device, and closes it."""
+
+    def load(fetched: list[object] | None) -> jax.Array:
+        with stored.opened(fetched) as array:
+            return jax.make_array_from_callback(stored.shape, sharding, lambda index: array[index])
+
+    return _timed_and_counted(demo, stored, load)
+
+
+def _timed_and_counted(
+    demo: _Demo, stored: _Stored, load: Callable[[list[object] | None], jax.Array]
+) -> tuple[jax.Array, float, str]:
+    """A peer's times, and how many chunks all ranks fetched in its first run, which is not timed."""
+    fetched: list[object] = []
+    runs = iter([fetched])
+    x, seconds = demo.median_seconds(lambda: load(next(runs, None)))
+    return x, seconds, _per_chunk(sum(demo.ranks.allgather(len(fetched))), stored)
+
+
+class _Stored:
+    """An array in a file, read by its format's own library. Open only while somebody reads.
+
+    HDF5 keeps decoded chunks as long as anybody in the process has the dataset open (1 MiB of them, since HDF5 2.0 8 MiB), and
+    would give them to the next run, or to the next way of reading.
+    """
+
+    def __init__(self, path: Path, dataset: str) -> None:
+        self.path, self.dataset = path, dataset
+        with self.opened() as array:
+            self.shape: tuple[int, ...] = tuple(array.shape)
+            chunks = array.chunks
+        self.n_chunks = math.prod(-(-n // c) for n, c in zip(self.shape, chunks, strict=True)) if chunks else 0
+
+    @contextmanager
+    def opened(self, fetched: list[object] | None = None) -> Iterator[Any]:
+        """The array; into `fetched` goes something for each chunk that the library takes out of the file, to decode it."""
+        if self.path.suffix == ".zarr":
+            store = LocalStore(self.path, read_only=True)
+            counting = None if fetched is None else _CountingStore(store, fetched)
+            yield zarr.open_group(counting or store, mode="r")[self.dataset]
+        elif fetched is None:
+            with h5py.File(self.path) as h5:
+                yield h5[self.dataset]
+        else:
+            with _CountingFile(self.path) as file, h5py.File(file, "r") as h5:
+                chunks = h5[self.dataset].id
+                file.places = {chunks.get_chunk_info(i).byte_offset for i in range(chunks.get_num_chunks())}
+                file.fetched = fetched
+                yield h5[self.dataset]
+
+
+class _CountingFile(io.FileIO):
+    """A file for HDF5 to read, which notes when it reads where a chunk lies: then it decodes it."""
+
+    places: Collection[int] = ()
+    fetched: list[object]
+
+    def readinto(self, buffer: Any) -> int:
+        if (at := self.tell()) in self.places:
+            self.fetched.append(at)
+        return super().readinto(buffer)
+
+
+class _CountingStore(WrapperStore[LocalStore]):
+    """A store for zarr-python to read, which notes when it reads a chunk: then it decodes it."""
+
+    def __init__(self, store: LocalStore, fetched: list[object]) -> None:
+        super().__init__(store)
+        self.fetched = fetched
+
+    def _with_store(self, store: LocalStore) -> _CountingStore:
+        return _CountingStore(store, self.fetched)
+
+    async def get(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        if "/c/" in key:  # density/c/0/0/0
+            self.fetched.append(key)
+        return await super().get(key, *args, **kwargs)
+
+
+def _expected(array: Any, index: Index, shape: tuple[int, ...]) -> Any:
+    """What a shard has to hold: the file's values, and zeros where the array was padded."""
+    expected = np.zeros(shape, array.dtype.newbyteorder("="))
+    inside = tuple(slice(*part.indices(n)) for part, n in zip(index, array.shape, strict=True))
+    expected[tuple(slice(0, part.stop - part.start) for part in inside)] = array[inside]
+    return expected
+
+
+def _per_chunk(n_decoded: int, stored: _Stored) -> str:
+    return f"{n_decoded / stored.n_chunks:.2f}" if stored.n_chunks else "no chunks"
+
+
+def _box(shape: Sequence[object]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _spec_text(spec: Any) -> str:
+    names = ("-" if part is None else part if isinstance(part, str) else "+".join(part) for part in spec)
+    return f"P({', '.join(names)})"
+
+
+def _pencil_fft() -> ModuleType:
+    """The example, from the installed package or from the checkout."""
+    package = Path(__file__).parents[1]
+    paths = [folder / "examples" / "pencil_fft.py" for folder in (package, package.parent)]
+    spec = next((spec_from_file_location("pencil_fft", path) for path in paths if path.is_file()), None)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"neither {paths[0]} nor {paths[1]} exists: this installation is incomplete")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
+    """A temporary folder that all ranks see, removed however the demo ends."""
+    folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
+    try:
+        blind = [rank for rank, sees in enumerate(ranks.allgather(folder.is_dir())) if not sees]
+        if blind:
+            raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
+        yield folder
+        ranks.wait()  # nobody removes what another still reads
+    finally:  # rank 0, which writes, goes first; a rank that failed alone is about to end it, and waits no longer
+        began = time.monotonic()
+        while folder.exists() and (waited := time.monotonic() - began) < 4:
+            shutil.rmtree(folder, ignore_errors=True) if ranks.rank == 0 or waited > 2 else time.sleep(0.01)
+
+
+@contextmanager
+def _one_fate(ranks: _Ranks) -> Iterator[None]:
+    """End all ranks when one fails by itself, is interrupted or is out of time: the others would wait for ever."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: first remove the folder
+    try:
+        yield
+    except ShardloadError:  # raised on all ranks alike
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception):  # and neither Ctrl-C nor the end of the job's time
+            traceback.print_exc()
+        if ranks.comm:
+            ranks.comm.Abort(1)
+        raise

@@ -1,0 +1,437 @@
+"""What is in this file, what would a load cost, is it right, does it work here? Commands: info, plan, verify, demo, doctor.
+
+Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
+with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
+
+What is printed for people fits the terminal, and 80 columns where there is none: the same in a log, a mail and a pipe. In
+a narrow place more lines are taken, and nothing is left out or cut; the line that begins with an array's name has its shape and
+dtype where these fit, for grep. ``COLUMNS=1000`` puts everything about an array into one line, and ``--json`` is for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardload.cli.arguments import (
+    as_typed,
+    complete_mesh,
+    complete_spec,
+    completes,
+    info_as_typed,
+    parse_mesh,
+    parse_pad,
+    parse_readers,
+    parse_select,
+    parse_spec,
+)
+from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.system.terminal import Column, fit_table, say_error, width_of, wrap
+from shardload.units import format_nbytes
+
+if TYPE_CHECKING:
+    from shardload.formats.base import ArrayInfo
+
+__all__ = ["app", "main"]
+
+_PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
+_PLAN_NAMES += ["n_readers", "why"]
+
+File = Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr.")]
+MeshText = Annotated[
+    str,
+    typer.Option(metavar="NAME=SIZE,...", help="Mesh axes in order: a=4,b=2 is 8 devices.", autocompletion=complete_mesh),
+]
+SpecText = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
+    ),
+]
+Dataset = Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")]
+Select = Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')]
+Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
+Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
+Readers = Annotated[
+    str,
+    typer.Option(
+        help="Who reads: auto, root, parallel or direct, or how many processes.",
+        autocompletion=completes("auto", "root", "parallel", "direct"),
+    ),
+]
+Outside = Annotated[bool, typer.Option("--outside", help="Follow links and references that lead out of the file's folder.")]
+Missing = Annotated[
+    str,
+    typer.Option(
+        help="Chunks that are not stored: warn, error or fill (with the fill value).",
+        autocompletion=completes("warn", "error", "fill"),
+    ),
+]
+How = Annotated[
+    str,
+    typer.Option(
+        help="How sure: index, checksum, file (some regions again) or full (all).",
+        autocompletion=completes("index", "checksum", "file", "full"),
+    ),
+]
+Untrusted = Annotated[bool, typer.Option("--untrusted", help="Open the file in processes that may crash, with limits.")]
+AllowFilters = Annotated[
+    str, typer.Option("--allow-filters", metavar="NAME,...", help="Use these filters too, though damaged data may crash them.")
+]
+StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
+
+app = typer.Typer(
+    name="shardload",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
+
+    [bold]Look before you load[/bold] (no MPI, no devices, on a login node):
+
+      shardload info run.h5
+
+      shardload plan run.h5:/density --mesh a=4,b=2 --spec a,b
+
+    [bold]Be sure of it[/bold], element by element:
+
+      mpiexec -n 8 shardload verify run.h5:/density --mesh a=4,b=2 --spec a,b
+
+    [bold]See it work[/bold], checked element by element:
+
+      mpiexec -n 4 python -m shardload demo
+
+    [bold]Was my job started right?[/bold] (under its own launcher):
+
+      srun --mpi=pmi2 -n 4 shardload doctor
+    """,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from shardload import __version__
+
+        typer.echo(f"shardload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of the ``shardload`` command and of ``python -m shardload``."""
+    app()
+
+
+@app.command()
+def info(
+    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
+    outside: Outside = False,
+    allow_filters: AllowFilters = "",
+    untrusted: Untrusted = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
+
+    Attributes such as scale_factor or _FillValue are shown because they change what the values mean; shardload never
+    applies them.
+
+    For example:
+
+      shardload info run.h5
+
+      shardload info run.h5:/fields/density
+
+      shardload info run.zarr --json
+    """
+    with _one_message(info_as_typed):
+        from shardload.formats.lookup import find_array, list_arrays, split_path
+        from shardload.formats.untrusted import Limits
+        from shardload.options import filter_names
+
+        path, dataset = split_path(file)
+        allow, limits = filter_names(allow_filters), Limits() if untrusted else None
+        arrays = list_arrays(path, outside, allow=allow, untrusted=limits)
+        if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
+            named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
+            arrays = named or [find_array(path, dataset, outside, allow, limits)]
+    if as_json:
+        typer.echo(_to_json([_describe(array) for array in arrays]))
+    elif dataset is None:
+        _print_arrays(path, arrays)
+    else:
+        _print_array(arrays[0])
+
+
+@app.command()
+def plan(
+    file: File,
+    mesh: MeshText,
+    spec: SpecText,
+    dataset: Dataset = None,
+    select: Select = None,
+    dtype: Dtype = None,
+    pad: Pad = None,
+    readers: Readers = "auto",
+    staging: StagingText = "256MiB",
+    outside: Outside = False,
+    untrusted: Untrusted = False,
+    processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
+    allow_filters: AllowFilters = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what a load would do and cost, without loading anything.
+
+    Needs no MPI and no devices, so a mesh of any size can be asked for on a laptop. Each device is a process of its own, unless
+    --processes says how many there are.
+
+    For example:
+
+      shardload plan run.h5 --mesh a=4,b=2 --spec a,b
+
+      shardload plan run.h5:/density --mesh a=256,b=256 --spec -,a,b
+
+      shardload plan run.zarr:/u --mesh n=8 --spec n --select "-1,..." --pad 0
+
+      shardload plan run.h5 --mesh a=2,b=2 --spec a+b --json
+
+      shardload plan run.h5 --mesh a=4,b=2 --spec a,b --processes 1
+    """
+    axes = parse_mesh(mesh)
+    partition = parse_spec(spec, axes)
+    index = None if select is None else parse_select(select)
+    value = None if pad is None else parse_pad(pad)
+    who = parse_readers(readers)
+    with _one_message():
+        import shardload
+        from shardload.jobs.describe import describe_plan
+
+        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": who, "staging": staging, "outside": outside}
+        how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
+        found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
+        typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
+
+
+@app.command()
+def verify(
+    file: File,
+    mesh: MeshText,
+    spec: SpecText,
+    dataset: Dataset = None,
+    select: Select = None,
+    dtype: Dtype = None,
+    pad: Pad = None,
+    readers: Readers = "auto",
+    staging: StagingText = "256MiB",
+    missing: Missing = "warn",
+    outside: Outside = False,
+    allow_filters: AllowFilters = "",
+    untrusted: Untrusted = False,
+    how: How = "full",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
+) -> None:
+    """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
+
+    The mesh is made of the devices of all processes. On CPU a process makes as many as are needed, so one is enough.
+
+    For example:
+
+      mpiexec -n 4 shardload verify run.h5:/density --mesh a=2,b=2 --spec a,b
+
+      shardload verify run.zarr --mesh n=4 --spec n --how file --json
+    """
+    axes = parse_mesh(mesh)
+    partition = parse_spec(spec, axes)
+    more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
+    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
+    more |= {"missing": missing, "outside": outside, "untrusted": untrusted, "allow_filters": allow_filters}
+    who = parse_readers(readers)
+    from shardload.cli.verify import run
+
+    raise typer.Exit(run(file, axes, partition, as_json, readers=who, staging=staging, verify=how, **more))
+
+
+@app.command()
+def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
+    r"""Load real climate fields and a field of SIZE^3, check every element, transform it, compare with the usual ways.
+
+    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a temporary folder, and removes it.
+
+    For example:
+
+      mpiexec -n 4 python -m shardload demo
+
+      mpiexec -n 2 python -m shardload demo --size 128
+    """
+    with _one_message():
+        try:
+            from shardload.cli.demo import run
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the demo needs {error.name}. Type: pip install 'shardload[demo]'") from None
+        raise typer.Exit(run(size))
+
+
+@app.command()
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a rank that waits says for what, and ends.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say whether this job was started right: what each rank sees, what is wrong with it, and the flag that mends it.
+
+    Run it in place of your script, with the same launcher and flags. Exit status 0: loads will work; 1: they will not.
+
+    For example:
+
+      mpiexec -n 4 python -m shardload doctor --json
+    """
+    with _one_message():
+        from shardload.cli.doctor import run
+
+        raise typer.Exit(run(timeout, as_json))
+
+
+def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | None]) -> tuple[Any, Any]:
+    """A mesh without devices, and the spec. The arguments of AbstractMesh changed in JAX 0.6."""
+    from jax.sharding import AbstractMesh, PartitionSpec
+
+    make: Any = AbstractMesh
+    try:
+        mesh = make(tuple(axes.values()), tuple(axes))
+    except (TypeError, ValueError):
+        mesh = make(tuple(axes.items()))
+    return mesh, PartitionSpec(*parts)
+
+
+@contextmanager
+def _one_message(typed: Callable[[str], str] = as_typed) -> Iterator[None]:
+    """Turn what shardload refuses into one message on stderr and exit code 1: it says what to do, a trace does not."""
+    try:
+        yield
+    except ShardloadError as error:
+        say_error(typed(str(error)))
+        raise typer.Exit(1) from None
+
+
+def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
+    said = f"{arrays[0].format}, {_count(len(arrays), 'array')}" if arrays else "no arrays"
+    lines = wrap(f"{printable(path)}: {said}", width_of())
+    sharded = any(array.shards for array in arrays)
+    columns = [Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("chunks")]
+    columns += [Column("shards")] if sharded else []
+    columns += [
+        Column("codec"),
+        Column("size", is_number=True),
+        Column("stored", is_number=True),
+        Column("notes", lead=""),
+    ]
+    rows = []
+    for array in arrays:
+        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
+        row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
+        rows.append([printable(cell) for cell in row])
+    narrow = [[column.title for column in columns[:-1]], ["name", "shape", "dtype", "size"], ["name", "shape", "dtype"]]
+    lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
+    typer.echo("\n".join(lines))
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _print_array(array: ArrayInfo) -> None:
+    rows = {
+        "array": str(array),
+        "format": array.format,
+        "shape": _box(array.shape),
+        "dtype": array.dtype,
+        "chunks": _box(array.chunks),
+        "shards": _box(array.shards) if array.shards else "",
+        "codec": array.codec,
+        "size": human_size(_nbytes(array)),
+        "stored": human_size(array.nbytes_stored),
+        "coordinate": "of other arrays (a dimension scale)" if array.is_coordinate else "",
+        "refused": as_typed(array.refused or ""),
+    }
+    rows |= {printable(key): f"{_plain_text(value)}  (reported, not applied)" for key, value in array.attributes.items()}
+    widest = max(map(len, rows))
+    lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in rows.items() if text]
+    typer.echo("\n".join(line for some in lines for line in some))
+
+
+def _notes(array: ArrayInfo) -> str:
+    notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
+    notes += ["coordinate"] if array.is_coordinate else []
+    notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
+    return ", ".join(notes)
+
+
+def _describe(array: ArrayInfo) -> dict[str, Any]:
+    return {**{part.name: getattr(array, part.name) for part in fields(array)}, "nbytes": _nbytes(array)}
+
+
+def _describe_plan(found: Any) -> dict[str, Any]:
+    plan = {name: getattr(found, name) for name in _PLAN_NAMES}
+    costs = {mode: asdict(cost) for mode, cost in found.costs.items()}
+    return {"path": found.info.path, "dataset": found.info.dataset, **plan, "costs": costs}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """`value` in the types that JSON has; NaN and infinities, which it has not, as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
+
+
+def _plain_text(value: Any) -> str:
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _nbytes(array: ArrayInfo) -> int | None:
+    import numpy as np
+
+    try:
+        return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+    except TypeError:  # a type that only the file knows
+        return None
+
+
+def _box(shape: Sequence[int] | None) -> str:
+    if shape is None:
+        return "-"
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def human_size(nbytes: int | None) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> human_size(512), human_size(64 * 2**20), human_size(None)
+    ('512 B', '64.0 MiB', '-')
+    """
+    return "-" if nbytes is None else format_nbytes(nbytes)

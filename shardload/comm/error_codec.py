@@ -1,0 +1,63 @@
+"""How does one rank's error come to the others? As text, and back: the same type and the same words on every rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+
+import numpy as np
+
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError, VerifyError
+
+__all__ = ["as_shardload", "from_json", "to_json"]
+
+_TYPES: tuple[type[ShardloadError], ...] = (ShardloadError, ConfigError, SourceError, PeerError, StallError, VerifyError)
+_ERRORS = {e.__name__: e for e in _TYPES}
+_MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dataset", "chunk"), VerifyError: ("index",)}
+
+
+def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
+    """The error itself, or a PeerError of `rank` in the place of one that is not ours."""
+    if _lacks_descriptors(error):  # whatever was made of it on the way: neither the file nor the call is to blame
+        text = f"{error} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
+        return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
+    if isinstance(error, ShardloadError):
+        if error.rank is None:
+            error.rank = rank
+        return error
+    return PeerError(f"{type(error).__name__}: {error}", rank=rank)
+
+
+def _lacks_descriptors(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def to_json(error: ShardloadError) -> str:
+    """An error as text. Never fails, whatever a source put into it: the other ranks are waiting."""
+    kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
+    names = _MORE.get(_ERRORS[kind], ())
+    more = {k: getattr(error, k) for k in names}
+    return json.dumps({"kind": kind, "text": str(error), "rank": error.rank, **more}, default=_plain)
+
+
+def _plain(value: object) -> object:
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
+    """The error again; its text says which rank failed, unless all `size` of them did."""
+    found = json.loads(text)
+    kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
+    if n_failed == size:
+        rank = None  # everybody found it: it is no rank's in particular
+    else:
+        more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
+        message = f"on rank {first} of {size}{more}: {message}"
+    for name in ("chunk", "index"):
+        if found.get(name) is not None:
+            found[name] = tuple(found[name])
+    return _ERRORS[kind](message, rank=rank, **found)

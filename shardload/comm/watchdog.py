@@ -1,0 +1,334 @@
+"""Does anything still move? If not: who is late, and with what?
+
+Every rank calls `Watch.look` at each turn of each of its waits, which costs a look at the clock. Then, beat by beat:
+
+1. A rank that waits tells rank 0, the warden, where it is: a count that grows with all that it does, its phase, and what it is
+   reading (which a thread may be held up in, while this rank itself still answers).
+2. The warden answers each of these beats, and keeps what it has heard. If for `timeout` seconds of its own beats no rank's
+   count has grown, it says who is late, and sends that verdict to all ranks.
+3. A rank whose beats are not answered for that long, and a few beats more, says that the warden is late, also to all.
+4. A rank whose program has come to its end without making the call never will: as soon as that is known, that is the verdict.
+5. Whoever gets or gives a verdict raises it, now and at each later call: ranks that are in different places never agree again.
+
+Long before a verdict, when nothing has moved for a while, it is said once who is waited for.
+
+Beats are counted instead of seconds, so that a process that was itself stopped for a while blames nobody for it. Nothing is
+sent before the first beat is due. What carries messages is an `Office`; where ranks cannot send each other anything there is
+none, and each rank judges itself alone.
+
+Pure: no MPI, no threads, no sleep.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from shardload.comm.stall_report import (
+    State,
+    notice_apart,
+    notice_of,
+    notice_without_warden,
+    text_of,
+    text_of_departed,
+    text_without_warden,
+)
+from shardload.comm.tracebacks import share
+from shardload.errors import StallError
+
+__all__ = ["Office", "Watch", "beat_seconds"]
+
+_log = logging.getLogger("shardload")
+_BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # in a timeout; at the longest
+_RANKS_A_SECOND = 1000  # whose beats the warden can deal with beside its own work
+_SILENT_BEATS = 3  # a beat waits for the warden's turn, and the warden may just have had it
+_LATE_BEATS = 6  # more than the warden needs: its own verdict comes first
+_LEARN_BEATS = 3  # until all ranks that wait have surely looked
+_LONGEST_NAME = 500  # so that a beat is surely a short message
+_BEAT, _ALIVE, _VERDICT, _SAID = "beat", "alive", "verdict", "said"
+_NOTICE_SECONDS = 20.0  # without progress, after which it is said who is waited for
+_MOST_APART = 2  # ranks that say so where they cannot tell each other: one of them may be the one that is waited for
+_MOST_TURNS = 16  # in which ranks say so that do not hear of rank 0, one after the other, for one of them to be the only one
+_NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the warden's next
+
+Message = dict[str, Any]
+
+
+class Office(Protocol):
+    """What carries messages between ranks. Nothing here waits for anybody."""
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send one."""
+        ...
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """Those that have come, and who sent each."""
+        ...
+
+    def flush(self) -> None:
+        """See to it that what was sent leaves, also if MPI is never called again."""
+        ...
+
+
+def beat_seconds(timeout: float | None, size: int) -> float:
+    """Seconds between two beats.
+
+    >>> beat_seconds(900, 4), beat_seconds(8, 4), beat_seconds(900, 20_000), beat_seconds(None, 4)
+    (5.0, 1.0, 20.0, 5.0)
+    """
+    longest = max(_LONGEST_BEAT_SECONDS, size / _RANKS_A_SECOND)
+    return longest if timeout is None else min(timeout / _BEATS, longest)
+
+
+class Watch:
+    """What one rank knows of the progress of all.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank and how many there are.
+    office : Office, optional
+        Carries messages; None where there is nobody to send to.
+    clock : callable
+        Seconds, from any point on.
+    on_verdict : callable, optional
+        Called once, before the first `StallError` is raised, with the seconds that all ranks need to learn of it.
+    departed : callable, optional
+        What is known of ranks whose program has come to its end: how many collectives each had finished then. Must not wait.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        office: Office | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_verdict: Callable[[float], None] | None = None,
+        departed: Callable[[], Mapping[int, int]] | None = None,
+    ) -> None:
+        self._rank, self._size, self._office, self._clock = rank, size, office, clock
+        self._on_verdict, self._departed = on_verdict, departed
+        self._n_agreed = 0
+        self._verdict: tuple[str, int | None] | None = None
+        self._shows = False  # ... and this rank shows where it was raised
+        self._call, self._count, self._n_seen = 0, 0, 0
+        self._what, self._phase = "initialize()", "begin"  # until a call says what it is
+        self._timeout: float | None = None
+        self._now: Callable[[], tuple[int, str]] = _nothing
+        self._states: dict[int, State] = {}  # the warden's: the latest of each rank
+        self._heard: dict[int, int] = {}  # ... and at which of its beats it came
+        self._interval = self._due = 0.0
+        self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
+        self._is_said = False
+        self._start_beats()
+
+    @property
+    def nap_seconds(self) -> float:
+        """Nobody should sleep longer between two looks, or beats come late."""
+        return self._interval / 4
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether there is a verdict."""
+        return self._verdict is not None
+
+    @property
+    def n_agreed(self) -> int:
+        """Collectives of all ranks that this one has finished."""
+        return self._n_agreed
+
+    def agreed(self) -> None:
+        """A collective of all ranks is finished here."""
+        self._n_agreed += 1
+
+    def begin(self, what: str, timeout: float | None) -> None:
+        """Begin a call: `what` it does ("load ..."), and the seconds without progress after which it fails (None: never).
+
+        Raises
+        ------
+        StallError
+            If an earlier call ended so.
+        """
+        self._raise_verdict()
+        self._call += 1
+        self._count, self._phase, self._what, self._timeout = 0, "begin", what, timeout
+        self._now, self._n_seen = _nothing, 0
+        self._heard.clear()
+        self._start_beats()
+
+    def enter(self, phase: str) -> None:
+        """Say what comes now. That is progress."""
+        self._phase = phase
+        self._count += 1
+
+    def moved(self) -> None:
+        """Something was done."""
+        self._count += 1
+
+    @contextmanager
+    def attend(self, now: Callable[[], tuple[int, str]]) -> Iterator[None]:
+        """Ask `now` at each beat: a number that grows with what has been read, and what is being read (empty: nothing)."""
+        self._now, self._n_seen = now, 0
+        try:
+            yield
+        finally:
+            self._now = _nothing
+
+    def look(self) -> None:
+        """To be called all the time while this rank waits. StallError if there is a verdict."""
+        if self._verdict is not None:
+            self._raise_verdict()
+        if self._clock() >= self._due:
+            self._beat()
+
+    def look_for_departed(self) -> None:
+        """The same in a wait in which others may move without a word to this rank: it judges only who has left."""
+        self._raise_verdict()
+        if self._clock() >= self._due:
+            self._due = self._clock() + self._interval
+            self._n_beats += 1
+            self._judge_departed()
+            if self._n_beats * self._interval >= _NOTICE_SECONDS and self._rank < _MOST_APART:
+                self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
+
+    def close(self) -> None:
+        """End a call well. Whoever comes out of one that has taken long learns here if the others have given it up."""
+        if self._n_beats and self._timeout is not None:
+            self._hear(answers=False)
+        self._due = math.inf
+
+    def _start_beats(self) -> None:
+        self._interval = beat_seconds(self._timeout, self._size)
+        self._due = self._clock() + self._interval
+        self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
+        self._is_said = False
+
+    def _state(self) -> State:
+        n_read, reading = self._now()
+        if n_read != self._n_seen:
+            self._n_seen = n_read
+            self._count += 1
+        return State(self._call, self._count, self._phase, reading[:_LONGEST_NAME])
+
+    def _beat(self) -> None:
+        self._due = self._clock() + self._interval
+        self._n_beats += 1
+        mine = self._state()
+        _log.debug(
+            "rank %d, call %d, %s: step %d, phase %s%s",
+            *(self._rank, self._call, self._what, mine.count, mine.place, mine.reading and f", {mine.reading}"),
+        )
+        patience = math.inf if self._timeout is None else math.ceil(self._timeout / self._interval)
+        self._n_still += 1
+        self._hear()
+        self._judge_departed()
+        if self._rank == 0 or self._office is None:
+            self._note(self._rank, mine)
+            if self._n_still >= patience + _NOTICE_BEATS:
+                self._judge()
+            elif self._n_still * self._interval >= _NOTICE_SECONDS:
+                self._say(partial(notice_of, self._what, self._n_still * self._interval, *self._places(), self._timeout))
+            return
+        if self._n_unanswered >= patience + _LATE_BEATS and self._timeout is not None:
+            self._give_up(text_without_warden(self._what, self._timeout), 0, [0])
+        turn = min(self._rank - 1, _MOST_TURNS)
+        if (self._n_unanswered - turn) * self._interval >= _NOTICE_SECONDS:
+            self._say(partial(notice_without_warden, self._what, self._n_unanswered * self._interval, self._timeout))
+        self._n_unanswered += 1
+        self._office.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
+
+    def _judge_departed(self) -> None:
+        """Give up if a rank has left that would still have to make what this one waits for."""
+        known = {} if self._departed is None else self._departed()
+        # Who has finished as many collectives, or more, has done its part in the one that this rank is in.
+        gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self._n_agreed)
+        self._n_gone = self._n_gone + 1 if gone else 0
+        is_alone = self._rank == 0 or 0 in gone or self._office is None
+        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the warden's word comes first, where there is one
+            self._give_up(text_of_departed(self._what, gone), gone[0], gone)
+
+    def _say(self, make: Callable[[], str]) -> None:
+        """Say once in a call who is waited for; on one rank, where they can tell each other."""
+        if self._is_said:
+            return
+        self._is_said = True
+        _log.warning("%s", make())
+        if self._rank and self._office is not None:
+            for rank in range(1, self._size):
+                if rank != self._rank:
+                    self._office.send(rank, {"kind": _SAID, "call": self._call})
+
+    def _hear(self, answers: bool = True) -> None:
+        office = self._office
+        for rank, message in () if office is None else office.receive():
+            if message["kind"] == _VERDICT:
+                self._set_verdict(message["text"], message["rank"])
+            elif message["kind"] == _BEAT and self._rank == 0 and office is not None:
+                state = State(*message["state"])
+                self._note(rank, state)
+                if answers:
+                    office.send(rank, {"kind": _ALIVE, "call": state.call})
+            elif message["kind"] == _ALIVE and message["call"] == self._call:
+                self._n_unanswered = 0
+            elif message["kind"] == _SAID and message["call"] == self._call:
+                self._is_said = True
+        self._raise_verdict()
+
+    def _note(self, rank: int, state: State) -> None:
+        """Keep what a rank says of itself."""
+        self._heard[rank] = self._n_beats
+        known = self._states.get(rank)
+        if known is None or (state.call, state.count) > (known.call, known.count):
+            self._n_still = 0
+        if known is None or (state.call, state.count) >= (known.call, known.count):
+            self._states[rank] = state
+
+    def _judge(self) -> None:
+        """Nothing has moved: say who is late."""
+        if self._timeout is None:
+            return
+        absent, lost, heard = self._places()
+        late = sorted([*absent, *lost, *(r for r, state in heard.items() if state.reading)])
+        self._give_up(text_of(self._what, self._timeout, absent, lost, heard), late[0] if late else None)
+
+    def _places(self) -> tuple[list[int], dict[int, State], dict[int, State]]:
+        """Ranks that never said anything in this call; where those were that say nothing any more; where the others are."""
+        ranks = range(self._size) if self._office is not None else (self._rank,)
+        lately = self._n_beats - _SILENT_BEATS
+        heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
+        lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
+        return [r for r in ranks if r not in heard and r not in lost], lost, heard
+
+    def _give_up(self, text: str, late: int | None, silent: Sequence[int] = ()) -> None:
+        """Say it to all, and raise it; `silent` ranks will not."""
+        self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
+        if self._office is not None:
+            for rank in range(self._size):
+                if rank != self._rank:
+                    self._office.send(rank, {"kind": _VERDICT, "text": text, "rank": late})
+            self._office.flush()
+        self._set_verdict(text, late)
+        self._raise_verdict()
+
+    def _set_verdict(self, text: str, late: int | None) -> None:
+        if self._verdict is None:
+            self._verdict = (text, late)
+            if self._on_verdict is not None:
+                self._on_verdict(_LEARN_BEATS * self._interval)
+
+    def _raise_verdict(self) -> None:
+        if self._verdict is not None:
+            text, rank = self._verdict
+            error = StallError(text, rank=rank)
+            share(error, self._rank, self._size, self._shows or self._rank == (1 if rank == 0 else 0))
+            raise error
+
+
+def _nothing() -> tuple[int, str]:
+    return 0, ""

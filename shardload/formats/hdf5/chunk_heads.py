@@ -1,0 +1,174 @@
+"""What do stored chunks say of their own length, and can that be? Asked before HDF5 decodes them.
+
+Some of HDF5's filters believe the first bytes of a chunk: they take as much memory, or read and write as many bytes, as those
+say. `check_heads` reads the chunks that a read will meet as they are stored, undoes what was applied after such a filter, and
+compares. The chunks that are decoded without HDF5 (`hdf5_chunks`) do not need it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py._objects import phil
+
+from shardload.formats.codecs import check_blosc, unzstd
+from shardload.formats.hdf5.integrity import UNWRITTEN_WORDS
+from shardload.planning.region import Region
+
+__all__ = ["check_heads"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_GZIP, _SHUFFLE, _FLETCHER = 1, 2, 3
+
+
+def check_heads(dataset: h5py.Dataset, region: Region) -> None:
+    """Look at the stored chunks of `dataset` that meet `region`.
+
+    Raises
+    ------
+    ValueError
+        If one says something that it cannot be, or its filters hide what it says.
+    """
+    creation = dataset.id.get_create_plist()
+    if creation.get_layout() != h5py.h5d.CHUNKED or region.size == 0:
+        return
+    filters = [creation.get_filter(k)[:3:2] for k in range(creation.get_nfilters())]
+    if not any(number in _CHECKS for number, _ in filters):
+        return
+    chunk = tuple(creation.get_chunk())
+    size = int(dataset.id.get_type().get_size())
+    axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk, strict=True)]
+    for index in itertools.product(*axes):
+        offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
+        found = _stored(dataset, offsets)
+        if found is None:
+            continue
+        mask, data = found
+        applied = [found for k, found in enumerate(filters) if not mask >> k & 1]
+        try:
+            _check_chunk(np.frombuffer(data, dtype=np.uint8), applied, math.prod(chunk), size)
+        except ValueError as error:
+            raise ValueError(f"chunk {index} is damaged: {error}") from None
+
+
+def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
+    """Filter mask and bytes of a chunk; None where it was never written.
+
+    To say where a chunk is, HDF5 walks the list of all, so it is asked for the bytes first.
+    """
+    try:
+        with phil:
+            mask, data = dataset.id.read_direct_chunk(offsets)
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
+        if any(words in str(error) for words in UNWRITTEN_WORDS):
+            return None
+        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # versions of HDF5 differ in what they say
+            return None
+        raise
+    return mask, data
+
+
+def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: int, size: int) -> None:
+    """Undo the filters of one chunk, the last one first, down to the one that has to be looked at."""
+    at = next((k for k, (number, _) in enumerate(applied) if number in _CHECKS), None)
+    if at is None:
+        return
+    before = [number for number, _ in applied[:at]]
+    if not set(before) <= {_SHUFFLE, _FLETCHER}:
+        raise ValueError(f"it is compressed twice (filters {[number for number, _ in applied]})")
+    nbytes = n * size + 4 * before.count(_FLETCHER)
+    for number, _ in reversed(applied[at + 1 :]):
+        if number == _FLETCHER:
+            stored = stored[: max(0, len(stored) - 4)]
+        elif number == _GZIP:
+            stored = _inflated(stored, nbytes + nbytes // 2 + 4096)
+        elif number != _SHUFFLE or applied[at][0] not in _BY_LENGTH:
+            raise ValueError(f"filter {number} hides what it says of its length")
+    _CHECKS[applied[at][0]](stored, nbytes, applied[at][1], n)
+
+
+def _inflated(stored: Bytes, most: int) -> Bytes:
+    try:
+        return np.frombuffer(zlib.decompressobj().decompress(stored.tobytes(), most), dtype=np.uint8)
+    except zlib.error as error:
+        raise ValueError(f"its gzip stream is damaged ({error})") from None
+
+
+def _szip(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    """Four bytes: the length when decoded."""
+    said = int.from_bytes(stored[:4].tobytes(), "little")
+    if len(stored) <= 4 or said != nbytes:
+        raise ValueError(f"szip declares {said} bytes, the chunk has {nbytes}")
+
+
+def _nbit(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    """Nothing but bits, as many as the parameters say (which fit the type: `hdf5_filters`)."""
+    needed = nbytes if values[1] else -(-n * _bits(values[3:])[0] // 8)
+    if len(stored) < needed or (values[1] and len(stored) != needed):
+        raise ValueError(f"{len(stored)} bytes are stored, its n-bit numbers take {needed}")
+
+
+def _bits(values: tuple[int, ...]) -> tuple[int, int]:
+    """Bits of an element in the words of the n-bit filter, and how many of the words describe it."""
+    if values[0] == 1:  # a number: size, byte order, precision, offset
+        return values[3], 5
+    if values[0] == 3:  # a record: size, members, each with its place
+        bits, at = 0, 3
+        for _ in range(values[2]):
+            more, length = _bits(values[at + 1 :])
+            bits, at = bits + more, at + 1 + length
+        return bits, at
+    return 8 * values[1], 2
+
+
+def _scaleoffset(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    """Bits of a number (4 bytes), bytes of the least one (1), the least one (8), 8 bytes that are not used; then bits."""
+    size = values[4]
+    if values[0] == 2 and values[1] == 8 * size:  # all bits were asked for, so nothing was done
+        if len(stored) != nbytes:
+            raise ValueError(f"{len(stored)} bytes are stored, expected {nbytes}")
+        return
+    bits = int.from_bytes(stored[:4].tobytes(), "little")
+    needed = 21 + -(-n * bits // 8)
+    if len(stored) < 21 or stored[4] != 8 or bits > 8 * size or len(stored) < needed:
+        raise ValueError(f"scale-offset declares {bits} bits for each number; {len(stored)} bytes are stored")
+
+
+def _lz4(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    """Bytes of the chunk (8), of a block (4); then blocks, each behind its length (4)."""
+    head = stored[:12].tobytes()
+    said, block = int.from_bytes(head[:8], "big"), int.from_bytes(head[8:], "big")
+    if len(head) < 12 or said != nbytes or not 0 < block < 1 << 31:
+        raise ValueError(f"lz4 declares {said} bytes in blocks of {block}, the chunk has {nbytes}")
+    at, left = 12, nbytes
+    while left > 0:
+        length = int.from_bytes(stored[at : at + 4].tobytes(), "big")
+        if at + 4 + length > len(stored) or (length == 0):
+            raise ValueError(f"lz4 declares a block of {length} bytes at byte {at} of {len(stored)}")
+        at, left = at + 4 + length, left - block
+
+
+def _blosc(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    check_blosc(stored, nbytes)
+
+
+def _zstd(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
+    """Decoded here: HDF5's filter does not look whether the library below it found damage, and delivers old memory then."""
+    unzstd().undo(stored, np.empty(nbytes, dtype=np.uint8))
+
+
+_CHECKS: dict[int, Callable[[Bytes, int, tuple[int, ...], int], None]] = {
+    4: _szip,
+    5: _nbit,
+    6: _scaleoffset,
+    32001: _blosc,
+    32004: _lz4,
+    32015: _zstd,
+}
+_BY_LENGTH = frozenset({5})  # a shuffle after these hides nothing that is looked at

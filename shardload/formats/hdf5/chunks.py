@@ -1,0 +1,316 @@
+"""How are the chunks of an HDF5 dataset read and decoded by several threads, when the HDF5 library does one at a time?
+
+1. `open_chunks` takes a dataset if HDF5 would do nothing to it that is not done here: the type and every filter are known.
+2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is, and reads those bytes past HDF5, without its lock.
+3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. A chunk that was never written is the fill value.
+
+Where a chunk is: HDF5 lists all chunks in a microsecond each, but to answer for one (``H5Dget_chunk_info_by_coord``) it walks
+the same list. So all are listed once, as soon as that costs little beside the chunks that were asked for; until then a chunk
+is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
+
+from shardload.formats.base import Encoded, Room, fresh
+from shardload.formats.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.hdf5.integrity import UNWRITTEN_WORDS, Whole
+from shardload.formats.hdf5.raw_file import RawFile, swap_size
+
+__all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
+
+_LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
+_LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when as many were asked for as make up for it
+_MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
+_NOWHERE = 2**64 - 1
+
+
+def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
+    """A reader for the chunks of `dataset` as values of `dtype` (a native one); None where only HDF5 may decode them."""
+    creation = dataset.id.get_create_plist()
+    swap = swap_size(dataset, dtype)
+    if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
+        return None
+    filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
+    stages = [_stage_of(number, values) for number, _, values, _ in reversed(filters)]
+    known = [stage for stage in stages if stage is not None]
+    if len(known) < len(stages):
+        return None
+    if _is_empty(dataset) and creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED:
+        return None  # no values at all: HDF5 raises an error
+    chunk = tuple(creation.get_chunk())
+    chain = Chain([*known, *([swap_bytes(swap)] if swap else [])], math.prod(chunk) * dtype.itemsize)
+    return Hdf5Chunks(dataset, dtype, raw, whole, chain, known)
+
+
+def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """What `dataset` holds where nothing was written, as a 0-d array; zero where HDF5 leaves the reader's buffer as it is.
+
+    That is so if its creator asked HDF5 never to fill, or not to have a fill value. h5py hands HDF5 a buffer of zeros.
+    """
+    creation = dataset.id.get_create_plist()
+    value = np.zeros((), dtype)
+    if not leaves_gaps(dataset):
+        creation.get_fill_value(value)
+    return value
+
+
+def leaves_gaps(dataset: h5py.Dataset) -> bool:
+    """Whether HDF5 writes nothing into the reader's buffer for values that were never written."""
+    creation = dataset.id.get_create_plist()
+    return bool(
+        creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
+    )
+
+
+def _is_empty(dataset: h5py.Dataset) -> bool:
+    """Whether no chunk was ever written."""
+    return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
+
+
+def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
+    """How an HDF5 filter is undone; None for one that is not known here."""
+    if number == 1:
+        return inflate()
+    if number == 2:
+        return unshuffle(values[0]) if values and values[0] > 0 else None
+    if number == 3:
+        return fletcher32()
+    if number == 32001:
+        return blosc()
+    return unzstd() if number == 32015 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk is in the file; bit k of `mask` set: filter k was not applied to it."""
+
+    offset: int
+    nbytes: int
+    mask: int
+
+
+class Hdf5Chunks:
+    """The chunks of one open HDF5 dataset. Made by `open_chunks`.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open, chunked.
+    dtype : dtype
+        Of the decoded values, in native byte order.
+    raw : RawFile
+        The file it is in.
+    whole : Whole
+        Whether that is still all there.
+    chain : Chain
+        The inverse of its filters, the last one first, and what comes after.
+    filters : sequence of Stage
+        Those of the chain's stages that are filters, which come first.
+    """
+
+    def __init__(
+        self, dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole, chain: Chain, filters: Sequence[Stage]
+    ) -> None:
+        self._whole = whole
+        self._identifier, self._dtype, self._raw, self._chain, self._filters = dataset.id, dtype, raw, chain, tuple(filters)
+        self._shape: tuple[int, ...] = dataset.shape
+        self._chunk: tuple[int, ...] = dataset.chunks
+        self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
+        self._is_empty = _is_empty(dataset)
+        self._fill = fill_value(dataset, dtype)
+        self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter known here makes a chunk longer than that
+        self._listing = threading.Lock()
+        self._listed: tuple[array[int], array[int], array[int]] | None = None  # offsets, sizes, masks
+        self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
+        self._n_fetched = 0
+
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
+        """Read the chunk at `index` as it is stored; None where it was never written.
+
+        Raises
+        ------
+        OSError
+            If the file ends before the chunk does, or cannot be read.
+        ValueError
+            If `index` is outside the grid, or the file declares a size that no chunk of this dataset can have.
+        """
+        if len(index) != len(self._grid) or not all(0 <= k < n for k, n in zip(index, self._grid, strict=True)):
+            raise ValueError(f"there is no chunk {index} in a grid of {self._grid}")
+        if self._is_empty:
+            return None
+        offsets = tuple(k * c for k, c in zip(index, self._chunk, strict=True))
+        listed = self._places()
+        if listed is None:
+            return self._fetch_by_hdf5(offsets, room)
+        at = _flat_index(index, self._grid)
+        place = _Place(*(column[at] for column in listed))
+        if place.offset == _NOWHERE:
+            return None
+        if place.nbytes > self._most_nbytes:
+            raise self._too_long()
+        end, end_of_file = place.offset + place.nbytes, self._raw.nbytes
+        if end > end_of_file:
+            raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {place.offset} to {end}")
+        data = room(place.nbytes)
+        self._raw.read_into(data, place.offset)
+        return self._encoded(data, place.mask, offsets)
+
+    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
+        """Decode into `out`, of the chunk's full shape; ValueError where the chunk is damaged."""
+        if encoded is None:
+            out[...] = self._fill
+        else:
+            self._chain.decode(encoded.data, out, encoded.skipped)
+
+    def _encoded(self, data: np.ndarray[Any, Any], mask: int, offsets: tuple[int, ...]) -> Encoded:
+        n = len(self._filters)
+        skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
+        # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
+        # Nothing tells but the size: such a chunk has that of its values. Shuffled ones have it too, so HDF5 has to read it.
+        # But HDF5's decoders believe what the chunk says, so it gets none that says more than there can be.
+        is_edge = any(at + c > end for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
+        if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
+            applied = [stage for k, stage in enumerate(self._filters) if k not in skipped]
+            if _is_safe_for_hdf5(applied, data, self._chain.nbytes):
+                return Encoded(self._read_by_hdf5(offsets), frozenset(range(n)))
+            if not self._is_stream(applied, data, skipped):
+                return Encoded(data, frozenset(range(n)))
+        return Encoded(data, skipped)
+
+    def _is_stream(self, applied: Sequence[Stage], data: np.ndarray[Any, Any], skipped: frozenset[int]) -> bool:
+        """Whether a chunk as long as its values was compressed, damaged or not; if not, it is the values themselves."""
+        head = _HEADS.get(applied[0].name if applied[0].name != "fletcher32" or len(applied) < 2 else applied[1].name)
+        if head is not None and head(data):
+            return True
+        try:
+            self._chain.decode(data, np.empty(self._chunk, self._dtype), skipped)
+        except ValueError:
+            return False
+        return True
+
+    def _too_long(self) -> ValueError:
+        return ValueError(
+            f"the file declares more than {self._most_nbytes} stored bytes for a chunk of {self._chain.nbytes}, which its "
+            "filters cannot make of it: its index is damaged"
+        )
+
+    def _fetch_by_hdf5(self, offsets: tuple[int, ...], room: Room) -> Encoded | None:
+        """The same as `fetch`, without knowing where the chunk is."""
+        try:
+            with phil:
+                mask, data = self._identifier.read_direct_chunk(offsets, out=room(self._most_nbytes))
+        except (MemoryError, OSError, RuntimeError, ValueError) as error:
+            # Versions of HDF5 differ in what they do about a chunk that was never written: one of several errors, or a
+            # size that is not one. The slow question is sure.
+            said = str(error)
+            if any(words in said for words in UNWRITTEN_WORDS):
+                return None
+            if self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None:
+                return None
+            if isinstance(error, ValueError) and "buffer is only" in said:
+                raise self._too_long() from None
+            raise OSError(said) from error
+        self._whole.check()  # HDF5 gives zeros for what is past the end
+        return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
+
+    def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """Values of a chunk, decoded by HDF5 but in the byte order of the file."""
+        out = np.zeros(self._chunk, self._dtype)
+        shape = tuple(min(c, end - at) for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
+        in_file, in_memory = self._identifier.get_space(), h5py.h5s.create_simple(self._chunk)
+        in_file.select_hyperslab(offsets, shape)
+        in_memory.select_hyperslab((0,) * len(shape), shape)
+        self._identifier.read(in_memory, in_file, out, self._identifier.get_type())
+        self._whole.check()
+        return out.reshape(-1).view(np.uint8)
+
+    def _places(self) -> tuple[array[int], array[int], array[int]] | None:
+        """Where all chunks are; None while listing them would cost too much for those that were asked for."""
+        if self._listed is not None or not self._may_list:
+            return self._listed
+        with self._listing:
+            self._n_fetched += 1
+            worth = math.prod(self._grid) <= _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
+            if self._listed is None and self._may_list and worth:
+                self._listed = self._list()
+                self._may_list = self._listed is not None
+            return self._listed
+
+    def _list(self) -> tuple[array[int], array[int], array[int]] | None:
+        """Offset, size and filter mask of every chunk; None where HDF5 contradicts itself."""
+        n = math.prod(self._grid)
+        found = array("Q", [_NOWHERE]) * n, array("Q", [0]) * n, array("I", [0]) * n
+
+        steps = [math.prod(self._grid[k + 1 :]) for k in range(len(self._grid))]
+        axes = list(zip(self._chunk, self._shape, steps, strict=True))
+        places, sizes, masks = found
+
+        def keep(stored: Any) -> None:
+            offsets, mask, place, nbytes = stored
+            at = 0
+            for offset, (length, end, step) in zip(offsets, axes, strict=True):
+                if offset >= end:
+                    return  # outside the array: only a damaged index has such
+                at += offset // length * step
+            places[at], sizes[at], masks[at] = place, nbytes, mask
+
+        with phil:
+            self._identifier.chunk_iter(keep)
+            last = next((at for at in range(n - 1, -1, -1) if found[0][at] != _NOWHERE), None)
+            if last is not None:
+                offsets = tuple(int(k) * c for k, c in zip(np.unravel_index(last, self._grid), self._chunk, strict=True))
+                told = self._identifier.get_chunk_info_by_coord(offsets)
+                if (told.byte_offset, told.size, told.filter_mask) != tuple(column[last] for column in found):
+                    return None
+        return found
+
+
+def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:
+    """Whether HDF5 can be given a chunk that may have been stored by these stages, or without them.
+
+    It can where none of them makes more than it gets; or where one does, and that is gzip, HDF5's own, which reports damage,
+    and does not make more than a chunk of this.
+    """
+    names = [stage.name for stage in applied if stage.n_more is None]
+    if not names:
+        return True
+    if names != ["gzip"] or next(stage for stage in applied if stage.n_more != 4).name != "gzip":
+        return False
+    stream = zlib.decompressobj()
+    most = nbytes + 4 * len(applied)
+    try:
+        return len(stream.decompress(data.tobytes(), most + 1)) <= most
+    except zlib.error:  # after less than that
+        return True
+
+
+# What each compressor's data begins with.
+_HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
+    "gzip": lambda data: data[0] & 15 == 8 and data[0] >> 4 <= 7 and int.from_bytes(data[:2].tobytes(), "big") % 31 == 0,
+    "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
+    "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
+}
+
+
+def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:
+    """Position in row-major order.
+
+    >>> _flat_index((1, 2), (3, 4))
+    6
+    """
+    flat = 0
+    for k, n in zip(index, grid, strict=True):
+        flat = flat * n + k
+    return flat

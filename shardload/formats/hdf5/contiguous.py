@@ -1,0 +1,120 @@
+"""How is a region of a contiguous HDF5 dataset read without the HDF5 library? By positional reads into the caller's buffer.
+
+1. Axes that the region covers wholly are merged with the axis before them: what is left last are its runs, the parts of the
+   region that are contiguous in the file, and they are contiguous in the buffer too.
+2. Where runs start far from each other, each is one read into its place.
+3. Where they start near each other, many are read at once into a small buffer, with what lies between, and copied from there.
+4. The other byte order is turned in that copy.
+
+No lock of HDF5 or Python is held while reading or copying.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.planning.region import Region
+
+__all__ = ["Hdf5Contiguous", "open_contiguous"]
+
+_NEAR_NBYTES = 32 << 10  # reading this much more takes less than another call of the system (docs/design/decode.md)
+_SPAN_NBYTES = 1 << 20  # read at once; stays in a core's cache until it is copied
+
+
+def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Contiguous | None:
+    """A reader of `dataset` as values of `dtype` (a native one); None where HDF5 has to read it."""
+    creation = dataset.id.get_create_plist()
+    if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count() > 0:
+        return None
+    swap, offset = swap_size(dataset, dtype), dataset.id.get_offset()
+    is_whole = dataset.id.get_storage_size() == math.prod(dataset.shape) * dtype.itemsize
+    if swap is None or offset is None or not is_whole:  # no offset: nothing was ever written
+        return None
+    return Hdf5Contiguous(raw, offset, dataset.shape, swap)
+
+
+class Hdf5Contiguous:
+    """One open contiguous dataset. Made by `open_contiguous`. For one thread at a time.
+
+    Parameters
+    ----------
+    raw : RawFile
+        The file it is in.
+    offset : int
+        Of its first byte in the file.
+    shape : tuple of int
+        Elements along each axis.
+    swap : int
+        Bytes to reverse, as `swap_size` says.
+    """
+
+    def __init__(self, raw: RawFile, offset: int, shape: tuple[int, ...], swap: int) -> None:
+        self._raw, self._offset, self._shape, self._swap = raw, offset, shape, swap
+        self._span = np.empty(0, dtype=np.uint8)
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Read `region`, which is not empty, into `out`, a C-contiguous buffer of its shape.
+
+        Raises
+        ------
+        OSError
+            If the file ends before, or cannot be read.
+        """
+        size = self._swap or min(out.dtype.itemsize, 8)
+        kind = np.dtype(f"u{size}")
+        per_element = out.dtype.itemsize // size
+        axes = merged_axes((*self._shape, per_element), (*region.start, 0), (*region.stop, per_element))
+        target = out.reshape(-1).view(kind).reshape([n for _, _, n in axes])
+        strides = [math.prod(length for length, _, _ in axes[k + 1 :]) * size for k in range(len(axes))]
+        last = len(axes) - 1
+        near = next((k for k in range(last) if strides[k] <= _NEAR_NBYTES and axes[k][2] > 1), last)
+        for index in itertools.product(*(range(n) for _, _, n in axes[:near])):
+            at = self._offset + sum((axes[k][1] + i) * strides[k] for k, i in enumerate(index))
+            at += axes[near][1] * strides[near]
+            if near < last or self._swap:
+                self._read_spans(axes[near + 1 :], at, strides[near], target[index])
+            else:
+                self._raw.read_into(target[index].view(np.uint8), at)
+
+    def _read_spans(self, inner: list[tuple[int, int, int]], at: int, stride: int, target: np.ndarray[Any, Any]) -> None:
+        """Rows that start `stride` bytes apart; of each, `inner` says which part along each further axis goes into `target`."""
+        n_rows = max(1, _SPAN_NBYTES // stride)
+        if len(self._span) < min(n_rows, len(target)) * stride:
+            self._span = np.empty(min(n_rows, len(target)) * stride, dtype=np.uint8)
+        kind = target.dtype.newbyteorder("S" if self._swap else "=")
+        parts = tuple(slice(start, start + n) for _, start, n in inner)
+        for first in range(0, len(target), n_rows):
+            rows = target[first : first + n_rows]
+            span = self._span[: len(rows) * stride]
+            self._raw.read_into(span, at + first * stride)
+            found = span.view(kind).reshape((len(rows), *(length for length, _, _ in inner)))
+            np.copyto(rows, found[(slice(None), *parts)])
+
+
+def merged_axes(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The same box over as few axes as can be, each as (length, start, number).
+
+    An axis that the box covers wholly becomes part of the one before it.
+
+    Examples
+    --------
+    >>> merged_axes((4, 5, 6), (1, 0, 0), (3, 5, 6))
+    [(120, 30, 60)]
+    >>> merged_axes((4, 5, 6), (0, 0, 2), (4, 5, 3))
+    [(20, 0, 20), (6, 2, 1)]
+    """
+    axes: list[tuple[int, int, int]] = []
+    for length, first, end in zip(reversed(shape), reversed(start), reversed(stop), strict=True):
+        n = end - first
+        if axes and axes[0][2] == axes[0][0]:
+            inner = axes[0][0]
+            axes[0] = (length * inner, first * inner, n * inner)
+        else:
+            axes.insert(0, (length, first, n))
+    return axes

@@ -1,0 +1,542 @@
+"""Where does an HDF5 dataset lead? To other files, in three ways, none of which the HDF5 library asks anybody about.
+
+1. A name may go through soft links, and through external links into other files. `follow` takes it link by link, opens the
+   other files itself, and hands on the object it came to: the library never follows a link between files by itself.
+2. A virtual dataset is made of datasets in other files, and they may be so again: `look_through` goes through all of them.
+3. The values may be in files without any structure (external storage): `look_through` too.
+
+Each other file has to be inside the fence, there, whole, and hold what it should: HDF5 delivers fill values for a part of a
+virtual dataset that it cannot open, and zeros for what is past the end of a file. Where HDF5 looks for a file that is named
+without a folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working
+folder) is looked at in the same order. It takes the first place where a file can be opened; here the first place where there is
+anything must be that one. Names are bytes to HDF5, and to `follow`. A name that is not understood is refused.
+
+The files of a virtual dataset are opened by the library, when it reads. `nothing_else_opened` looks, after it did, at which
+files the process has open then: the library's own answer to where it went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import h5py
+from h5py._objects import phil
+
+from shardload.errors import printable
+from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
+from shardload.formats.hdf5.filters import refuse_filters
+from shardload.formats.hdf5.integrity import Sizes, is_stacked
+from shardload.formats.hdf5.raw_file import plain_descriptor
+
+__all__ = ["LostError", "Others", "close_all", "follow", "look_through", "nothing_else_opened", "place_of"]
+
+_MOST_LINKS = 40  # in one name, as for the system's own links
+_MOST_LEVELS = 16  # of virtual datasets made of virtual datasets
+_MOST_SOURCES = 1 << 20  # files and datasets that a virtual dataset is made of
+_LONGEST_NAME = 159  # h5py does not give more of the name of a file of external storage
+_UNLIMITED = 2**64 - 1
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+class LostError(OSError):
+    """A link that leads to nothing."""
+
+
+@dataclass
+class Others:
+    """The other files that the values of a dataset are in.
+
+    Attributes
+    ----------
+    sizes : dict of str to int
+        Bytes of each when it was looked at.
+    refused : str or None
+        Why the dataset cannot be loaded, in words that follow "holds"; None where it can.
+    fence : Fence
+        Where they may be.
+    is_virtual : bool
+        Whether the HDF5 library opens files when it reads.
+    is_unlimited : bool
+        Whether it opens files to say how long the dataset is.
+    chunks : list of tuple of int
+        The shapes of chunks in what a virtual dataset is made of.
+    allow : collection of str
+        Names and numbers of filters that the caller allows.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    refused: str | None = None
+    fence: Fence = field(default_factory=Fence)
+    is_virtual: bool = False
+    is_unlimited: bool = False
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+
+    def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
+        """The least length of those chunks along each of `ndim` axes, the last ones being the same; None without any."""
+        if not self.chunks:
+            return None
+        padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
+        return tuple(map(min, zip(*padded, strict=True)))
+
+    def add_part(self, dataset: h5py.Dataset) -> None:
+        """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
+        if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
+            self.chunks.append(tuple(dataset.chunks))
+        if is_stacked(dataset, self.allow):
+            raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
+        Sizes(dataset).check()
+
+    allow: Collection[str] = ()
+
+    def check_whole(self) -> None:
+        """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
+        for path, nbytes in self.sizes.items():
+            found = os.stat(path).st_size
+            if found < nbytes:
+                raise OSError(f"'{path}', where values are, was cut to {found} bytes from {nbytes} since it was opened")
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """To read in: raises OutsideError where the library opened another file than those that were looked at."""
+        return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
+
+
+def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
+    """What `name` leads to, link by link.
+
+    Returns
+    -------
+    ObjectID
+        Of h5py: of a dataset, a group or a type.
+    list of h5py.File
+        The files that were opened on the way, to be closed after it.
+
+    Raises
+    ------
+    KeyError
+        If there is no such name.
+    LostError
+        If a link on the way leads to nothing.
+    OutsideError
+        If one leads out of the fence, or to what is no file.
+    OSError
+        If what is there cannot be opened.
+    """
+    opened: list[h5py.File] = []
+    try:
+        return _walk(file, os.fsencode(name), fence, opened), opened
+    except BaseException as error:
+        close_all(opened)
+        if isinstance(error, _NotThereError):
+            raise KeyError(name) from None
+        raise
+
+
+def close_all(files: Sequence[h5py.File]) -> None:
+    """Close what `follow` opened."""
+    for file in reversed(files):
+        file.close()
+
+
+class _NotThereError(Exception):
+    """In what the caller named there is no such name."""
+
+
+def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -> Any:
+    at, here, left = _root(file), b"", deque(name.split(b"/"))
+    link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the parts that are left are its
+    while left:
+        part, is_of_link = left.popleft(), n_of_link > 0
+        n_of_link = max(0, n_of_link - 1)
+        if part in (b"", b"."):
+            continue
+        here += b"/" + part
+        kind, target = _link_at(at, part, here)
+        if kind is None:
+            raise LostError(f"{link}, which cannot be opened (there is no such name)") if is_of_link else _NotThereError
+        if kind == h5py.h5l.TYPE_HARD:
+            at = _open_at(at, part, here)
+            continue
+        told = f"'{_shown(here)}' in '{file.filename}' is a link to"
+        if kind == h5py.h5l.TYPE_SOFT:
+            link, inside = f"{told} '{_shown(target)}'", target
+            at, here = (_root(file), b"") if target.startswith(b"/") else (at, here[: -len(part) - 1])
+        elif kind == h5py.h5l.TYPE_EXTERNAL:
+            other, inside = target
+            link = f"{told} '{_shown(inside)}' in '{_shown(other)}'"
+            file = _open_linked(file, os.fsdecode(other), link, fence)
+            opened.append(file)
+            at, here = _root(file), b""
+        elif fence.folders:
+            raise OutsideError(f"{told} what a program defined for itself, which may be anywhere; {TARGET_HINT}")
+        else:
+            at = _open_at(at, part, here)
+            continue
+        n_links += 1
+        if n_links > _MOST_LINKS:
+            raise LostError(f"{link}, which cannot be opened (there are more than {_MOST_LINKS} links on the way)")
+        parts = inside.split(b"/")
+        left.extendleft(reversed(parts))
+        n_of_link += len(parts)
+    return at
+
+
+def _shown(name: bytes) -> str:
+    return printable(os.fsdecode(name))
+
+
+def _root(file: h5py.File) -> Any:
+    return h5py.h5g.open(file.id, b"/")
+
+
+def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int | None, Any]:
+    """The kind of the link `part` in a group, and where it leads; None where there is none."""
+    if not isinstance(at, h5py.h5g.GroupID) or b"\0" in part:
+        return None, None
+    try:
+        if not at.links.exists(part):
+            return None, None
+        kind = at.links.get_info(part).type
+        told = kind in (h5py.h5l.TYPE_SOFT, h5py.h5l.TYPE_EXTERNAL)
+        return kind, at.links.get_val(part) if told else None
+    except (KeyError, RuntimeError, ValueError) as error:  # a KeyError would say that there is no such name
+        raise OSError(f"the link '{_shown(here)}' cannot be read: {error}") from error
+
+
+def _open_at(at: Any, part: bytes, here: bytes) -> Any:
+    try:
+        return h5py.h5o.open(at, part)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise OSError(f"'{_shown(here)}' cannot be opened: {error}") from error
+
+
+def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.File:
+    path = _place(name, "HDF5_EXT_PREFIX", file)
+    if not os.path.exists(path):
+        if not fence.holds(path):
+            raise OutsideError(_outside(link))
+        raise LostError(f"{link}, which cannot be opened (there is no such file)")
+    return _open_other(path, link, fence)
+
+
+def _open_other(path: str, what: str, fence: Fence) -> h5py.File:
+    """Open a file that `what` leads to, and look at what was opened.
+
+    Raises
+    ------
+    OutsideError
+        If it is outside of the fence, or no file.
+    LostError
+        If HDF5 cannot open it.
+    """
+    if not fence.holds(path):
+        raise OutsideError(_outside(what))
+    if (why := why_not_a_file(path)) is not None:
+        raise OutsideError(f"{what}, which is {why}")
+    try:
+        opened = h5py.File(path, "r")
+    except OSError as error:
+        raise LostError(f"{what}, which cannot be opened (HDF5 says: {error})") from error
+    descriptor = plain_descriptor(opened)
+    if descriptor is not None and not fence.holds_open(descriptor, path):
+        opened.close()
+        raise OutsideError(_outside(what))
+    return opened
+
+
+def _outside(what: str) -> str:
+    return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
+
+
+def look_through(dataset: h5py.Dataset, fence: Fence, allow: Collection[str] = ()) -> Others:
+    """Where the values of `dataset` are, beside its own file. Opens what virtual datasets are made of, reads no values."""
+    others = Others(fence=fence, allow=allow)
+    try:
+        _look(dataset, others, set(), 0)
+    except (OutsideError, _RefusedError) as error:
+        others.refused = str(error)
+    return others
+
+
+class _RefusedError(Exception):
+    """Says why a dataset cannot be loaded."""
+
+
+def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int) -> None:
+    creation = dataset.id.get_create_plist()
+    layout = creation.get_layout()
+    if level > _MOST_LEVELS:
+        raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
+    if creation.get_external_count() > 0:
+        if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files all the same
+            raise _RefusedError("values of other files, and values of its own")
+        _look_at_storage(dataset, creation, others)
+    if level > 0 and (why := refuse_filters(dataset, others.allow)) is not None:
+        raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
+    if layout != h5py.h5d.VIRTUAL:
+        if level > 0:
+            others.add_part(dataset)
+        return
+    others.is_virtual = True
+    sources = [_Mapping.of(creation, k) for k in range(creation.get_virtual_count())]
+    others.is_unlimited |= any(one.is_unlimited for one in sources)
+    for one in sources:
+        if one.axis is None:
+            _look_at_source(dataset.file, *one.names(0), others, seen, level)
+    for one in sources:
+        if one.axis is not None:
+            _look_at_pattern(dataset, one, others, seen, level)
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """One part of a virtual dataset, as its metadata has it.
+
+    Attributes
+    ----------
+    file, inside : tuple of str
+        The names of the file and of the dataset in it, cut where the number of a block stands.
+    axis, start, step : int or None, int, int
+        Block k begins at start + k step along this axis; None where there are no numbers.
+    is_unlimited : bool
+        Whether how long it is depends on its sources.
+    """
+
+    file: tuple[str, ...]
+    inside: tuple[str, ...]
+    axis: int | None = None
+    start: int = 0
+    step: int = 1
+    is_unlimited: bool = False
+
+    @classmethod
+    def of(cls, creation: Any, k: int) -> _Mapping:
+        try:
+            names = (os.fsdecode(creation.get_virtual_filename(k)), os.fsdecode(creation.get_virtual_dsetname(k)))
+        except UnicodeError:
+            raise _RefusedError("values of another file, with a name that h5py cannot read") from None
+        file, inside = (_pattern(name) for name in names)
+        limits = _limits(creation.get_virtual_vspace(k))
+        if len(file) == len(inside) == 1:
+            return cls(file, inside, is_unlimited=limits is not None)
+        if limits is None or _limits(creation.get_virtual_srcspace(k)) is not None:
+            raise _RefusedError(f"values of other files, '{names[0]}', with a number in a name, and nothing to number")
+        return cls(file, inside, *limits, True)
+
+    def names(self, number: int) -> tuple[str, str]:
+        """Of the file, and of the dataset in it, that block `number` is in."""
+        return str(number).join(self.file), str(number).join(self.inside)
+
+
+def _pattern(name: str) -> tuple[str, ...]:
+    """A name as HDF5 reads it, cut at each ``%b``, in whose place it puts the number of a block; ``%%`` is a percent sign.
+
+    Examples
+    --------
+    >>> _pattern("part%b.h5"), _pattern("x%%b"), _pattern("%%%b")
+    (('part', '.h5'), ('x%b',), ('%', ''))
+    """
+    texts, rest = [""], name
+    while rest:
+        before, percent, rest = rest.partition("%")
+        texts[-1] += before
+        if not percent:
+            break
+        if rest[:1] == "b":
+            texts.append("")
+        elif rest[:1] == "%":
+            texts[-1] += "%"
+        else:
+            raise _RefusedError(f"values of another file by '{name}', in which a percent sign is followed by neither b nor %")
+        rest = rest[1:]
+    return tuple(texts)
+
+
+def _limits(space: Any) -> tuple[int, int, int] | None:
+    """Along which axis a selection has no end, where it begins there, and its steps; None for one that ends."""
+    if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
+        return None
+    start, stride, count, block = space.get_regular_hyperslab()
+    for axis, (first, step) in enumerate(zip(start, stride, strict=True)):
+        if _UNLIMITED in (count[axis], block[axis]):
+            return axis, int(first), int(step)
+    return None
+
+
+def _look_at_pattern(dataset: h5py.Dataset, one: _Mapping, others: Others, seen: set[tuple[str, str]], level: int) -> None:
+    """The files and datasets that a pattern stands for: numbers from 0 on, up to the first that is not there, as HDF5 does."""
+    number = 0
+    while _look_at_source(dataset.file, *one.names(number), others, seen, level, may_be_missing=True):
+        number += 1
+    name, inside = one.names(number)
+    lost = f"values of another file, '{printable(inside)}' in '{printable(name)}', which is not there (HDF5 would deliver"
+    if number == 0:
+        raise _RefusedError(f"{lost} an empty array)")
+    with others.watched():
+        shape = dataset.shape
+    if one.axis is not None and one.start + number * one.step < shape[one.axis]:
+        raise _RefusedError(f"{lost} fill values in its place)")
+
+
+def _look_at_source(
+    file: h5py.File,
+    name: str,
+    inside: str,
+    others: Others,
+    seen: set[tuple[str, str]],
+    level: int,
+    may_be_missing: bool = False,
+) -> bool:
+    """One dataset that a virtual one in `file` is made of. False where it is not there, if that may be."""
+    path = str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file)
+    what = f"values of another file, '{printable(name)}'"
+    if not others.fence.holds(path):
+        raise OutsideError(_outside(what))
+    if may_be_missing and not os.path.exists(path):
+        return False
+    if (os.path.realpath(path), inside) in seen:
+        return True
+    seen.add((os.path.realpath(path), inside))
+    if len(seen) > _MOST_SOURCES:
+        raise _RefusedError(f"values of more than {_MOST_SOURCES} other datasets")
+    if (why := why_not_a_file(path)) is not None:
+        raise _RefusedError(f"{what}, which is {why} (HDF5 would deliver fill values in its place)")
+    try:
+        others.sizes[path] = os.path.getsize(path)
+        with _open_other(path, what, others.fence) as opened:
+            found, files = follow(opened, inside, others.fence)
+            try:
+                if isinstance(found, h5py.h5d.DatasetID):
+                    _look(h5py.Dataset(found), others, seen, level + 1)
+                    return True
+            finally:
+                close_all(files)
+    except OutsideError:
+        raise
+    except (KeyError, OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, KeyError) and may_be_missing:
+            return False
+        why = "there is no such name" if isinstance(error, KeyError) else str(error)
+        raise _RefusedError(
+            f"{what}, whose '{printable(inside)}' cannot be opened (HDF5 may deliver fill values in its place; it says: {why})"
+        ) from None
+    raise _RefusedError(f"{what}, whose '{printable(inside)}' is a group (HDF5 would deliver fill values in its place)")
+
+
+def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
+    """The files of external storage, each of which must be as long as what it should hold."""
+    left = math.prod(dataset.shape or ()) * int(dataset.id.get_type().get_size())
+    prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+    if prefix.startswith("${ORIGIN}"):
+        prefix = _beside(dataset.file) + "/" + prefix.removeprefix("${ORIGIN}")
+    for k in range(creation.get_external_count()):
+        stored, offset, size = creation.get_external(k)
+        name = os.fsdecode(stored)
+        if len(stored) >= _LONGEST_NAME:
+            raise _RefusedError("values of another file with a name that is too long to be told")
+        path = os.path.join(prefix, name)  # without a prefix: from the working folder, unlike all else
+        what = f"values of another file, '{printable(name)}'"
+        if not others.fence.holds(path):
+            raise OutsideError(_outside(what))
+        if (why := why_not_a_file(path)) is not None:
+            raise _RefusedError(f"{what}, which is {why}")
+        here = min(left, left if size == _UNLIMITED else int(size))
+        left -= here
+        found = os.path.getsize(path)
+        if found < int(offset) + here:
+            raise _RefusedError(
+                f"{what}, which has {found} bytes where {int(offset) + here} are needed (HDF5 would deliver zeros for the rest)"
+            )
+        others.sizes[path] = int(offset) + here
+
+
+def place_of(file: h5py.File) -> str:
+    """Where an open file is: its name, or its place if the name does not lead to it any more (a changed working folder)."""
+    name, descriptor = str(file.filename), plain_descriptor(file)
+    if descriptor is None:
+        return name
+    try:
+        if os.path.samestat(os.stat(name), os.fstat(descriptor)):
+            return name
+    except OSError:
+        pass
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:  # no /proc here
+        return name
+
+
+def _beside(file: h5py.File) -> str:
+    return os.path.dirname(place_of(file)) or "."
+
+
+def _place(name: str, variable: str, file: h5py.File) -> str:
+    """Where HDF5 finds the file `name` that `file` names: the first place where there is one, or else beside `file`."""
+    beside, setting = _beside(file), os.environ.get(variable, "")
+    prefixes = [text for text in setting.split(":") if text]
+    if setting.startswith("${ORIGIN}"):  # understood at the beginning, and then there is one prefix
+        prefixes.append(beside + "/" + setting.removeprefix("${ORIGIN}"))
+    prefixes += [text.replace("${ORIGIN}", beside) for text in prefixes if "${ORIGIN}" in text]
+    real = os.path.dirname(os.path.realpath(place_of(file)))
+    last = os.path.basename(name) if os.path.isabs(name) else name  # HDF5 looks for its last part, if it is not where it says
+    places = [os.path.join(folder, last) for folder in (*prefixes, beside, "", real)]
+    if os.path.isabs(name):
+        places.insert(0, name)
+    return next(filter(os.path.exists, places), name if os.path.isabs(name) else os.path.join(beside, name))
+
+
+@contextlib.contextmanager
+def nothing_else_opened(fence: Fence) -> Iterator[None]:
+    """Look at the HDF5 files that the process has open before and after what is done in this context.
+
+    h5py's own lock is held meanwhile: no other thread opens a file through it. Only files of HDF5's format count, since other
+    threads may open others.
+
+    Raises
+    ------
+    OutsideError
+        If there is one more outside of the fence.
+    """
+    if not fence.folders:
+        yield
+        return
+    with phil:
+        before = _open_files()
+        yield
+        for descriptor, *_ in _open_files() - before:
+            if not fence.holds_open(descriptor, "") and _is_hdf5(descriptor):
+                where = os.readlink(f"/proc/self/fd/{descriptor}")
+                raise OutsideError(_outside(f"values of another file, '{where}', as the HDF5 library says when it reads"))
+
+
+def _open_files() -> set[tuple[int, int, int]]:
+    """The files that this process has open: descriptor, device and number; none where the system does not say."""
+    try:
+        numbers = [int(text) for text in os.listdir("/proc/self/fd")]
+    except OSError:
+        return set()
+    found = set()
+    for descriptor in numbers:
+        with contextlib.suppress(OSError):  # the one that listed them
+            state = os.fstat(descriptor)
+            if stat.S_ISREG(state.st_mode):
+                found.add((descriptor, state.st_dev, state.st_ino))
+    return found
+
+
+def _is_hdf5(descriptor: int) -> bool:
+    try:
+        at, nbytes = 0, os.fstat(descriptor).st_size
+        while at < nbytes:
+            if os.pread(descriptor, len(_SIGNATURE), at) == _SIGNATURE:
+                return True
+            at = 2 * at or 512
+    except OSError:  # closed meanwhile, or open for writing alone
+        pass
+    return False

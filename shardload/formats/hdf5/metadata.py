@@ -1,0 +1,174 @@
+"""What is known of an HDF5 dataset without reading its values?
+
+`describe` turns its metadata into an `ArrayInfo`. What cannot be loaded, and why, is settled here, so that reading is the
+plain case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import h5py
+
+from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.formats.hdf5.filters import NAMES, refuse_filters
+from shardload.formats.hdf5.integrity import SIZED, n_compressors
+from shardload.formats.hdf5.links import Others
+
+__all__ = ["describe", "filters_of"]
+
+_HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
+_DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` bounds what is between them
+
+_REFUSED_CLASSES = {
+    h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
+    h5py.h5t.STRING: ("string", "strings"),
+    h5py.h5t.BITFIELD: ("bitfield", "bit fields"),
+    h5py.h5t.OPAQUE: ("opaque", "opaque bytes (dates that NumPy wrote, for instance)"),
+    h5py.h5t.REFERENCE: ("reference", "references to other objects"),
+    h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
+    h5py.h5t.ARRAY: ("array", "small arrays as elements"),
+}
+# HDF5 reads an attribute whole when it is looked up. Those of a dataset that together are longer are not looked at.
+_MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
+_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+
+
+def describe(
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+) -> ArrayInfo:
+    """What is known of a dataset without reading its values.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open.
+    path, name : str
+        As the user named the file and the dataset.
+    others : Others
+        The other files that its values are in.
+    texts : bool
+        Whether attributes of variable length are read, too. They are in the file's global heap, in which HDF5 2.0.0 goes round
+        in circles where it is damaged (docs/trust-files.md): nothing that a load needs is there.
+    allow : collection of str
+        Names and numbers of filters that are used though they are not in `hdf5_filters.SURVIVED`.
+    """
+    creation = dataset.id.get_create_plist()
+    filters = filters_of(dataset)
+    dtype, refused = _type_of(dataset.id.get_type())
+    is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
+    if dataset.shape is None:
+        refused = "nothing: its dataspace is null, which is neither an array nor a number"
+    elif refused is None:
+        refused = refuse_filters(dataset, allow) or _unbounded(filters, allow) or others.refused
+    chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
+    refused = refused or unaddressable(dataset.shape or (), chunks)
+    return ArrayInfo(
+        path=path,
+        dataset=name,
+        format=_flavour(dataset),
+        shape=tuple(dataset.shape or ()),
+        dtype=dtype,
+        chunks=chunks,
+        codec=_codec(filters),
+        nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
+        refused=refused,
+        is_coordinate=_has_attributes(dataset)
+        and _is_plain(dataset, "CLASS")
+        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        attributes=_attributes(dataset, texts),
+    )
+
+
+def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
+    """The filters of a dataset: number, flags, values, name."""
+    creation = dataset.id.get_create_plist()
+    return [creation.get_filter(k) for k in range(creation.get_nfilters())]
+
+
+def _type_of(file_type: Any) -> tuple[str, str | None]:
+    """Name of the values' type, and why it is refused."""
+    if file_type.get_class() in _REFUSED_CLASSES:
+        return _REFUSED_CLASSES[file_type.get_class()]
+    try:
+        dtype = file_type.dtype
+    except (TypeError, ValueError) as error:  # 3-byte integers, quadruple precision, half precision complex numbers
+        return f"{8 * file_type.get_size()}-bit number", f"numbers of a type that NumPy does not have ({error})"
+    refused = refusal(dtype)
+    if file_type.get_class() == h5py.h5t.COMPOUND and refused is not None:
+        return "compound", refused
+    return (dtype.name if refused else native_dtype(dtype).name), refused
+
+
+def _unbounded(filters: list[tuple[int, int, Any, bytes]], allow: Collection[str]) -> str | None:
+    """What is said of compressors over each other that only HDF5 can undo."""
+    compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
+    if n_compressors((number for number, _ in compressors), allow) < 2 or all(
+        number in _DECODED_HERE for number, _ in compressors
+    ):
+        return None
+    return (
+        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), where nothing bounds what HDF5 "
+        "makes of a few bytes. Write it anew with one compressor: `h5repack -f GZIP=4`"
+    )
+
+
+def _name(number: int, label: bytes) -> str:
+    return NAMES.get(number) or f"{label.decode(errors='replace')}#{number}"
+
+
+def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
+    """The filter pipeline for people: what compresses first, then what helps it."""
+    ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
+    return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
+
+
+def _flavour(dataset: h5py.Dataset) -> str:
+    """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
+    file = dataset.file
+    marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
+    marked = any(_has_attributes(owner) and key in owner.attrs for owner, key in marks)
+    return "netCDF4" if marked else "HDF5"
+
+
+def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
+    """Whether there are attributes, and none of a length that no memory should be spent on."""
+    if not h5py.h5a.get_num_attrs(owner.id):
+        return False
+    stored = h5py.h5o.get_info(owner.id).meta_size.attr
+    return bool(stored.heap_size + stored.index_size <= _MOST_ATTRIBUTES_NBYTES)
+
+
+def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
+    """Those that change what values mean; that there are some, where they are too long to be looked at."""
+    if not _has_attributes(dataset):
+        return {"attributes": "too long to be read"} if h5py.h5a.get_num_attrs(dataset.id) else {}
+    return {
+        key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs and (texts or _is_plain(dataset, key))
+    }  # fmt: skip
+
+
+def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
+    """Whether an attribute is numbers, or text of a fixed length."""
+    if key not in dataset.attrs:
+        return False
+    kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
+    if kind.get_class() == h5py.h5t.STRING:
+        return not kind.is_variable_str()
+    return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
+
+
+def _attribute(dataset: h5py.Dataset, key: str) -> Any:
+    """An attribute as plain Python; None where there is none, words where h5py cannot read it."""
+    if key not in dataset.attrs:
+        return None
+    try:
+        found = h5py.h5a.open(dataset.id, key.encode())
+        nbytes = found.get_space().get_simple_extent_npoints() * found.get_type().get_size()
+        if nbytes > _MOST_ATTRIBUTE_NBYTES:
+            return f"{nbytes} bytes, not shown"
+        value = dataset.attrs[key]
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        return f"unreadable ({error})"
+    return None if isinstance(value, h5py.Empty) else json_value(value)

@@ -1,0 +1,394 @@
+"""How do I obtain values from HDF5, and so from netCDF4? With the HDF5 library, straight into the caller's buffer.
+
+1. `open_path` opens the file read-only and looks the name up, through soft and external links.
+2. `describe` turns the dataset's metadata into an `ArrayInfo`, without touching values; what cannot be loaded, and why,
+   is settled there, so that reading is the plain case.
+3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts
+   byte order on the way, and writes into the caller's buffer. Values that lie in the file as they are (contiguous) are read
+   past it, by `hdf5_contiguous`.
+4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `hdf5_chunks`, where that is surely right.
+
+Values that HDF5 has not stored (chunks never written) are its fill value, as HDF5 defines it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import os
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.base import (
+    MOST_NAMED,
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    a_few_chunks,
+    check_request,
+    native_dtype,
+    read_by_chunks,
+    some,
+    state_of,
+)
+from shardload.formats.containment import Fence, OutsideError, open_file
+from shardload.formats.hdf5.chunk_heads import check_heads
+from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
+from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
+from shardload.formats.hdf5.integrity import Sizes, Unwritten, Whole, is_stacked
+from shardload.formats.hdf5.links import LostError, Others, close_all, follow, look_through, place_of
+from shardload.formats.hdf5.metadata import describe, filters_of
+from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
+from shardload.planning.region import Region
+
+__all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
+
+_MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+_UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
+_MOST_AT_ONCE = 256  # chunks of one call: HDF5 holds 6 KiB for each, and takes longer for each where they are more
+_COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
+
+
+class Hdf5Source:
+    """One open HDF5 dataset.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        Open; one that `info.refused` does not refuse.
+    info : ArrayInfo
+        What `describe` says of it.
+    others : Others
+        The other files that its values are in.
+    files : sequence of h5py.File
+        The files to close with this source: none where the dataset is the caller's.
+    """
+
+    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, files: Sequence[h5py.File] = ()) -> None:
+        self._dataset, self._info, self._others, self._files = dataset, info, others, files
+        self._whole = Whole.of(dataset)
+        self._absent: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
+        self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
+        # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
+        # convert to from the complex type of HDF5 2.0 in the other byte order.
+        is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
+        name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
+        self._memory_type = getattr(h5py.h5t, name) if name else None
+        self._leaves_gaps = leaves_gaps(dataset)
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype, chunks and the rest."""
+        return self._info
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values, in native byte order."""
+        return self._dtype
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Read `region` into `out`: straight from the file, or with one ``H5Dread``."""
+        check_request(self._info, self._dtype, region, out)
+        if region.size == 0:
+            return
+        with self._others.watched():
+            self._read_into(region, out)
+
+    def _read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        identifier = self._dataset.id
+        if identifier.valid and self._contiguous is not None:
+            self._contiguous.read_into(region, out)
+            return
+        self._absent = None
+        if identifier.valid and self._bounded is not None:
+            self._absent = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
+            return
+        if identifier.valid:
+            self._sizes.check()
+        if self._leaves_gaps:
+            out.fill(0)  # what h5py gives; `out` may hold another block's values
+        try:
+            if identifier.valid:
+                check_heads(self._dataset, region)
+            if region.ndim == 0:
+                identifier.read(h5py.h5s.ALL, h5py.h5s.ALL, out, self._memory_type)
+            else:
+                in_file, in_memory = identifier.get_space(), h5py.h5s.create_simple(region.shape)
+                for part in self._parts(region):
+                    in_file.select_hyperslab(part.start, part.shape)
+                    if part != region:
+                        at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
+                        in_memory.select_hyperslab(at, part.shape)
+                    identifier.read(in_memory, in_file, out, self._memory_type)
+        finally:  # where the file was cut, that is the better reason
+            if identifier.valid:
+                self._whole.check()
+                self._others.check_whole()
+
+    def _parts(self, region: Region) -> Iterator[Region]:
+        """What of a region, which is not empty, HDF5 is asked for at once."""
+        chunk = self._info.chunks or self._others.smallest_chunk(region.ndim)
+        return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
+        if region.size == 0 or not self._dataset.id.valid:
+            return []
+        return self._unwritten.meeting(region) if self._absent is None else self._absent
+
+    @functools.cached_property
+    def _bounded(self) -> ChunkReader | None:
+        """Single chunks, where HDF5's filters take as much memory as the file says."""
+        numbers = {number for number, *_ in filters_of(self._dataset)}
+        if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
+            return None
+        found = self.chunk_reader()
+        if found is None and is_stacked(self._dataset, self._others.allow):
+            raise ValueError(
+                "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
+                "makes of a few bytes: write it anew with one compressor"
+            )
+        return found
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes(self._dataset)
+
+    @functools.cached_property
+    def _unwritten(self) -> Unwritten:
+        return Unwritten(self._dataset)
+
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """What h5py gives for these slices."""
+        with self._others.watched():
+            try:
+                return self._plain(region)
+            finally:  # as for `read_into`
+                if self._dataset.id.valid:
+                    self._whole.check()
+                    self._others.check_whole()
+
+    def _plain(self, region: Region) -> np.ndarray[Any, Any]:
+        self._sizes.check()
+        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
+        if is_stacked(self._dataset) and self._bounded is not None:  # decoded here first: HDF5 may make more than there can be
+            for part in self._parts(region) if parts else ():
+                read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
+        else:
+            check_heads(self._dataset, region)
+        if len(parts) < 2:
+            return np.asarray(self._dataset[region.slices()])
+        out = np.empty(region.shape, self._dataset.dtype)
+        for part in self._parts(region):
+            out[part.slices(region.start)] = self._dataset[part.slices()]
+        return out
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """None: the values are in a file."""
+        return None
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """Single chunks, decoded past HDF5; None where only HDF5 can."""
+        if self._info.refused is not None or self._info.chunks is None or self._raw is None:
+            return None
+        return open_chunks(self._dataset, self._dtype, self._raw, self._whole)
+
+    @functools.cached_property
+    def _raw(self) -> RawFile | None:
+        """The bytes of the file, where they may be read past HDF5."""
+        return RawFile.open(self._dataset)
+
+    @functools.cached_property
+    def _contiguous(self) -> Hdf5Contiguous | None:
+        """The dataset, where its values can be read past HDF5."""
+        if self._info.chunks is not None or self._raw is None:
+            return None
+        return open_contiguous(self._dataset, self._dtype, self._raw)
+
+    def state(self) -> tuple[int, ...] | None:
+        """Of the open file that holds the dataset, where it is open for reading only and a plain file."""
+        try:
+            descriptor = plain_descriptor(self._dataset.file)
+            return None if descriptor is None else state_of(descriptor)
+        except (RuntimeError, ValueError):  # it was closed
+            return None
+
+    def close(self) -> None:
+        """Close the dataset and the file, where this object opened them."""
+        raw = self.__dict__.get("_raw")
+        if raw is not None:
+            raw.close()
+        if self._files and self._files[0].id.valid:
+            self._dataset.id.close()
+            close_all(self._files)
+
+
+class Hdf5Format:
+    """HDF5 files, of any layout and with any filter that the HDF5 library at hand can decode."""
+
+    name = "HDF5"
+
+    def claims_path(self, path: str) -> bool:
+        """Whether the HDF5 signature is at byte 0, 512, 1024, 2048, ... as the HDF5 file format asks."""
+        try:
+            size, at = os.path.getsize(path), 0
+            with os.fdopen(open_file(path), "rb") as file:
+                while at < size:
+                    file.seek(at)
+                    if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                        return True
+                    at = 2 * at or 512
+        except (OSError, ValueError):
+            return False
+        return False
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is an `h5py.Dataset`, group or file."""
+        return isinstance(obj, h5py.Dataset | h5py.Group)
+
+    def list_arrays(
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
+    ) -> list[ArrayInfo]:
+        """Every dataset in the file; links to elsewhere are not followed."""
+        with _open_file(path) as file:
+            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like, allow)
+            return list(itertools.islice(found, None if most is None else most + 1))
+
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
+        files, fence = [_open_file(path)], Fence.around_file(path, outside)
+        try:
+            found, opened = _look_up(files[0], path, dataset, fence)
+            files += opened
+            others = look_through(found, fence, allow)
+            return Hdf5Source(found, _describe(found, path, dataset, others, allow=allow), others, files)
+        except BaseException:
+            close_all(files)
+            raise
+
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """Take an open `h5py.Dataset`."""
+        if not obj:
+            raise SourceError(
+                f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
+                "can be read from it. Keep its file open during the load, or pass the path of the file."
+            )
+        path = str(obj.file.filename)
+        fence = Fence.around_file(place_of(obj.file), outside)
+        if isinstance(obj, h5py.Group):
+            found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
+            names = some([repr(info.dataset) for info in found]) or "none"
+            raise ConfigError(
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
+            )
+        others = look_through(obj, fence, allow)
+        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others, allow=allow), others)
+
+
+FORMAT = Hdf5Format()
+
+
+def _open_file(path: str) -> h5py.File:
+    """Open read-only; SourceError, with what to do about it, if the library will not."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        said = str(error)
+    if "unable to lock file" in said:
+        why = (
+            "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
+            "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
+        )
+    elif "truncated file" in said:
+        why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
+    elif "already open" in said:
+        why = "it is open for writing, or its writer died. Close the writer; if it died, run `h5clear -s` on the file."
+    else:
+        why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
+    raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
+
+
+def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
+    """The dataset of that name, and the files opened on the way; KeyError if there is none, SourceError if a link leads
+    nowhere, or outside.
+    """
+    try:
+        found, opened = follow(file, name, fence)
+    except OutsideError as error:
+        raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
+    except LostError as error:
+        text = str(error) if str(error).startswith(f"'{name}' in '{path}'") else f"'{name}' in '{path}' leads nowhere: {error}"
+        text += ". Restore the target, or name another array."
+        raise SourceError(text, path=path, dataset=name) from error
+    if not isinstance(found, h5py.h5d.DatasetID):
+        close_all(opened)
+        raise KeyError(name)
+    return h5py.Dataset(found), opened
+
+
+def _describe(
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+) -> ArrayInfo:
+    """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
+    if not (others.refused and others.is_unlimited):
+        try:
+            with others.watched():
+                return describe(dataset, path, name, others, texts, allow)
+        except OutsideError as error:
+            others.refused = str(error)
+    return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
+
+
+def _describe_all(
+    group: h5py.Group,
+    path: str,
+    fence: Fence,
+    texts: bool = False,
+    most: int | None = None,
+    like: str = "",
+    allow: Collection[str] = (),
+) -> Iterator[ArrayInfo]:
+    """What is known of every dataset below `group`; one that cannot be opened is listed as such.
+
+    With `most`, names are read up to a limit (16 microseconds each; a dataset takes 300), and where there are more than that,
+    those like `like` come first.
+    """
+    names: list[Any] = []
+
+    def keep(name: Any) -> bool | None:
+        names.append(name)
+        return True if most is not None and len(names) >= _MOST_NAMES else None
+
+    group.visit(keep)
+    base = (group.name or "").rstrip("/")
+    if most is not None and len(names) > most and like:
+        names = _likest_first(names, like.removeprefix(base).strip("/"))
+    for name in names:
+        full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for what is not UTF-8
+        try:
+            found = group[name]
+            if isinstance(found, h5py.Dataset):
+                yield _describe(found, path, full, look_through(found, fence, allow), texts, allow)
+        except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
+            yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+
+
+def _likest_first(names: list[Any], like: str) -> list[Any]:
+    """What is below the group `like`, then the names most like it, then the others."""
+    texts = {os.fsdecode(name): name for name in names}
+    below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
+    near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]
+    return [texts[text] for text in dict.fromkeys([*near, *texts])]

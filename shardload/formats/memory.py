@@ -1,0 +1,151 @@
+"""How do I obtain values that are in memory already? By looking at them: a NumPy array, or memory map, as source."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import SourceError
+from shardload.formats.base import ArrayInfo, ChunkReader, Source, check_request, native_dtype, refusal
+from shardload.planning.region import Region
+
+__all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
+
+_PATH, _NAME = "<memory>", "/array"
+
+
+class MemorySource:
+    """A NumPy array with any strides and any byte order.
+
+    Parameters
+    ----------
+    array : numpy.ndarray
+        Not copied, never written.
+    info : ArrayInfo, optional
+        Of the file that it was read from, for what messages say.
+
+    Raises
+    ------
+    SourceError
+        If JAX has no type for the values.
+
+    Examples
+    --------
+    >>> source = MemorySource(np.arange(6, dtype=">i4").reshape(2, 3))
+    >>> out = np.empty((2, 1), "int32")
+    >>> source.read_into(Region((0, 1), (2, 2)), out)
+    >>> out.tolist()
+    [[1], [4]]
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any], info: ArrayInfo | None = None) -> None:
+        refused = refusal(array.dtype)
+        if refused is not None:
+            raise SourceError(
+                f"the array of shape {array.shape} in memory holds {refused} (NumPy dtype {array.dtype}), so it cannot "
+                "be loaded. Pass an array of booleans, integers, floats or complex numbers.",
+                path=_PATH,
+                dataset=_NAME,
+            )
+        self._array = array
+        self._dtype = native_dtype(array.dtype)
+        self._info = info or ArrayInfo(
+            path=_PATH,
+            dataset=_NAME,
+            format="memory",
+            shape=array.shape,
+            dtype=self._dtype.name,
+            nbytes_stored=array.nbytes,
+        )
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype and the rest."""
+        return self._info
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values, in native byte order."""
+        return self._dtype
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Copy the values of `region` into `out`, swapping bytes where the array's are not native."""
+        check_request(self._info, self._dtype, region, out)
+        out[...] = self._array[region.slices()]
+
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """What NumPy gives for these slices."""
+        return np.asarray(self._array[region.slices()])
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """None: all is in memory."""
+        return []
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """The values of `region` themselves, with the array's own strides; None if they are not as they should be sent:
+        their bytes need swapping, or are booleans other than 0 and 1.
+        """
+        if not Region.whole(self._info.shape).contains(region):
+            raise ValueError(f"region {region} reaches outside {self._info}, which has shape {self._info.shape}")
+        # Ending the index in `...` keeps a 0-d array an array: `array[()]` would be a scalar, hence a copy.
+        index: Any = (*region.slices(), ...)
+        return self._array[index] if self._array.dtype.isnative and not self._has_odd_bools else None
+
+    @functools.cached_property
+    def _has_odd_bools(self) -> bool:
+        if self._dtype.kind != "b":
+            return False
+        # NumPy goes through an axis that was repeated as often as it says
+        once = self._array[tuple(slice(1) if stride == 0 else slice(None) for stride in self._array.strides)]
+        return bool(once.view(np.uint8).max(initial=0) > 1)
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """None: chunks are read by the library."""
+        return None
+
+    def state(self) -> None:
+        """None: an array in memory has no such mark."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to give back: the array is the caller's."""
+
+
+class MemoryFormat:
+    """NumPy arrays; no path is of this format."""
+
+    name = "memory"
+
+    def claims_path(self, path: str) -> bool:
+        """Never."""
+        return False
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is a NumPy array."""
+        return isinstance(obj, np.ndarray)
+
+    def list_arrays(
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
+    ) -> list[ArrayInfo]:
+        """None: there is no file."""
+        return []
+
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """KeyError: there is no file."""
+        raise KeyError(dataset)
+
+    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """Wrap a NumPy array."""
+        return MemorySource(obj)
+
+
+FORMAT = MemoryFormat()

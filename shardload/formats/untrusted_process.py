@@ -1,0 +1,277 @@
+"""What does a helper process do? It opens one file that nobody vouches for, and puts its values where its parent can see them.
+
+It is started as a script by `untrusted.Helper`, with a socket and a piece of shared memory. Before it looks at the file it
+gives up what it does not need: it ends with its parent, writes no files and no core dumps, and has a limit on memory. Then it
+answers requests, one at a time, until the socket is closed. Answers are JSON; values are in the shared memory.
+
+It imports what reading takes, and neither JAX nor MPI: at the top, only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["LENGTH", "main"]
+
+LENGTH = struct.Struct("<I")  # goes before each message
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_LIBRARIES_NBYTES = 1 << 30  # while they are imported; before the file is opened, what they took is measured
+_BASE_NBYTES = 128 << 20  # beside values: threads, what libraries allocate at first use, metadata
+_LOG_NBYTES = 1 << 20  # of what libraries print
+_STACK_NBYTES = 1 << 20
+# How formats are asked here. What they allow only where the caller has said so, and what is safe in no process but one that may
+# crash (decoders, say), is to be allowed in this one place.
+_ALLOWED: dict[str, Any] = {"allow": ("all", "compressors, stacked")}  # `hdf5_filters.STACKED`
+
+Answer = dict[str, Any]
+
+
+def main() -> None:
+    """Answer requests until there are no more. Arguments: descriptors of the socket and of the memory, id of the parent."""
+    channel, values, parent = (int(text) for text in sys.argv[1:4])
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all that a terminal or batch system has started:
+        signal.signal(number, signal.SIG_IGN)  # the parent's to answer, which ends this process, or it would blame the file
+    _give_up_rights(parent)
+    server = _Server(socket.socket(fileno=channel), values)
+    server.run()
+    os._exit(0)  # whatever threads libraries have started
+
+
+def _give_up_rights(parent: int) -> None:
+    system = ctypes.CDLL(None, use_errno=True)
+    for option, value in (
+        (_PR_SET_PDEATHSIG, int(signal.SIGKILL)),
+        (_PR_SET_DUMPABLE, 0),  # a core dump that is sent to a program knows no limit
+        (_PR_SET_NO_NEW_PRIVS, 1),
+    ):
+        if system.prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) != 0:
+            raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) is refused here")
+    if os.getppid() != parent:  # it was gone before it could be followed
+        os._exit(1)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, _LOG_NBYTES)
+
+
+def _limit(what: int, most: int) -> None:
+    """Set a limit for good; one that is lower already stays."""
+    _, hard = resource.getrlimit(what)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
+def _limit_memory(nbytes: int) -> None:
+    """Let this process allocate so much more, and never again more than that."""
+    with open("/proc/self/statm", "rb") as file:
+        used = int(file.read().split()[0]) * mmap.PAGESIZE
+    _limit(resource.RLIMIT_AS, used + nbytes)
+
+
+class _Server:
+    """Answers. What it is asked for, and what it says, is described in `untrusted.Helper`."""
+
+    def __init__(self, channel: socket.socket, values: int) -> None:
+        self._channel, self._values = channel, values
+        self._memory = mmap.mmap(values, 0)
+        self._memory_nbytes = 0
+        self._source: Any = None
+        self._chunks: Any = None
+        self._stored: Any = None  # memory for chunks as they are stored
+
+    def run(self) -> None:
+        """Until the parent closes the socket."""
+        while (request := self._receive()) is not None:
+            todo: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
+            try:
+                answer = todo(**request)
+            except Exception as error:
+                kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "Exception")
+                text = str(error) if kind != "Exception" else f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    kind = "MemoryError"
+                answer = {"error": kind, "text": text[:4096]}
+            data = json.dumps(answer).encode()
+            self._channel.sendall(LENGTH.pack(len(data)) + data)
+
+    def _receive(self) -> dict[str, Any] | None:
+        head = self._channel.recv(LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < LENGTH.size:
+            return None
+        found: dict[str, Any] = json.loads(self._channel.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+        return found
+
+    # --- once
+
+    def do_begin(self, places: list[str], package: str, memory_nbytes: int) -> Answer:
+        """Import what all formats need."""
+        import threading
+
+        threading.stack_size(_STACK_NBYTES)  # it counts as memory, used or not
+        warnings.simplefilter("ignore")
+        sys.path[:] = places
+        stand_in = types.ModuleType("shardload")  # the package itself would import JAX
+        stand_in.__path__ = [package]
+        sys.modules.setdefault("shardload", stand_in)
+        self._memory_nbytes = memory_nbytes
+        _limit_memory(_LIBRARIES_NBYTES + memory_nbytes)
+        import numpy  # noqa: F401
+
+        with contextlib.suppress(ImportError):
+            import ml_dtypes  # noqa: F401  (what JAX would have told NumPy of)
+        import shardload.formats.lookup  # noqa: F401
+
+        return {}
+
+    def _prepare(self, path: str) -> None:
+        """Import what this file needs, and leave it the memory that was granted."""
+        from shardload.formats.lookup import _format_of, split_path
+
+        _format_of(split_path(path)[0])
+        _limit_memory(_BASE_NBYTES + self._memory_nbytes)
+
+    def do_list(self, path: str, outside: bool, texts: bool) -> Answer:
+        """All arrays."""
+        from shardload.formats.lookup import list_arrays
+
+        self._prepare(path)
+        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, outside, texts, **_ALLOWED)]}
+
+    def do_find(self, path: str, dataset: str | None, outside: bool, values: bool) -> Answer:
+        """The array that is meant; and its values, if they are wanted and few."""
+        from shardload.formats.lookup import find_array, read_small
+
+        self._prepare(path)
+        info = find_array(path, dataset, outside, **_ALLOWED)
+        found = read_small(path, info, outside, **_ALLOWED) if values else None
+        if found is not None:
+            self._memory[: len(found)] = found
+        return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
+
+    def do_open(self, path: str, dataset: str, outside: bool) -> Answer:
+        """Open it, for what follows."""
+        from shardload.formats.lookup import open_source
+
+        self._prepare(path)
+        self._source = open_source(path, dataset, outside, **_ALLOWED)
+        self._chunks = self._source.chunk_reader()
+        return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
+
+    def do_limit(self, memory_nbytes: int) -> Answer:
+        """Make do with less memory from now on."""
+        _limit_memory(_BASE_NBYTES + memory_nbytes)
+        return {}
+
+    # --- of the array that is open
+
+    def do_state(self) -> Answer:
+        """See `Source.state`."""
+        return {"state": self._source.state()}
+
+    def do_read(self, start: list[int], stop: list[int]) -> Answer:
+        """Values of a region, and after them the numbers, in the region's own grid of chunks, of those that are not stored."""
+        import numpy as np
+
+        region = self._region(start, stop)
+        out = self._array(region.shape)
+        self._source.read_into(region, out)
+        chunks = self._source.info.chunks
+        indices = self._source.missing(region)
+        if chunks is None:
+            numbers = [0] * len(indices)
+        else:
+            first = [a // c for a, c in zip(start, chunks, strict=True)]
+            counts = [-(-b // c) - k for b, c, k in zip(stop, chunks, first, strict=True)]
+            numbers = sorted(_number(index, first, counts) for index in indices)
+        place = -(-out.nbytes // 8) * 8
+        self._bytes(place + 8 * len(numbers))[place:].view(np.int64)[:] = numbers
+        return {"n_missing": len(numbers)}
+
+    def do_plain(self, start: list[int], stop: list[int]) -> Answer:
+        """Values of a region, by the format's own library."""
+        import numpy as np
+
+        region = self._region(start, stop)
+        found = np.asarray(self._source.plain(region))
+        if found.size != region.size:
+            raise ValueError(f"the library gave {found.shape} for the region {region}")
+        self._array(region.shape)[...] = found.reshape(region.shape)
+        return {}
+
+    def do_chunk(self, index: list[int]) -> Answer:
+        """All values of a chunk, also where it reaches over the array's edge."""
+        at, shape = tuple(index), self._source.info.chunks
+        out = self._array(shape)
+        if self._chunks is not None:
+            encoded = self._chunks.fetch(at, self._room)
+            self._chunks.decode(encoded, out)
+            return {"nbytes_stored": None if encoded is None else len(encoded.data)}
+        start = [k * c for k, c in zip(at, shape, strict=True)]
+        stop = [min(a + c, n) for a, c, n in zip(start, shape, self._source.info.shape, strict=True)]
+        region = self._region(start, stop)
+        if region.shape == shape:
+            self._source.read_into(region, out)
+        else:
+            import numpy as np
+
+            part = np.empty(region.shape, self._source.dtype)
+            self._source.read_into(region, part)
+            out[tuple(slice(0, n) for n in region.shape)] = part
+        return {"nbytes_stored": None if self._source.missing(region) else 0}
+
+    def _region(self, start: list[int], stop: list[int]) -> Any:
+        from shardload.planning.region import Region
+
+        return Region(tuple(start), tuple(stop))
+
+    def _room(self, nbytes: int) -> Any:
+        import numpy as np
+
+        if self._stored is None or len(self._stored) < nbytes:
+            self._stored = None
+            self._stored = np.empty(nbytes, np.uint8)
+        return self._stored[:nbytes]
+
+    def _bytes(self, nbytes: int) -> Any:
+        """The first bytes of the shared memory, which the parent has made as long as its request needs."""
+        import numpy as np
+
+        if len(self._memory) < nbytes:
+            self._memory = mmap.mmap(self._values, 0)
+        return np.frombuffer(self._memory, np.uint8, nbytes)
+
+    def _array(self, shape: tuple[int, ...]) -> Any:
+        dtype = self._source.dtype
+        return self._bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+_KINDS = (
+    *("ConfigError", "SourceError", "OutsideError", "NotAFileError"),
+    *("MemoryError", "OSError", "ValueError", "RuntimeError"),
+)
+
+
+def _number(index: tuple[int, ...], first: list[int], counts: list[int]) -> int:
+    number = 0
+    for k, a, n in zip(index, first, counts, strict=True):
+        number = number * n + k - a
+    return number
+
+
+if __name__ == "__main__":
+    main()

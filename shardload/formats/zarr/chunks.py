@@ -1,0 +1,301 @@
+"""How are single chunks of a Zarr array read from a local folder, without zarr-python? By position, in any number of threads.
+
+1. `chunk_reader` answers whether it can be done: a plain folder, and metadata that `zarr_layout` understands.
+2. `ZarrChunks.fetch` reads one chunk's bytes: a whole file, or a part of a shard. A shard is opened and its index read
+   once, by `_Shards`, which keeps the last few.
+3. `ZarrChunks.decode` undoes the codecs (`codecs.Chain`) straight into the caller's buffer, or writes the fill value.
+
+Sizes that a file declares are compared with the file's own size, and with what a chunk can have, before anything is
+allocated for them. Measured against zarr-python, zarrs and TensorStore in docs/design/zarr.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import zarr
+import zarr.storage
+
+from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
+from shardload.formats.codecs import Chain
+from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
+from shardload.formats.zarr.store import inner_store
+
+__all__ = ["ZarrChunks", "chunk_layout", "chunk_reader"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# Shards whose file and index are kept at most. A limit of 1024 open files is common.
+_MOST_SHARDS = 64
+
+# Both numbers of an inner chunk that is not there.
+_MISSING = 2**64 - 1
+
+
+def most_stored_nbytes(nbytes: int) -> int:
+    """How long a stored chunk of `nbytes` decoded bytes may be: what is longer is not read.
+
+    Codecs lengthen what they cannot compress by less than one percent and some bytes of header and checksum; several of
+    them, one after the other, stay far below this.
+    """
+    return 2 * nbytes + 2**16
+
+
+def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence) -> ZarrChunks | None:
+    """The chunks of an open array, where they can be read without zarr-python; else None.
+
+    Parameters
+    ----------
+    array : zarr.Array
+        Open; only its metadata is used.
+    info : ArrayInfo
+        What the source says of it.
+    dtype : dtype
+        Of the values that are wanted: the array's, in native byte order.
+    fence : Fence
+        Where its files may be.
+    """
+    layout = chunk_layout(array, dtype)
+    if layout is None:
+        return None
+    try:
+        fill = np.zeros((), dtype) if array.fill_value is None else np.asarray(array.fill_value, dtype)
+    except (TypeError, ValueError):
+        return None
+    if layout.chunk_shape != info.chunks or fill.shape != ():
+        return None
+    store: Any = inner_store(array.store)
+    folder = os.path.join(os.fspath(store.root), array.path)
+    return ZarrChunks(folder, layout, info.shape, dtype, fill, fence)
+
+
+def chunk_layout(array: Any, dtype: np.dtype[Any]) -> Layout | None:
+    """Where the chunks of an open array are and how they are encoded, where both is known here; else None."""
+    # A class derived from LocalStore may keep chunks elsewhere, or change them.
+    if type(inner_store(array.store)) is not zarr.storage.LocalStore:
+        return None
+    # Newer versions of zarr-python can be told to refuse missing chunks instead of filling them.
+    settings = getattr(array, "config", None)
+    if not (getattr(settings, "read_missing_chunks", True) and zarr.config.get("array.read_missing_chunks", True)):
+        return None
+    try:
+        return layout_of(array.metadata.to_dict(), dtype)
+    except (NotCovered, LookupError, TypeError, ValueError):  # metadata of an unexpected form is not covered either
+        return None
+
+
+class ZarrChunks:
+    """The chunks of one array in a local folder (`ChunkReader`). Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    folder : str
+        Of the array.
+    layout : Layout
+        What its metadata says.
+    shape : tuple of int
+        Elements along each axis of the array.
+    dtype : dtype
+        Of the decoded values, in native byte order.
+    fill : ndarray
+        The value of what was never written, without axes.
+    fence : Fence
+        Where its files may be.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        layout: Layout,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        fill: np.ndarray[Any, Any],
+        fence: Fence,
+    ) -> None:
+        self._fence = fence
+        self._folder, self._layout, self._dtype, self._fill = folder, layout, dtype, fill
+        self._n_chunks = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
+        self._chain = Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize)
+        self._most = most_stored_nbytes(self._chain.nbytes)
+        self._shards = None if layout.per_shard is None else _Shards(folder, layout, fence)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The codecs, in the order in which they are undone."""
+        return self._chain.names
+
+    def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
+        """Read the chunk at `index` as it is stored; None where it was never written.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be read, is not a file, or ends before its own size.
+        ValueError
+            If it is far longer than such a chunk can be, if the index of its shard is damaged or points outside the
+            shard, or if there is no chunk at `index`.
+        """
+        if len(index) != len(self._n_chunks) or any(not 0 <= i < n for i, n in zip(index, self._n_chunks, strict=True)):
+            raise ValueError(f"there is no chunk {index} in a grid of {self._n_chunks}")
+        if self._shards is not None:
+            data = self._shards.read(index, self._most, room)
+        else:
+            data = _read_file(os.path.join(self._folder, self._layout.key(index)), self._most, room, self._fence)
+        return None if data is None else Encoded(data)
+
+    def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch` returned into `out`, whole chunks also at the array's edge; ValueError where it is damaged."""
+        if out.shape != self._layout.chunk_shape or out.dtype != self._dtype or not out.flags.c_contiguous:
+            raise ValueError(f"a buffer of {out.shape} {out.dtype} for a chunk of {self._layout.chunk_shape} {self._dtype}")
+        if encoded is None:
+            np.copyto(out, self._fill)
+        else:
+            self._chain.decode(encoded.data, out, encoded.skipped)
+
+    def close(self) -> None:
+        """Close the shards that are kept open."""
+        if self._shards is not None:
+            self._shards.clear()
+
+
+class _Shard:
+    """One open shard and its index. It closes with the last reference, so that no thread loses it while it reads.
+
+    The file stays open between chunks: one look-up on the file system's server instead of one per chunk, and the index
+    and the chunks come from the same file, even where another program puts a new one in its place.
+    """
+
+    def __init__(self, fd: int, path: str, layout: Layout, per_shard: tuple[int, ...]) -> None:
+        self._fd, self._path = fd, path
+        self._nbytes = os.fstat(fd).st_size
+        chain = Chain(layout.index_stages, 16 * math.prod(per_shard))
+        nbytes = chain.nbytes + sum(stage.n_more or 0 for stage in layout.index_stages)
+        if nbytes > self._nbytes:
+            raise ValueError(f"'{path}' has {self._nbytes} bytes, its index alone would take {nbytes}")
+        self._index = np.empty((*per_shard, 2), dtype="<u8")
+        stored = _read_at(fd, path, 0 if layout.is_index_first else self._nbytes - nbytes, nbytes)
+        try:
+            chain.decode(stored, self._index)
+        except ValueError as error:
+            raise ValueError(f"the index of '{path}' is damaged: {error}") from None
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+    def read(self, at: tuple[int, ...], most: int, room: Room) -> Bytes | None:
+        """The stored bytes of the chunk at position `at` in this shard."""
+        offset, nbytes = (int(n) for n in self._index[at])
+        if offset == nbytes == _MISSING:
+            return None
+        if offset + nbytes > self._nbytes or nbytes > most:
+            raise ValueError(
+                f"the index of '{self._path}' has chunk {at} at byte {offset}, {nbytes} bytes long; "
+                f"the file has {self._nbytes} bytes, and a stored chunk {most} at most"
+            )
+        return _read_at(self._fd, self._path, offset, nbytes, room)
+
+
+class _Slot:
+    """One shard that was asked for: opened by the first thread that has `lock`; None where there is no such file."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.is_opened = False
+        self.shard: _Shard | None = None
+
+
+class _Shards:
+    """The shards of one array: the last few that were used stay open."""
+
+    def __init__(self, folder: str, layout: Layout, fence: Fence) -> None:
+        self._folder, self._layout, self._fence = folder, layout, fence
+        self._per_shard = layout.per_shard or ()
+        self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
+        self._lock = threading.Lock()  # of the table, never held while a file is read
+        self._slots: OrderedDict[tuple[int, ...], _Slot] = OrderedDict()
+
+    def read(self, index: tuple[int, ...], most: int, room: Room) -> Bytes | None:
+        """The stored bytes of the chunk at `index` of the array's grid of chunks."""
+        shard = self._shard(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
+        return (
+            None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most, room)
+        )
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._slots.clear()
+
+    def _shard(self, at: tuple[int, ...]) -> _Shard | None:
+        with self._lock:
+            slot = self._slots.setdefault(at, _Slot())
+            self._slots.move_to_end(at)
+            if len(self._slots) > self._most_kept:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            if not slot.is_opened:
+                path = os.path.join(self._folder, self._layout.key(at))
+                fd = _open_file(path, self._fence)
+                slot.shard = None if fd is None else _Shard(fd, path, self._layout, self._per_shard)
+                slot.is_opened = True
+            return slot.shard
+
+
+def _open_file(path: str, fence: Fence) -> int | None:
+    """Open a file for reading; None where there is none. OSError where something else has its name, or it is outside.
+
+    zarr-python takes a folder in the place of a chunk for a missing chunk. Here it is an error: values would be lost.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
+    except FileNotFoundError:
+        if os.path.islink(path):  # it was there, and is lost
+            raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
+        return None
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise NotAFileError(f"'{path}' is a socket, expected a file") from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotAFileError(f"'{path}' is {kind_of(os.fstat(fd).st_mode)}, expected a file")
+        if not fence.holds_open(fd, path):
+            raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
+    """All of a file of at most `most` bytes; None where there is none."""
+    fd = _open_file(path, fence)
+    if fd is None:
+        return None
+    try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > most:
+            raise ValueError(f"'{path}' has {nbytes} bytes, a stored chunk of this array {most} at most")
+        return _read_at(fd, path, 0, nbytes, room)
+    finally:
+        os.close(fd)
+
+
+def _read_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
+    """Exactly `nbytes` bytes from `offset`; OSError where the file ends before."""
+    data = room(nbytes)
+    view, done = data.data, 0
+    while done < nbytes:  # one call gives what it likes, and never more than 2 GiB
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {nbytes} from {offset} were expected", path)
+        done += got
+    return data

@@ -1,0 +1,109 @@
+"""May these codecs decode a Zarr array's chunks? Asked of the metadata, before a chunk is read.
+
+1. `SURVIVED` are the codecs with which many thousands of damaged chunks and configurations led to no crash, no hang and no
+   process that ended (``python -m benchmarks fuzz-filters``, docs/trust-files.md). All others, which zarr-python finds among
+   the packages that are installed, are used if the caller names them (`allow_filters`).
+2. `checked` puts a Blosc decoder that compares the header of what it gets with its length in the place of numcodecs's, which
+   reads past the end of a chunk that says it is longer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numcodecs
+
+from shardload.formats.codecs import check_blosc
+from shardload.formats.hdf5.filters import may_use
+
+__all__ = ["SURVIVED", "checked", "refuse_codecs"]
+
+SURVIVED = frozenset(
+    {
+        *("bytes", "transpose", "sharding_indexed", "zstd", "gzip", "zlib", "blosc", "lz4", "lzma", "bz2", "base64"),
+        *("shuffle", "delta", "bitround", "quantize", "fixedscaleoffset", "astype", "packbits"),
+        *("crc32", "crc32c", "adler32", "fletcher32", "jenkins_lookup3"),
+    }
+)
+
+
+def refuse_codecs(metadata: Any, allowed: Collection[str]) -> str | None:
+    """Why an array's chunks are not decoded, in words that follow "holds"; None where they are.
+
+    Parameters
+    ----------
+    metadata : zarr metadata
+        Of the array.
+    allowed : collection of str
+        Names of codecs that the caller allows; ``"all"`` for every one.
+    """
+    for name in names_of(metadata):
+        if name not in SURVIVED and not may_use((name, f"numcodecs.{name}"), allowed):
+            told = "".join(letter for letter in name[:80] if letter.isprintable())
+            return (
+                f"chunks encoded with the codec '{told}', which is not decoded unasked: how it takes damaged data is not "
+                f"known. If you trust who wrote the store, pass allow_filters='{told}'"
+            )
+    return None
+
+
+def names_of(metadata: Any) -> Iterator[str]:
+    """The codecs of an array, in lower case, those inside shards too."""
+    if metadata.zarr_format == 2:
+        for codec in (metadata.compressor, *(metadata.filters or ())):
+            if codec is not None:
+                yield str(codec.codec_id).lower()
+    else:
+        yield from _names(codec.to_dict() for codec in metadata.codecs)
+
+
+def _names(codecs: Any) -> Iterator[str]:
+    for codec in codecs:
+        yield str(codec["name"]).removeprefix("numcodecs.").lower()
+        inside = codec.get("configuration") or {}
+        for key in ("codecs", "index_codecs"):
+            yield from _names(inside.get(key) or ())
+
+
+class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
+    """numcodecs's Blosc, which believes what a chunk says of its own length."""
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        """Decode; ValueError where the header does not fit what is there."""
+        check_blosc(numcodecs.compat.ensure_contiguous_ndarray(buf))
+        return super().decode(buf, out)
+
+
+def checked(metadata: Any) -> Any:
+    """The same metadata of an array, with decoders that are safe to give damaged chunks to."""
+    made = copy.copy(metadata)
+    if metadata.zarr_format == 2:
+        object.__setattr__(made, "compressor", _checked_decoder(metadata.compressor))
+        object.__setattr__(made, "filters", metadata.filters and tuple(_checked_decoder(codec) for codec in metadata.filters))
+    else:
+        object.__setattr__(made, "codecs", tuple(map(_checked_codec, metadata.codecs)))
+    return made
+
+
+def _checked_decoder(decoder: Any) -> Any:
+    if type(decoder) is not numcodecs.Blosc:
+        return decoder
+    options = decoder.get_config()
+    del options["id"]
+    return CheckedBlosc(**options)
+
+
+def _checked_codec(codec: Any) -> Any:
+    """A codec of format 3: Blosc, as zarr-python and as numcodecs have it, or shards with Blosc inside."""
+    kept = next((name for name in ("_blosc_codec", "_codec") if type(getattr(codec, name, None)) is numcodecs.Blosc), None)
+    inside = getattr(codec, "codecs", None)
+    if kept is None and not isinstance(inside, tuple):
+        return codec
+    made = copy.copy(codec)
+    if kept is not None:
+        made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # where these classes keep what they made once
+    elif inside is not None:
+        object.__setattr__(made, "codecs", tuple(map(_checked_codec, inside)))
+    return made

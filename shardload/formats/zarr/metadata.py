@@ -1,0 +1,267 @@
+"""Where are the chunks of a Zarr array, and how are they encoded? Answered from its metadata alone, without files.
+
+`layout_of` reads what zarr-python parsed. It gives an answer only where it understands every key, codec and option;
+for anything else it raises `NotCovered`, and the array is read by zarr-python, which knows more or says why not.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.formats import codecs
+from shardload.formats.codecs import Stage
+from shardload.formats.hdf5.filters import is_counted
+from shardload.formats.zarr.codecs import SURVIVED
+
+__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
+
+# An index is read whole and kept: an array whose shards have longer ones is not covered.
+MOST_INDEX_NBYTES = 2**24
+
+
+class NotCovered(Exception):
+    """Something in the metadata that is left to zarr-python."""
+
+
+# Per codec: the options that it may have, none of which is needed for decoding except by the shuffle.
+_STAGES: dict[str, tuple[frozenset[str], Callable[[], Stage]]] = {
+    "zstd": (frozenset({"level", "checksum"}), codecs.unzstd),
+    "gzip": (frozenset({"level"}), codecs.gunzip),
+    "zlib": (frozenset({"level"}), codecs.inflate),
+    "blosc": (frozenset({"cname", "clevel", "shuffle", "blocksize", "typesize"}), codecs.blosc),
+    "crc32c": (frozenset(), codecs.crc32c),
+}
+_IN_FORMAT_2 = ("zstd", "gzip", "zlib", "blosc")
+_IN_FORMAT_3 = {name: name for name in ("zstd", "gzip", "blosc", "crc32c")} | {
+    f"numcodecs.{name}": name for name in ("zstd", "gzip", "zlib", "blosc", "shuffle")
+}
+
+_KEYS_2 = {
+    *("zarr_format", "shape", "chunks", "dtype", "fill_value", "order", "filters", "dimension_separator", "compressor"),
+    "attributes",
+}
+_KEYS_3 = {
+    *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs"),
+    *("attributes", "storage_transformers", "dimension_names"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the metadata says of where chunks are and how they are encoded.
+
+    Attributes
+    ----------
+    chunk_shape : tuple of int
+        Elements along each axis of what is decoded at once.
+    prefix, separator : str
+        How the position of a chunk (of a shard, where there are shards) becomes the name of its file.
+    stages : tuple of Stage
+        In the order in which they are undone.
+    per_shard : tuple of int or None
+        Chunks along each axis of a shard.
+    index_stages : tuple of Stage
+        The same for the index of a shard.
+    is_index_first : bool
+        Whether the index is at the start of a shard, not at its end.
+    """
+
+    chunk_shape: tuple[int, ...]
+    prefix: str
+    separator: str
+    stages: tuple[Stage, ...]
+    per_shard: tuple[int, ...] | None = None
+    index_stages: tuple[Stage, ...] = ()
+    is_index_first: bool = False
+
+    def key(self, at: tuple[int, ...]) -> str:
+        """Name of the file at position `at`, below the array's folder.
+
+        >>> Layout((2, 2), "c/", "/", ()).key((0, 3))
+        'c/0/3'
+        """
+        if not at:
+            return self.prefix.rstrip("/.") or "0"
+        return self.prefix + self.separator.join(map(str, at))
+
+
+def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    """Read parsed metadata; raises `NotCovered` where anything in it is unknown here."""
+    if dtype.kind not in "biufc":
+        raise NotCovered(f"values of type {dtype}")
+    layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
+    if 0 in layout.chunk_shape:
+        raise NotCovered("chunks without elements")
+    if layout.per_shard is not None and 16 * math.prod(layout.per_shard) > MOST_INDEX_NBYTES:
+        raise NotCovered(f"an index of {math.prod(layout.per_shard)} chunks in each shard")
+    return layout
+
+
+# What these give has a size that follows from the size of what they get, or from the chunk's; what any other gives, from
+# the data.
+_SIZED = {
+    *("bytes", "transpose", "crc32c", "sharding_indexed", "shuffle", "delta", "fixedscaleoffset", "astype", "quantize"),
+    *("bitround", "packbits", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
+}
+
+
+def is_stacked(metadata: Mapping[str, Any], allow: Collection[str] = ()) -> bool:
+    """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one.
+
+    What the caller allows is not always counted: see `hdf5_filters.is_counted`.
+    """
+    if metadata.get("zarr_format") == 3:
+        return _n_compressors(metadata["codecs"], allow) > 1
+    chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
+    return sum(_is_counted(_codec_2(entry)[0], allow) for entry in chain) > 1
+
+
+def _is_counted(name: str, allow: Collection[str]) -> bool:
+    name = name.removeprefix("numcodecs.").lower()
+    return name not in _SIZED and is_counted((name, f"numcodecs.{name}"), name in SURVIVED, allow)
+
+
+def _n_compressors(chain: Sequence[Any], allow: Collection[str]) -> int:
+    """Those of a chain of format 3, with the most that there are of them in what a shard holds."""
+    n = 0
+    for entry in chain:
+        name = entry if isinstance(entry, str) else str(entry["name"])
+        n += _is_counted(name, allow)
+        options = {} if isinstance(entry, str) else entry.get("configuration") or {}
+        n += max((_n_compressors(options[key], allow) for key in ("codecs", "index_codecs") if key in options), default=0)
+    return n
+
+
+def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    """The same for format 2."""
+    _check_known("metadata", metadata, _KEYS_2)
+    stored = metadata["dtype"]
+    if not isinstance(stored, str) or np.dtype(stored).newbyteorder("=") != dtype:
+        raise NotCovered(f"data type {stored!r}")
+    if metadata["order"] != "C":
+        raise NotCovered(f"order {metadata['order']!r}")
+    chunk_shape = tuple(int(n) for n in metadata["chunks"])
+    nbytes = math.prod(chunk_shape) * dtype.itemsize
+    stages: list[Stage] = []
+    if metadata["compressor"] is not None:
+        name, options = _codec_2(metadata["compressor"])
+        if name not in _IN_FORMAT_2:
+            raise NotCovered(f"compressor {name!r}")
+        stages.append(_stage(name, options, nbytes))
+    for entry in reversed(metadata["filters"] or ()):
+        name, options = _codec_2(entry)
+        if name != "shuffle" and name not in _IN_FORMAT_2:
+            raise NotCovered(f"filter {name!r}")
+        stages.append(_stage(name, options, nbytes))
+    if not np.dtype(stored).isnative:
+        stages.append(codecs.swap_bytes(_part_nbytes(dtype)))
+    return Layout(chunk_shape, "", _separator(metadata.get("dimension_separator", ".")), tuple(stages))
+
+
+def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
+    """The same for format 3."""
+    _check_known("metadata", metadata, _KEYS_3)
+    if metadata["data_type"] != dtype.name or metadata.get("storage_transformers"):
+        raise NotCovered(f"data type {metadata['data_type']!r}, or storage transformers")
+    grid_name, grid = _named(metadata["chunk_grid"])
+    if grid_name != "regular" or set(grid) != {"chunk_shape"}:
+        raise NotCovered(f"chunk grid {grid_name!r}")
+    chunk_shape = tuple(int(n) for n in grid["chunk_shape"])
+    key_name, options = _named(metadata["chunk_key_encoding"])
+    if key_name not in ("default", "v2"):
+        raise NotCovered(f"chunk key encoding {key_name!r}")
+    _check_known("chunk key encoding", options, {"separator"})
+    separator = _separator(options.get("separator", "/" if key_name == "default" else "."))
+    prefix = "c" + separator if key_name == "default" else ""
+    chain = [_named(entry) for entry in metadata["codecs"]]
+    if [name for name, _ in chain] != ["sharding_indexed"]:
+        return Layout(chunk_shape, prefix, separator, _stages_3(chain, chunk_shape, dtype))
+    options = chain[0][1]
+    _check_known("sharding", options, {"chunk_shape", "codecs", "index_codecs", "index_location"})
+    inner = tuple(int(n) for n in options["chunk_shape"])
+    if (
+        len(inner) != len(chunk_shape)
+        or 0 in (*inner, *chunk_shape)
+        or any(n % m for n, m in zip(chunk_shape, inner, strict=True))
+    ):
+        raise NotCovered("shards that are no multiple of their chunks")
+    index_chain = [_named(entry) for entry in options["index_codecs"]]
+    if index_chain[0] != ("bytes", {"endian": "little"}) or index_chain[1:] not in ([], [("crc32c", {})]):
+        raise NotCovered("index codecs")
+    if options["index_location"] not in ("start", "end"):
+        raise NotCovered("index location")
+    return Layout(
+        chunk_shape=inner,
+        prefix=prefix,
+        separator=separator,
+        stages=_stages_3([_named(entry) for entry in options["codecs"]], inner, dtype),
+        per_shard=tuple(n // m for n, m in zip(chunk_shape, inner, strict=True)),
+        index_stages=(codecs.crc32c(),) if index_chain[1:] else (),
+        is_index_first=options["index_location"] == "start",
+    )
+
+
+def _stages_3(
+    chain: Sequence[tuple[str, Mapping[str, Any]]], shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> tuple[Stage, ...]:
+    """How the codecs of one chunk, which start with "bytes", are undone."""
+    (name, options), *rest = chain
+    part = _part_nbytes(dtype)
+    endian = options.get("endian") or (sys.byteorder if part == 1 else None)
+    if name != "bytes" or not set(options) <= {"endian"} or endian not in ("little", "big"):
+        raise NotCovered(f"codec {name!r} with {options}")
+    stages = [codecs.swap_bytes(part)] if part > 1 and endian != sys.byteorder else []
+    for name, options in rest:
+        if name not in _IN_FORMAT_3:
+            raise NotCovered(f"codec {name!r}")
+        stages.insert(0, _stage(_IN_FORMAT_3[name], options, math.prod(shape) * dtype.itemsize))
+    return tuple(stages)
+
+
+def _stage(name: str, options: Mapping[str, Any], nbytes: int) -> Stage:
+    """How one codec is undone, for chunks of `nbytes` decoded bytes."""
+    if name == "shuffle":
+        _check_known(name, options, {"elementsize"})
+        itemsize = int(options["elementsize"])
+        if itemsize < 1 or nbytes % itemsize:
+            raise NotCovered(f"a shuffle of elements of {itemsize} bytes")
+        return codecs.unshuffle(itemsize)
+    known, make = _STAGES[name]
+    _check_known(name, options, known)
+    return make()
+
+
+def _part_nbytes(dtype: np.dtype[Any]) -> int:
+    """Bytes of what has a byte order: complex numbers have two such parts."""
+    return dtype.itemsize // (2 if dtype.kind == "c" else 1)
+
+
+def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and options of an extension point of format 3, which may be its name alone."""
+    if isinstance(entry, str):
+        return entry, {}
+    _check_known("extension", entry, {"name", "configuration"})
+    return str(entry["name"]), dict(entry.get("configuration") or {})
+
+
+def _codec_2(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """The same for a codec of format 2, which may be an object of numcodecs."""
+    options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
+    return str(options.pop("id")), options
+
+
+def _separator(found: Any) -> str:
+    if found not in (".", "/"):
+        raise NotCovered(f"separator {found!r}")
+    return str(found)
+
+
+def _check_known(what: str, found: Mapping[str, Any], known: set[str] | frozenset[str]) -> None:
+    if not set(found) <= known:
+        raise NotCovered(f"{what} with {', '.join(sorted(set(found) - known))}")

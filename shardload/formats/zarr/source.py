@@ -1,0 +1,490 @@
+"""How do I obtain values from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
+
+1. `open_store` makes a path, a zip file or a URL into what zarr-python opens.
+2. `describe` turns an array's metadata into an `ArrayInfo`, without touching chunks.
+3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `zarr_chunks`. Where there is one,
+   `read_into` uses it too.
+4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
+   once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
+
+A chunk that is not in the store is the array's fill value: Zarr does not tell one that was never written from one
+that was lost. `ZarrSource.missing` says which they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import struct
+import warnings
+import zipfile
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numcodecs.errors
+import numpy as np
+import zarr
+import zarr.buffer
+import zarr.errors
+import zarr.storage
+
+from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.base import (
+    MOST_NAMED,
+    ArrayInfo,
+    ChunkReader,
+    Source,
+    a_few_chunks,
+    check_request,
+    json_value,
+    native_dtype,
+    read_by_chunks,
+    refusal,
+    some,
+    state_of,
+    unaddressable,
+)
+from shardload.formats.containment import Fence, open_file
+from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
+from shardload.formats.zarr.codecs import refuse_codecs
+from shardload.formats.zarr.metadata import is_stacked
+from shardload.formats.zarr.store import (
+    MOST_METADATA_NBYTES,
+    WatchedStore,
+    check_metadata,
+    check_zip,
+    close_store,
+    inner_store,
+    open_store,
+    watch,
+    zip_entries,
+)
+from shardload.planning.region import Region
+
+__all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
+
+_MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
+_UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
+_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+# How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
+_LONGEST, _HEAD_NBYTES = 8, 4096
+_STACKED = (
+    "its chunks are compressed more than once, and only zarr-python decodes them here, where nothing bounds what it makes"
+)
+_MOST_AT_ONCE = 1024  # chunks of one call: zarr-python holds 2.5 KiB for each, however small it is
+_MOST_INDEX_NBYTES = 1 << 26  # of a shard, which zarr-python reads whole
+# What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
+_OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
+
+
+class ZarrSource:
+    """One open Zarr array.
+
+    Parameters
+    ----------
+    array : zarr.Array
+        Open; one that `info.refused` does not refuse.
+    info : ArrayInfo
+        What `describe` says of it.
+    store : str or WatchedStore, optional
+        What `open_store` gave, to close with this source; None where the array is the caller's.
+    outside : bool
+        Whether a folder may have links that lead out of it.
+    allow : collection of str
+        As given to `describe`.
+    """
+
+    def __init__(
+        self, array: Any, info: ArrayInfo, store: Any = None, outside: bool = False, allow: Collection[str] = ()
+    ) -> None:
+        self._array, self._info, self._store = watch(array, outside), info, store
+        self._dtype = native_dtype(array.dtype)
+        self._fence = Fence.around_store(path, outside) if (path := _folder_of(array.store)) is not None else Fence()
+        self._absent: list[tuple[int, ...]] = []
+        self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), allow)
+        self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
+
+    @property
+    def info(self) -> ArrayInfo:
+        """Shape, dtype, chunks and the rest."""
+        return self._info
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the values, in native byte order."""
+        return self._dtype
+
+    def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
+        """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes where it must."""
+        check_request(self._info, self._dtype, region, out)
+        self._absent = []
+        if region.size == 0:
+            return
+        if self._chunks is not None:
+            self._absent = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
+            return
+        if self._is_stacked:
+            raise ValueError(_STACKED)
+        store = self._array.store
+        self._check_once()
+        store.absent.clear()
+        for part in self._parts(region):
+            store.absent.clear()
+            index: Any = (*part.slices(region.start), ...)
+            buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out[index])
+            self._array.get_basic_selection(part.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
+            if store.absent:
+                self._absent += self._absent_chunks(part)
+
+    def _parts(self, region: Region) -> Iterator[Region]:
+        """What of a region, which is not empty, zarr-python is asked for at once: whole shards, unless they hold too much."""
+        chunks, shards = self._info.chunks, self._info.shards
+        if chunks is None:
+            return iter((region,))
+        per_shard = math.prod(-(-n // m) for n, m in zip(shards or chunks, chunks, strict=True))
+        if per_shard > _MOST_AT_ONCE:
+            return a_few_chunks(region, chunks, _MOST_AT_ONCE)
+        return a_few_chunks(region, shards or chunks, _MOST_AT_ONCE // per_shard)
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks that `read_into` of this region did not find."""
+        return self._absent
+
+    def _absent_chunks(self, region: Region) -> list[tuple[int, ...]]:
+        """The chunks in `region` whose file, or whose shard's, the store was asked for in vain."""
+        chunks = self._info.chunks or ()
+        outer = self._info.shards or chunks
+        keys, prefix = self._array.store.absent, f"{self._array.path}/" if self._array.path else ""
+        cells = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunks, strict=True)]
+
+        def is_absent(index: tuple[int, ...]) -> bool:
+            at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
+            return prefix + self._array.metadata.encode_chunk_key(at) in keys
+
+        return [index for index in itertools.product(*cells) if is_absent(index)]
+
+    def _stored_nbytes(self) -> int:
+        """Bytes of one chunk, or of one shard with its index."""
+        inner, outer = self._info.chunks or (), self._info.shards or self._info.chunks or ()
+        index = 16 * math.prod(-(-n // m) for n, m in zip(outer, inner, strict=True)) if self._info.shards else 0
+        return math.prod(outer) * self._dtype.itemsize + index
+
+    @functools.cached_property
+    def _chunks(self) -> ZarrChunks | None:
+        return chunk_reader(self._array, self._info, self._dtype, self._fence)
+
+    def _check_once(self) -> None:
+        """What a zip file declares, before anything of it is unpacked."""
+        if not self._is_checked and self._array.store.most_nbytes is not None:
+            check_zip(self._array, self._array.store.most_nbytes)
+        self._is_checked = True
+
+    def plain(self, region: Region) -> np.ndarray[Any, Any]:
+        """What zarr-python gives for these slices."""
+        parts = list(itertools.islice(self._parts(region), 2)) if region.size else []
+        self._check_once()
+        if self._is_stacked:  # zarr-python bounds nothing, so they are decoded here first
+            for part in self._parts(region) if parts else ():
+                if self._chunks is None:
+                    raise ValueError(_STACKED)
+                read_by_chunks(self._chunks, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
+        if len(parts) < 2:
+            return np.asarray(self._array[region.slices()])
+        out = np.empty(region.shape, self._array.dtype)
+        for part in self._parts(region):
+            out[part.slices(region.start)] = self._array[part.slices()]
+        return out
+
+    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
+        """None: the values are in a store."""
+        return None
+
+    def chunk_reader(self) -> ChunkReader | None:
+        """The chunks of a local folder, where their encoding is one that `zarr_chunks` knows; else None."""
+        return self._chunks
+
+    def state(self) -> tuple[int, ...] | None:
+        """Of the array's metadata in a local folder, or of the zip: another store under this name has another."""
+        below = inner_store(self._array.store)
+        if isinstance(below, zarr.storage.ZipStore):
+            return state_of(os.fspath(below.path))
+        folder = _folder_of(below)
+        mark = "zarr.json" if self._array.metadata.zarr_format == 3 else ".zarray"
+        return None if folder is None else state_of(os.path.join(folder, self._array.path, mark))
+
+    def close(self) -> None:
+        """Close the store, where this object opened it, and the shards that its chunk reader keeps open."""
+        chunks = self.__dict__.get("_chunks")
+        if chunks is not None:
+            chunks.close()
+        close_store(self._store)
+        self._store = None
+
+
+class ZarrFormat:
+    """Zarr stores of format 2 and 3: folders, zip files, and URLs where fsspec is installed."""
+
+    name = "Zarr"
+
+    def claims_path(self, path: str) -> bool:
+        """Whether the folder or zip file has Zarr metadata at its root; a URL is taken to be Zarr."""
+        if "://" in path:
+            return True
+        if os.path.isdir(path):
+            return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
+        try:
+            if not zipfile.is_zipfile(path):
+                return False
+            return any(entry.filename in _MARKS for entry in zip_entries(path))
+        except ValueError:
+            return True  # said when it is opened
+        except (OSError, zipfile.BadZipFile, NotImplementedError):
+            return False
+
+    def claims_object(self, obj: object) -> bool:
+        """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
+        return isinstance(obj, zarr.Array | zarr.Group)
+
+    def list_arrays(
+        self,
+        path: str,
+        outside: bool = False,
+        texts: bool = True,
+        most: int | None = None,
+        like: str = "",
+        allow: Collection[str] = (),
+    ) -> list[ArrayInfo]:
+        """Every array in the store, by name; chunks are not looked at."""
+        limit = None if most is None else most + 1
+        with _quiet():
+            if os.path.isdir(path):
+                return list(
+                    itertools.islice(_describe_folder(path, Fence.around_store(path, outside), frozenset(), allow=allow), limit)
+                )
+            store = open_store(path, outside)
+            try:
+                with _naming_codecs(path, "/"):
+                    root = zarr.open(store, mode="r")
+                found = [describe(root, path, "/", allow)] if isinstance(root, zarr.Array) else _describe_all(root, path, allow)
+                return list(itertools.islice(found, limit))
+            finally:
+                close_store(store)
+
+    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """Open an array by its name; KeyError if there is none."""
+        parts = dataset.strip("/").split("/")
+        if parts != [""] and any(part in ("", ".", "..") for part in parts):
+            raise KeyError(dataset)  # Zarr has no such names, and says so with a ValueError
+        store = open_store(path, outside)
+        try:
+            with _quiet(), _naming_codecs(path, dataset):
+                found = zarr.open(store, mode="r", path="/".join(parts) or None)
+            if not isinstance(found, zarr.Array):
+                raise KeyError(dataset)
+            return ZarrSource(found, describe(found, path, dataset, allow), store, outside, allow)
+        except FileNotFoundError as error:
+            close_store(store)
+            raise KeyError(dataset) from error
+        except BaseException:
+            close_store(store)
+            raise
+
+    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
+        """Take an open `zarr.Array`."""
+        path = _store_name(obj.store)
+        if isinstance(obj, zarr.Group):
+            names = some([repr(info.dataset) for info in itertools.islice(_describe_all(obj, path), MOST_NAMED + 1)]) or "none"
+            raise ConfigError(
+                f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
+            )
+        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside, allow)
+
+
+FORMAT = ZarrFormat()
+
+
+def _folder_of(store: Any) -> str | None:
+    """The folder that a store is, where it is one."""
+    below = inner_store(store)
+    return os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without zarr-python's remarks on stray files and on data types that other programs may not know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextlib.contextmanager
+def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
+    """A codec that is not installed is no damage, and the store can be read where it is."""
+    try:
+        yield
+    except _UNKNOWN_CODEC as error:
+        text = f"'{dataset}' in '{path}' cannot be loaded: it holds {_unknown_codec(error)}."
+        raise SourceError(text, path=path, dataset=dataset) from error
+
+
+def _unknown_codec(error: Exception) -> str:
+    name = printable(str(error).partition(": ")[2].strip(" '\"")[:80])
+    return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
+
+
+def _store_name(store: Any) -> str:
+    """An open store as messages name it."""
+    store = inner_store(store)
+    for attribute in ("root", "path"):
+        if isinstance(getattr(store, attribute, None), str | os.PathLike):
+            return str(getattr(store, attribute))
+    return f"<{type(store).__name__}>"
+
+
+def _describe_all(group: Any, path: str, allow: Collection[str] = ()) -> Iterator[ArrayInfo]:
+    """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
+    base = "/" + group.path.strip("/")
+    for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
+        if isinstance(member, zarr.Array):
+            yield describe(member, path, f"{base.rstrip('/')}/{name}", allow)
+
+
+def _describe_folder(
+    path: str, fence: Fence, above: frozenset[str], name: str = "/", allow: Collection[str] = ()
+) -> Iterator[ArrayInfo]:
+    """The same for a store that is a folder, by walking it down to its arrays.
+
+    zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
+    such an array is listed with its reason, and the others can be loaded. Links that lead out of the store are not
+    followed, nor are those that lead to a folder that this one is in.
+    """
+    folder = os.path.join(path, name.strip("/"))
+    real = os.path.realpath(folder)
+    if real in above or not fence.holds(folder):
+        return
+    if _is_array(folder, fence):
+        try:
+            array = zarr.open_array(WatchedStore(zarr.storage.LocalStore(folder, read_only=True), fence), mode="r")
+        except _UNKNOWN_CODEC as error:
+            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=_unknown_codec(error))
+        except Exception as error:
+            if name == "/":
+                raise
+            refused = f"metadata that zarr-python cannot read ({error})"
+            yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
+        else:
+            yield describe(array, path, name, allow)
+        return
+    # An array's own folder is never listed: it may hold a million chunks.
+    for entry in sorted(os.listdir(folder)):
+        if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
+            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", allow)
+
+
+def _is_array(folder: str, fence: Fence) -> bool:
+    """Whether a folder of a store is an array, by its metadata; broken metadata counts, so as not to be passed over."""
+    file = os.path.join(folder, "zarr.json")
+    if not os.path.exists(file):
+        return os.path.exists(os.path.join(folder, ".zarray"))
+    if not fence.holds(file):
+        return True
+    try:
+        with os.fdopen(open_file(file), "rb") as opened:
+            if os.fstat(opened.fileno()).st_size > MOST_METADATA_NBYTES:
+                return True
+            text = opened.read()
+        check_metadata(file, text)
+        return bool(json.loads(text)["node_type"] == "array")
+    except (OSError, ValueError, LookupError, TypeError):
+        return True
+
+
+def describe(array: Any, path: str, name: str, allow: Collection[str] = ()) -> ArrayInfo:
+    """What is known of an array without reading its chunks.
+
+    Parameters
+    ----------
+    array : zarr.Array
+        Open.
+    path, name : str
+        As the user named the store and the array.
+    allow : collection of str
+        Names of codecs that are used though they are not in `zarr_codecs.SURVIVED`.
+    """
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, allow) or _unbounded(array, allow)
+    grid = array.metadata.to_dict().get("chunk_grid")
+    if isinstance(grid, dict) and grid.get("name") != "regular":
+        refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
+        chunks = shards = None
+    else:
+        chunks, shards = array.chunks, array.shards
+    refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
+    dimensions = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
+    return ArrayInfo(
+        path=path,
+        dataset=name,
+        format=f"Zarr v{array.metadata.zarr_format}",
+        shape=tuple(array.shape),
+        dtype=array.dtype.name if refused else native_dtype(array.dtype).name,
+        # Zarr allows chunks of length 0 along axes of length 0; a grid needs steps of 1 at least
+        chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
+        codec=_codec(array),
+        shards=None if shards is None else tuple(shards),
+        refused=refused,
+        is_coordinate=array.ndim == 1 and list(dimensions or ()) == [name.rpartition("/")[2]],
+        attributes={key: _attribute(array, key) for key in _TOLD if key in array.attrs},
+    )
+
+
+def _attribute(array: Any, key: str) -> Any:
+    """An attribute as plain Python; a ``_FillValue`` that xarray wrote (base64 of a float64's bytes) as the number it is."""
+    value = json_value(array.attrs[key])
+    kind = getattr(array.dtype, "kind", "")
+    if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and its like
+        return value
+    if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
+        return [_float_of_base64(part) for part in value]
+    return _float_of_base64(value)
+
+
+def _float_of_base64(value: Any) -> Any:
+    """JSON has no NaN, and xarray writes every float so; what is something else stays as it is."""
+    try:
+        (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
+    except (TypeError, ValueError, struct.error):
+        return value
+    return math.nan if math.isnan(number) else number
+
+
+def _unsafe(array: Any) -> str | None:
+    """What is said of an array whose values are Python objects as stored, whatever type it declares."""
+    names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
+    return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
+
+
+def _unbounded(array: Any, allow: Collection[str]) -> str | None:
+    """What is said of an array of which zarr-python would make more than anything bounds; a codec that is allowed may."""
+    if is_stacked(array.metadata.to_dict(), allow) and chunk_layout(array, native_dtype(array.dtype)) is None:
+        return (
+            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
+            "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"
+        )
+    if array.shards is None:
+        return None
+    n = math.prod(-(-outer // max(1, inner)) for outer, inner in zip(array.shards, array.chunks, strict=True))
+    return f"{n} chunks in each shard, more than are read" if 16 * n > _MOST_INDEX_NBYTES else None
+
+
+def _codec(array: Any) -> str:
+    """Compressors, then filters, for people; those inside the shards where there are shards."""
+    names = []
+    for codec in (*array.compressors, *array.filters):
+        name = getattr(codec, "codec_id", None) or codec.to_dict()["name"]
+        names.append(str(name).removeprefix("numcodecs."))
+    return "+".join(names) or "none"

@@ -1,0 +1,352 @@
+"""What does zarr-python get from a store, and where does that come from? Looked at on its way.
+
+1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys
+   and symbolic links that lead out of the store, pipes and the like, and values that are longer than a stored chunk, or
+   metadata, can be.
+2. `open_store` makes a path, a zip file or a URL into one; `watch` puts one under an array that is open already.
+3. `local_folder` finds the folder that a store of another library is. What leads elsewhere by design (references), or reaches
+   folders in a way that links cannot be looked at, is refused.
+4. `check_metadata` and `zip_entries` say how long metadata and the list of what is in a zip file may be.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import zipfile
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from typing import Any
+
+import zarr
+import zarr.storage
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+
+from shardload.errors import SourceError
+from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
+from shardload.formats.zarr.codecs import checked
+
+__all__ = [
+    "MOST_METADATA_NBYTES",
+    "WatchedStore",
+    "check_metadata",
+    "close_store",
+    "inner_store",
+    "open_store",
+    "watch",
+    "zip_entries",
+]
+
+_METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
+_MOST_LAYERS = 16  # of one file system over another
+# Of one file of metadata: ten thousand arrays that are described in one are 15 MB, and a million of values. Of a value, which
+# may be two characters, Python makes a hundred bytes.
+MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
+# Of the directory of a zip file: a million of entries. Of each, which may be 47 bytes, Python makes 600.
+_MOST_DIRECTORY_NBYTES = 1 << 26
+
+
+class WatchedStore(zarr.storage.WrapperStore[Any]):
+    """A store for reading that is looked at.
+
+    Parameters
+    ----------
+    store : zarr.abc.store.Store
+        What it wraps.
+    fence : Fence
+        Where files of a store that is a folder may be.
+
+    Attributes
+    ----------
+    absent : set of str
+        Keys that were asked for and are not there, since it was last emptied.
+    most_nbytes : int or None
+        How long a value other than metadata may be.
+    """
+
+    def __init__(self, store: Any, fence: Fence | None = None) -> None:
+        super().__init__(store)
+        self._fence = fence or Fence()
+        self._folder = local_folder(store)
+        self.absent: set[str] = set()
+        self.most_nbytes: int | None = None
+
+    @property
+    def inner(self) -> Any:
+        """The store below."""
+        return self._store
+
+    def _with_store(self, store: Any) -> WatchedStore:
+        return type(self)(store, self._fence)
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        """The value of `key`; None where there is none.
+
+        Raises
+        ------
+        OSError
+            If it leads out of the store, to a link without a target, or to what is no file.
+        ValueError
+            If it is longer than a stored chunk can be.
+        """
+        self._check_key(key)
+        is_metadata = key.rpartition("/")[2] in _METADATA
+        if self._folder is not None and (is_metadata or self.most_nbytes is not None):
+            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before there is memory for it
+        archive = _unwrapped(self._store)
+        if isinstance(archive, zarr.storage.ZipStore):
+            found = _of_zip(archive, key, prototype, byte_range, MOST_METADATA_NBYTES if is_metadata else self.most_nbytes)
+        else:
+            found = await self._store.get(key, prototype, byte_range)
+        if found is None:
+            self.absent.add(key)
+        else:
+            self._check_length(key, len(found), is_metadata)
+            if is_metadata:
+                check_metadata(key, found.to_bytes())
+        return found
+
+    def _stored_nbytes(self, key: str, byte_range: Any) -> int:
+        """How much of a file is asked for; 0 where there is none."""
+        try:
+            nbytes = os.stat(os.path.join(self._folder or "", key)).st_size
+        except OSError:
+            return 0
+        ends = [getattr(byte_range, name, None) for name in ("start", "end", "offset", "suffix")]
+        start, end, offset, suffix = (nbytes if n is None else int(n) for n in ends)
+        return min(nbytes, end - start if end > start else nbytes, nbytes - offset if offset < nbytes else nbytes, suffix)
+
+    def _check_length(self, key: str, nbytes: int, is_metadata: bool) -> None:
+        if is_metadata and nbytes > MOST_METADATA_NBYTES:
+            raise ValueError(f"'{key}' has {nbytes} bytes; metadata has {MOST_METADATA_NBYTES} at most")
+        if not is_metadata and self.most_nbytes is not None and nbytes > self.most_nbytes:
+            raise ValueError(f"'{key}' has {nbytes} bytes, what is stored of this array {self.most_nbytes} at most")
+
+    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:
+        """Parts of several values."""
+        return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
+
+    def _get_many(self, requests: Iterable[tuple[str, Any, Any]]) -> AsyncGenerator[tuple[str, Any], None]:
+        return self._one_by_one(requests)
+
+    async def _one_by_one(self, requests: Iterable[tuple[str, Any, Any]]) -> AsyncGenerator[tuple[str, Any], None]:
+        for request in requests:
+            yield request[0], await self.get(*request)
+
+    def list_dir(self, prefix: str) -> AsyncIterator[str]:
+        """Names directly below `prefix`."""
+        return self._store.list_dir(prefix)  # type: ignore[no-any-return]
+
+    def _check_key(self, key: str) -> None:
+        if ".." in key.split("/"):
+            raise OutsideError(f"the key '{key}' leads out of the store")
+        if self._folder is None:
+            return
+        path = os.path.join(self._folder, key)
+        if not self._fence.holds(path):
+            raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:
+            if os.path.islink(path):
+                raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there") from None
+            return
+        if not stat.S_ISREG(mode):  # zarr-python waits for a pipe, and takes a folder for a lost chunk
+            raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
+
+
+def open_store(path: str, outside: bool = False) -> Any:
+    """What `zarr.open` takes for `path`: a watched store."""
+    if "://" in path:
+        if not outside and "reference" in path.lower().split("://")[0].split("::"):
+            raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
+        store = zarr.storage.FsspecStore.from_url(path, read_only=True)
+        return WatchedStore(store, _fence_of(store, path, outside))
+    if os.path.isdir(path):
+        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, outside))
+    for entry in zip_entries(path):
+        if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
+            raise ValueError(
+                f"'{entry.filename}' would have {entry.file_size} bytes; metadata has {MOST_METADATA_NBYTES} at most"
+            )
+    return WatchedStore(zarr.storage.ZipStore(path, mode="r", read_only=True))
+
+
+def check_metadata(name: str, text: bytes) -> None:
+    """ValueError if Python would make much more of some JSON than it is long."""
+    if len(text) > MOST_METADATA_NBYTES:
+        raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes, the most that metadata has")
+    n_values = sum(map(text.count, (b",", b"[", b"{")))
+    if n_values > _MOST_VALUES:
+        raise ValueError(
+            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. What is long belongs into an array"
+        )
+
+
+def zip_entries(path: str) -> list[zipfile.ZipInfo]:
+    """What is in a zip file; ValueError if its list of that is longer than one that Python should read."""
+    with _ShortReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+        return archive.infolist()
+
+
+def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: Any, most_nbytes: int | None) -> Any:
+    """A value of a zip file, or a part of one; None where there is none.
+
+    Never more is unpacked than the zip file declares. zarr-python asks Python's zipfile for all of it, which unpacks gigabytes
+    and then cuts them. And what it unpacks of bzip2 and LZMA has no bound at all.
+    """
+    if not store._is_open:
+        store._sync_open()
+    with store._lock:
+        try:
+            entry = store._zf.getinfo(key)
+        except KeyError:
+            return None
+        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(
+                f"'{key}' is compressed in the zip file (method {entry.compress_type}) in a way that has no bound; it can be "
+                "stored as it is, or deflated. Unpack the zip file, or write it anew"
+            )
+        start, stop = _range_of(byte_range, entry.file_size)
+        if most_nbytes is not None and stop - start > most_nbytes:
+            raise ValueError(f"'{key}' would have {stop - start} bytes; {most_nbytes} are the most")
+        with store._zf.open(entry) as file:
+            if start:
+                file.seek(start)
+            return prototype.buffer.from_bytes(file.read(stop - start))
+
+
+def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
+    """From where to where a part of a value of so many bytes is; no longer than that."""
+    start, stop = 0, nbytes
+    if isinstance(byte_range, RangeByteRequest):
+        start, stop = byte_range.start, byte_range.end
+    elif isinstance(byte_range, OffsetByteRequest):
+        start = byte_range.offset
+    elif isinstance(byte_range, SuffixByteRequest):
+        start = nbytes - byte_range.suffix
+    elif byte_range is not None:
+        raise TypeError(f"a part of a value given as {byte_range!r}")
+    start = min(max(0, start), nbytes)
+    return start, max(start, min(stop, nbytes))
+
+
+class _ShortReads(io.BufferedReader):
+    """A file that is not read in one piece where that is long."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As for any file."""
+        left = os.fstat(self.fileno()).st_size - self.tell()
+        nbytes = left if size is None or size < 0 else min(size, left)
+        if nbytes > _MOST_DIRECTORY_NBYTES:
+            raise ValueError(
+                f"the list of what is in the zip file has {nbytes} bytes; {_MOST_DIRECTORY_NBYTES} are read at most. Unpack it"
+            )
+        return super().read(size)
+
+
+def watch(array: Any, outside: bool = False) -> Any:
+    """The same open array, read through a `WatchedStore`, and by decoders that are `checked`."""
+    store = array.store
+    if not isinstance(store, WatchedStore):
+        store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", outside))
+    below = array.async_array if hasattr(array, "async_array") else array._async_array
+    place = zarr.storage.StorePath(store, array.path)
+    settings = getattr(below, "config", None) or below._config
+    return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
+
+
+_REFERENCES = "says of each chunk where it is, which may be anywhere"
+
+
+def _fence_of(store: Any, name: str, outside: bool) -> Fence:
+    """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
+    if outside:
+        return Fence()
+    store = _unwrapped(store)
+    if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":
+        raise SourceError(
+            f"'{name}' cannot be loaded: a {type(store).__name__} may read files anywhere, and symbolic links are not looked "
+            f"at there. Pass the path of the folder or file, or the store below it, or {TARGET_HINT}."
+        )
+    kinds = [_kind_of_layer(layer) for layer in _layers(store)]
+    if "references" in kinds:
+        raise SourceError(f"'{name}' cannot be loaded: it {_REFERENCES}; {TARGET_HINT}.")
+    folder = local_folder(store)
+    if folder is None and "folder" in kinds:
+        raise SourceError(
+            f"'{name}' cannot be loaded: it reads a folder through another layer, where symbolic links are not looked at. Pass "
+            f"the path of the folder, or {TARGET_HINT}."
+        )
+    return Fence() if folder is None else Fence.around_store(folder)
+
+
+def local_folder(store: Any) -> str | None:
+    """The folder of this machine that a store is, straight; else None."""
+    store = _unwrapped(store)
+    if isinstance(store, zarr.storage.LocalStore):
+        return os.fspath(store.root)
+    layers = _layers(store)
+    kinds = [_kind_of_layer(layer) for layer in layers]
+    if kinds in (["folder"], ["", "folder"]) and (len(kinds) == 1 or hasattr(layers[0], "sync_fs")):
+        if isinstance(store, zarr.storage.FsspecStore):
+            return str(store.path).removeprefix("file://")
+        return os.fspath(getattr(layers[0], "prefix", None) or "/")
+    return None
+
+
+# Where those read is known: in a folder, a file or memory, or where their layers say. ObjectStore needs a library of its own.
+_KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
+
+
+def _unwrapped(store: Any) -> Any:
+    """The store below those of zarr-python that only pass on what they are asked. Other wrappers may ask for anything."""
+    while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
+        store = store._store
+    return store
+
+
+def _layers(store: Any) -> list[Any]:
+    """What a store of fsspec, or of obstore, reads through: the outermost first."""
+    if isinstance(store, zarr.storage.FsspecStore):
+        layers: list[Any] = []
+        below = store.fs
+        while below is not None and len(layers) < _MOST_LAYERS:
+            layers.append(below)
+            below = getattr(below, "sync_fs", None) or getattr(below, "fs", None)
+        return layers
+    return [store.store] if type(store).__name__ == "ObjectStore" and hasattr(store, "store") else []
+
+
+def _kind_of_layer(layer: Any) -> str:
+    """By the names of its classes: neither library need be installed."""
+    names = {kind.__name__ for kind in type(layer).__mro__}
+    if "ReferenceFileSystem" in names:
+        return "references"
+    return "folder" if names & {"LocalFileSystem", "LocalStore"} else ""
+
+
+def inner_store(store: Store) -> Store:
+    """The store itself, where `store` is one that watches it."""
+    return store.inner if isinstance(store, WatchedStore) else store
+
+
+def check_zip(array: Any, most_nbytes: int) -> None:
+    """ValueError if a zip file declares more than `most_nbytes` bytes for something stored of `array`."""
+    store = inner_store(array.store)
+    if not isinstance(store, zarr.storage.ZipStore):
+        return
+    prefix = f"{array.path}/" if array.path else ""
+    with zipfile.ZipFile(store.path) as archive:
+        for entry in archive.infolist():
+            name = entry.filename
+            if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
+                raise ValueError(
+                    f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most"
+                )
+
+
+def close_store(store: Any) -> None:
+    """Close what `open_store` opened."""
+    if isinstance(inner_store(store), zarr.storage.ZipStore):
+        store.close()

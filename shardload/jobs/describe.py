@@ -1,0 +1,172 @@
+"""What does a plan say to a person? As text of a given width, as a line, and as HTML for notebooks: the same facts in all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardload.errors import printable
+from shardload.formats.base import ArrayInfo
+from shardload.planning.cost import Cost
+from shardload.planning.read_plan import ReadPlan
+from shardload.system.terminal import WIDTH, wrap, wrap_parts
+from shardload.units import format_nbytes
+
+__all__ = ["Described", "describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
+
+_WIDE = 60  # from here on names stand in a column of their own
+
+
+class Described(Protocol):
+    """The fields of a plan that are shown."""
+
+    info: ArrayInfo
+    shape: tuple[int, ...]
+    shape_global: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: Any
+    decomposition: str
+    shard_shape: tuple[int, ...]
+    n_replicas: int
+    n_ranks: int
+    readers: str
+    n_readers: int
+    why: str
+    costs: Mapping[str, Cost]
+    staging_nbytes: int
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """Who reads what."""
+        ...
+
+
+def describe_plan(plan: Described, width: int = WIDTH) -> str:
+    """A plan as text that fits `width` columns: what is loaded, and a table of what each way of reading would take."""
+    lines = wrap(_title(plan), width, "", "  ")
+    for name, text in _facts(plan).items():
+        first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
+        parts = [text] if name in ("file", "taken") else text.split("; ")
+        lines += wrap_parts(parts, width, first, None if width >= _WIDE else "    ")
+    return "\n".join([*lines, "", *_table(plan, width)])
+
+
+def describe_plan_in_a_line(plan: Described) -> str:
+    """A plan as a program's inspector shows it."""
+    taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
+    what = f"{_shape(plan.shape_global)} {plan.dtype} as {plan.decomposition} {_spec(plan)} on mesh {_mesh(plan)}; {taken}"
+    return f"<Plan of {printable(str(plan.info))}: {what}>"
+
+
+def describe_plan_as_html(plan: Described, picture: str = "") -> str:
+    """A plan for a notebook: the same as the text, with `picture` between the facts and the table."""
+    facts = "".join(f"<tr>{_cell('th', name)}{_cell('td', text)}</tr>" for name, text in _facts(plan).items())
+    modes, rows = _quantities(plan)
+    taken = [" background: rgba(100, 150, 255, 0.2);" if mode == plan.readers else "" for mode in modes]
+    head = "".join(
+        _cell("th", f"{mode} (taken)" if style else mode, style, "right") for mode, style in zip(modes, taken, strict=True)
+    )
+    body = "".join(
+        f"<tr>{_cell('th', name)}{''.join(_cell('td', t, s, 'right') for t, s in zip(cells, taken, strict=True))}</tr>"
+        for name, cells in rows.items()
+    )
+    return (
+        f"<div><p><b>{escape(_title(plan))}</b></p><table>{facts}</table>{picture}"
+        f"<table><tr>{_cell('th', 'way of reading')}{head}</tr>{body}</table></div>"
+    )
+
+
+def _cell(tag: str, text: str, style: str = "", align: str = "left") -> str:
+    return f'<{tag} style="text-align: {align}; padding: 2px 8px;{style}">{escape(text)}</{tag}>'
+
+
+def _title(plan: Described) -> str:
+    return f"load '{printable(plan.info.dataset)}', {plan.info.format}"
+
+
+def _facts(plan: Described) -> dict[str, str]:
+    info = plan.info
+    nbytes = math.prod(plan.shape_global) * plan.dtype.itemsize
+    shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
+    padded = f", padded to {_shape(plan.shape_global)}" if plan.shape_global != plan.shape else ""
+    selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
+    cast = f" cast to {plan.dtype}" if str(plan.dtype) != info.dtype else ""
+    chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
+    replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
+    return {
+        "file": printable(plan.info.path),
+        "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
+        "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
+        f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}",
+        "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank",
+        "taken": f"{plan.readers}: {plan.why}",
+    }
+
+
+def _quantities(plan: Described) -> tuple[list[str], dict[str, list[str]]]:
+    """The ways of reading, and what each of them would take: a row for each quantity."""
+    costs = list(plan.costs.values())
+    bounds = ["" if cost.is_exact else "<= " for cost in costs]
+    rows = {
+        "readers": [f"{c.n_readers:,}" for c in costs],
+        "decoded": [
+            f"{c.chunks_decoded:,} chunks" if plan.info.chunks is not None else format_nbytes(c.decoded_nbytes) for c in costs
+        ],
+        "amplification": [f"{c.amplification:.2f}x" for c in costs],
+        "per reader": [format_nbytes(c.reader_nbytes) for c in costs],
+        "in runs": [f"{c.runs:,}" if c.runs else "-" for c in costs],
+        "messages": [f"{b}{c.messages:,}" for b, c in zip(bounds, costs, strict=True)],
+        "between ranks": [f"{b}{format_nbytes(c.moved_nbytes)}" for b, c in zip(bounds, costs, strict=True)],
+        "in node": [f"{'' if c.is_exact else '~'}{c.same_node:.0%}" if c.moved_nbytes else "-" for c in costs],
+        "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
+        "est. seconds": [f"{c.seconds:.2g}" for c in costs],
+    }
+    if all(cost.runs <= 1 for cost in costs):
+        del rows["in runs"]
+    return list(plan.costs), rows
+
+
+def _table(plan: Described, width: int) -> list[str]:
+    """A column for each way of reading, or, where these do not fit beside each other, one below the other."""
+    modes, rows = _quantities(plan)
+    heads = [f"-> {mode}" if mode == plan.readers else mode for mode in modes]
+    lines = _columns([["", *heads], *([name, *cells] for name, cells in rows.items())])
+    if max(map(len, lines)) <= width:
+        return lines
+    lines = []
+    for k, head in enumerate(heads):
+        lines += [f"  {head}", *("  " + line for line in _columns([[name, cells[k]] for name, cells in rows.items()]))]
+    return lines
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(c.rjust(w) if k else c.ljust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _mesh(plan: Described) -> str:
+    return ", ".join(f"{name}={size}" for name, size in plan.sharding.mesh.shape.items()) or "(none)"
+
+
+def _spec(plan: Described) -> str:
+    return "P(" + ", ".join(repr(entry) for entry in plan.sharding.spec) + ")"
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "(" + ", ".join(str(n) for n in shape or ()) + ")"
+
+
+def describe_job(made: Described) -> str:
+    """What every rank must have planned alike, as text."""
+    p = made.read_plan
+    return (
+        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
+        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
+    )

@@ -1,0 +1,129 @@
+"""How far is it? One bar, on rank 0, where somebody can see it: in a terminal, or below the cell of a notebook.
+
+Nothing is shown for loads that take a moment, or where there is neither a terminal nor a notebook, unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from importlib import import_module
+from typing import Any
+
+from shardload.errors import printable
+from shardload.options import Progress
+from shardload.system.terminal import width_of
+from shardload.units import format_nbytes
+
+__all__ = ["progress_of"]
+
+# About a second's worth for a slow codec: a bar that is gone at once only flickers.
+_WORTH_SHOWING_NBYTES = 256 << 20
+_REDRAWN_SECONDS = 0.1
+
+
+@contextmanager
+def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> Iterator[Callable[[int], None]]:
+    """A function to be told of every part that has arrived.
+
+    Parameters
+    ----------
+    progress : bool, callable or None
+        As given to `load`: True and False speak for themselves, None shows a bar where it is useful, a function gets
+        ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
+    name : str
+        What is being loaded.
+    total_nbytes : int
+        Bytes of this rank's pieces.
+    rank : int
+        Only rank 0 shows a bar.
+    """
+    done = 0
+    if callable(progress):
+
+        def call(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total_nbytes)
+
+        yield call
+        return
+    is_notebook = _is_notebook()
+    is_seen = is_notebook or (sys.stderr is not None and sys.stderr.isatty())
+    wanted = is_seen and total_nbytes >= _WORTH_SHOWING_NBYTES if progress is None else progress
+    if rank != 0 or not wanted:
+        yield lambda nbytes: None
+        return
+    name = printable(name)
+    if is_notebook:
+        with _in_notebook(name, total_nbytes) as advance:
+            yield advance
+        return
+    from rich.console import Console  # only here: a job without a terminal never needs it
+    from rich.markup import escape as escape_markup
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    width = width_of(sys.stderr)
+    columns: list[Any] = [TextColumn("{task.description}"), DownloadColumn(True)]
+    if width >= 60:
+        columns = [columns[0], BarColumn(16 if width < 100 else 30), columns[1], TimeRemainingColumn()]
+    if width >= 100:
+        columns.insert(3, TransferSpeedColumn())
+    room = max(8, width - {2: 18, 4: 44, 5: 70}[len(columns)])  # beside what these take
+    with Bar(*columns, console=Console(stderr=True, width=width)) as bar:
+        task = bar.add_task(escape_markup(_short(f"rank 0: {name}", room)), total=total_nbytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _short(text: str, room: int) -> str:
+    """`text`, or its beginning and its end, where the name of the file is.
+
+    >>> _short("rank 0: '/rho' in '/a/long/path/to/run.h5'", 28)
+    "rank 0: '/r…path/to/run.h5'"
+    """
+    return text if len(text) <= room else text[: room * 2 // 5] + "…" + text[-(room * 3 // 5 - 1) :]
+
+
+def _is_notebook() -> bool:
+    """Whether this process is a Jupyter kernel: whoever runs one has IPython imported already."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+class _Bar:
+    """What a notebook shows; as text in consoles."""
+
+    def __init__(self, name: str, done: int, total: int, seconds: float) -> None:
+        self.name, self.done, self.total, self.seconds = name, done, total, seconds
+
+    def __repr__(self) -> str:
+        rate = f", {format_nbytes(int(self.done / self.seconds))}/s" if self.seconds > 0 else ""
+        return f"rank 0: {self.name}: {format_nbytes(self.done)} of {format_nbytes(self.total)}{rate}"
+
+    def _repr_html_(self) -> str:
+        return f'<progress value="{self.done}" max="{max(1, self.total)}"></progress> {escape(repr(self))}'
+
+
+@contextmanager
+def _in_notebook(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar below the cell, drawn with what every Jupyter has; rich's needs ipywidgets there."""
+    began = drawn = time.monotonic()
+    done = 0
+    shown: Any = import_module("IPython.display").display(_Bar(name, 0, total, 0.0), display_id=True)
+
+    def advance(nbytes: int) -> None:
+        nonlocal done, drawn
+        done += nbytes
+        now = time.monotonic()
+        if now - drawn >= _REDRAWN_SECONDS or done >= total:
+            drawn = now
+            shown.update(_Bar(name, done, total, now - began))
+
+    try:
+        yield advance
+    finally:
+        shown.update(_Bar(name, done, total, time.monotonic() - began))

@@ -1,0 +1,78 @@
+"""What did a load do, what did it take, and what was proven? Figures for programs, and a line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardload.arrays.verification import VerifyReport
+from shardload.options import INDEX
+from shardload.transfer.counters import Tally
+from shardload.transfer.exchange import Moved
+from shardload.units import format_nbytes
+
+__all__ = ["LoadReport", "Phase", "make_report"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a load on this rank: seconds (summed over its threads) and bytes."""
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What an executed plan did.
+
+    Attributes
+    ----------
+    seconds : float
+        On this rank, from the start of `execute` to the assembled array.
+    chunks_decoded : int
+        Chunk decodes in the whole job, counted as they happened (0 where the file has no chunks).
+    nbytes_read : int
+        Bytes of values read from the file in the whole job.
+    phases : mapping of str to Phase
+        This rank's share: ``"read"`` (from the file, as stored), ``"decode"`` (with the reading, where the format's library
+        does both), ``"exchange"`` (copies into the pieces), ``"device"`` (handing the pieces to JAX). They overlap.
+    peak_staging_nbytes : int
+        Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
+    proven : VerifyReport
+        What was proven of the array.
+    chunks_missing : int
+        Chunks of the selection that are not stored in the file, whose values are its fill value: in the whole job, each once.
+        1 for an array without chunks that was never written.
+    """
+
+    seconds: float
+    chunks_decoded: int
+    nbytes_read: int
+    phases: Mapping[str, Phase]
+    peak_staging_nbytes: int
+    proven: VerifyReport
+    chunks_missing: int = 0
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
+        missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
+        return (
+            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded{missing} and {format_nbytes(self.nbytes_read)} read "
+            "in the job; "
+            f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
+            f"{self.proven}"
+        )
+
+
+def make_report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
+    """What one rank did, before the ranks have summed it up."""
+    phases = {
+        "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),
+        "decode": Phase(tally.decode_seconds, tally.nbytes_read if tally.chunks_decoded else 0),
+        "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
+        "device": device,
+    }
+    proven = VerifyReport(INDEX, n_parts=tally.n_checksums + moved.n_checksums)  # the rest is for all ranks together
+    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven, tally.chunks_missing)

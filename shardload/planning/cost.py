@@ -1,0 +1,292 @@
+"""What does each way of reading cost, and which one should be taken?
+
+Pure, like `plan`: the same numbers on every rank, so every rank takes the same way. Counts come from `count`: exact where that
+costs little, else said to be bounds. Seconds are a model with round constants (see docs/design/auto.md): good for choosing
+between ways, not for promising a time.
+
+1. Reading: bytes that the busiest rank decodes, by codec, or reads, and the runs that it reads them in.
+2. Handing over: one copy inside a node, messages between nodes, and a price per message of either kind.
+3. All of it at the rates of the cores that the ranks of a node share. The least seconds win, unless a simpler way is as good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from shardload.planning.read_plan import NEAR_NBYTES, Grid, ReadPlan, count_runs, run_stride
+from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
+from shardload.units import format_nbytes
+
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "choose_mode", "plan_cost"]
+
+ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
+MODES = (ROOT, PARALLEL, DIRECT)
+
+# All constants of the model; page cache warm. Rates are bytes per second of one core, and of decoded bytes.
+_CONTIGUOUS_RATE = 8e9  # positional reads
+_CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
+_OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
+_CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
+_CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
+_RUN_SECONDS = 5e-8  # for one that is read with what lies before it, and copied out of that
+_COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
+_HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
+_WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
+_PART_SECONDS = 3e-5  # per part between nodes, of either end
+# A way must be this much better than a simpler one to be taken: the model is no better than that.
+_MARGIN = 0.9
+# Below this, messages take longer than reading anything twice.
+_SMALL_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one way of reading costs the job.
+
+    Attributes
+    ----------
+    mode : str
+        ``"root"``, ``"parallel"`` or ``"direct"``.
+    n_readers : int
+        Ranks that read.
+    chunks_decoded : int
+        Chunk decodes in the whole job (0 where the file has no chunks).
+    decoded_nbytes : int
+        Bytes decoded or, without chunks, read, in the whole job.
+    amplification : float
+        `decoded_nbytes` over the bytes of the array; 1.0 is each byte once.
+    messages, moved_nbytes : int
+        Messages between different ranks (inside a node one per block and rank, between nodes one per part, before long ones
+        are split) and the bytes in them.
+    is_exact : bool
+        Whether these two are exact; else they are upper bounds.
+    reader_nbytes : int
+        Bytes decoded by the busiest rank (at most: the last blocks may be cut short).
+    peak_nbytes : int
+        Host memory of the fullest rank: its pieces and its staging blocks.
+    seconds : float
+        Estimate for the busiest rank, by the model.
+    same_node : float
+        The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
+    runs : int
+        Contiguous runs of the file that the fullest rank reads by itself (0 where blocks are read, or chunks).
+    """
+
+    mode: str
+    n_readers: int
+    chunks_decoded: int
+    decoded_nbytes: int
+    amplification: float
+    messages: int
+    moved_nbytes: int
+    is_exact: bool
+    reader_nbytes: int
+    peak_nbytes: int
+    seconds: float
+    same_node: float = 1.0
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What is read: in all and by the busiest rank. Chunks are 0 where there are none.
+
+    `span_nbytes` is from the start of one run to the next, where runs are read together with what lies between; else 0.
+    """
+
+    n_readers: int
+    chunks: int
+    nbytes: int
+    reader_chunks: int
+    reader_nbytes: int
+    runs: int
+    span_nbytes: int = 0
+
+
+def plan_cost(
+    mode: str,
+    plan: ReadPlan,
+    chunks: Grid,
+    *,
+    has_chunks: bool,
+    file_itemsize: int,
+    codec: str,
+    chunk_nbytes: int | None = None,
+    casts: bool = False,
+    staging_blocks: int = 2,
+    ranks_per_node: int | None = None,
+    n_cores: int | None = None,
+) -> Cost:
+    """Count what a plan costs.
+
+    Parameters
+    ----------
+    mode, plan : str, ReadPlan
+        Name of the way of reading, and who reads what in it.
+    chunks, has_chunks : Grid, bool
+        The file's chunks, or stand-ins where it has none: then any part can be read by itself.
+    file_itemsize, codec : int, str
+        Bytes per element in the file, and `ArrayInfo.codec`.
+    chunk_nbytes : int, optional
+        Bytes of one chunk in the file, where that is more than a cell of `chunks`: a selection may drop axes.
+    casts : bool
+        Whether values are cast to another dtype on the way, in a buffer of their own.
+    staging_blocks : int
+        Blocks that a reader holds at once.
+    ranks_per_node, n_cores : int, optional
+        Rank ``r`` runs on node ``r // ranks_per_node`` (default: all on one), which has so many cores (default: one per rank).
+    """
+    per_node = min(plan.n_ranks, ranks_per_node or plan.n_ranks)
+    chunk_nbytes = chunk_nbytes or math.prod(chunks.cell) * file_itemsize
+    array_nbytes = math.prod(plan.blocks.shape) * file_itemsize
+    n_holders, fullest = count_held(plan.shards)
+    piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * fullest
+    reading = _reading(plan, chunks, chunk_nbytes if has_chunks else None, file_itemsize)
+    traffic = count_traffic(plan, per_node)
+    is_staged = casts or not plan.is_direct or plan.is_merged or _is_staged(plan)
+    cores = n_cores or per_node
+    seconds = _read_seconds(reading, plan.n_ranks, per_node, cores, _decode_rate(codec, has_chunks))
+    is_in_place = plan.is_direct and not plan.is_merged and reading.runs > 0 and not reading.span_nbytes
+    seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
+    seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
+    return Cost(
+        mode=mode,
+        n_readers=reading.n_readers,
+        chunks_decoded=reading.chunks,
+        decoded_nbytes=reading.nbytes,
+        amplification=reading.nbytes / array_nbytes if array_nbytes else 1.0,
+        messages=traffic.handovers + traffic.parts,
+        moved_nbytes=traffic.moved_nbytes,
+        is_exact=traffic.is_exact,
+        reader_nbytes=reading.reader_nbytes,
+        peak_nbytes=piece_nbytes + is_staged * plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
+        seconds=seconds,
+        same_node=traffic.same_node,
+        runs=reading.runs,
+    )
+
+
+def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: int) -> _Reading:
+    """What a plan reads. `chunk_nbytes` is None where there are no chunks."""
+    n_holders, fullest = count_held(plan.shards)
+    if plan.is_direct:
+        decodes, busiest = count_direct(plan, chunks, has_chunks=chunk_nbytes is not None)
+        unit = itemsize if chunk_nbytes is None else chunk_nbytes
+        shape, extent = plan.blocks.shape, plan.extent
+        runs = count_runs(shape, extent) * (1 if plan.is_merged else fullest) if chunk_nbytes is None else 0
+        n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
+        stride = run_stride(shape, extent) * itemsize
+        span_nbytes = stride if runs > 1 and stride <= NEAR_NBYTES else 0
+        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs, span_nbytes)
+    n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
+    most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
+    if chunk_nbytes is None:
+        nbytes = math.prod(plan.blocks.shape) * itemsize
+        return _Reading(n_readers, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
+    of_reader = min(chunks.n_cells, most // math.prod(chunks.cell))
+    return _Reading(n_readers, chunks.n_cells, chunks.n_cells * chunk_nbytes, of_reader, of_reader * chunk_nbytes, 0)
+
+
+def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
+    """How long the busiest reader takes, sharing the cores of its node with the readers there."""
+    busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
+    threads = max(1, cores // per_node)  # that one rank decodes with
+    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
+    nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
+    share = cores / max(1, busy)
+    # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
+    return nbytes / rate / min(threads, share) + calls / min(1, share)
+
+
+def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
+    """What sending and receiving take beyond the copy that every piece takes: the busier end, its share of all."""
+    end = max(1, min(n_readers, n_holders))
+    between = traffic.moved_nbytes * (1 - traffic.same_node)
+    if not traffic.is_exact:
+        between *= 1 - traffic.stays
+    return (between / _WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
+
+
+class Costs(Mapping[str, Cost]):
+    """The cost of each way, counted when it is first asked for: a small load takes little longer than the counting.
+
+    Parameters
+    ----------
+    count : mapping of str to callable
+        For each way, what counts its cost.
+    """
+
+    def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
+        self._count = dict(count)
+        self._known: dict[str, Cost] = {}
+
+    def __getitem__(self, mode: str) -> Cost:
+        if mode not in self._known:
+            self._known[mode] = self._count[mode]()
+        return self._known[mode]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._count)
+
+    def __len__(self) -> int:
+        return len(self._count)
+
+
+def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
+    """Which way to take, and why, in words for a person.
+
+    The simplest way wins unless another is clearly better: direct needs no messages, parallel none that all come from one
+    rank. From the first to the last, a way is taken if it is better by a margin than the best one before it.
+    """
+    direct = costs[DIRECT]
+    if direct.decoded_nbytes == 0:
+        return DIRECT, "the array is empty"
+    verb = "decode" if direct.chunks_decoded else "read"
+    if n_ranks == 1:  # which shares nothing with anybody, whatever it reads first
+        return DIRECT, f"one process: it {verb}s what its devices hold, {direct.amplification:.3g}x the array"
+    if direct.decoded_nbytes <= _SMALL_NBYTES:
+        return DIRECT, f"so little data that each rank best {verb}s what it holds"
+    best = direct
+    for mode in (PARALLEL, ROOT):
+        if costs[mode].seconds < _MARGIN * best.seconds:
+            best = costs[mode]
+    if best is direct:
+        return DIRECT, (
+            f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "
+            f"no dearer than {_sent(costs[PARALLEL])}"
+        )
+    runs = f" in {direct.runs:,} runs of {format_nbytes(direct.reader_nbytes // direct.runs)}" if direct.runs else ""
+    who = "once in the job" if best.mode == PARALLEL else "once, by one rank for all"
+    return best.mode, (
+        f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all{runs}; "
+        f"{who}, and {_sent(best)}, is about {direct.seconds / best.seconds:.1f}x faster"
+    )
+
+
+def _sent(cost: Cost) -> str:
+    near = "" if cost.same_node == 1 else f" ({cost.same_node:.0%} inside nodes)"
+    return f"{format_nbytes(cost.moved_nbytes)} sent between ranks{near}"
+
+
+def _decode_rate(codec: str, has_chunks: bool) -> float:
+    if not has_chunks:
+        return _CONTIGUOUS_RATE
+    names = codec.lower().split("+")
+    return min(
+        (next((r for known, r in _CODEC_RATES.items() if known in n), _OTHER_CODEC_RATE) for n in names if n != "shuffle"),
+        default=_CODEC_RATES["none"],
+    )
+
+
+def _is_staged(plan: ReadPlan) -> bool:
+    """Whether some direct read has gaps in its piece, so that it cannot be read straight into it."""
+    blocks, gapless = plan.blocks, True
+    axes = zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True)
+    for size, cell, phase, extent in reversed(list(axes)):
+        if not gapless and min(size, cell, extent) > 1:
+            return True
+        # A block that ends inside a shard leaves a gap between the runs of the axes before; so does padding.
+        gapless = gapless and size % max(1, extent) == 0 and not any(e % extent for e in range(cell - phase, size, cell))
+    return False

@@ -1,0 +1,112 @@
+"""How is an array cut into equal cells?
+
+By the file into chunks, by the readers into blocks, by the sharding into shards. Each axis is cut independently of the others,
+so whatever is asked of a cut is answered axis by axis, and a cut into a billion cells is as small as one into ten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardload.planning.region import Region
+
+__all__ = ["Grid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """An array cut into equal cells along every axis; the first and the last cell of an axis may be cut short.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The array, in elements.
+    cell : tuple of int
+        One cell, in elements, at least 1 along each axis.
+    phase : tuple of int
+        Elements of the first cell that lie before the array (a selection may begin inside a chunk); less than `cell`.
+
+    Examples
+    --------
+    >>> g = Grid(shape=(10, 6), cell=(4, 6), phase=(1, 0))
+    >>> g.counts
+    (3, 1)
+    >>> [str(g.region(i)) for i in range(g.n_cells)]
+    ['[0:3, 0:6]', '[3:7, 0:6]', '[7:10, 0:6]']
+    >>> list(g.meeting(Region((2, 0), (4, 6))))
+    [0, 1]
+    """
+
+    shape: tuple[int, ...]
+    cell: tuple[int, ...]
+    phase: tuple[int, ...]
+    counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Cells along each axis; 0 along an empty axis."""
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.cell) == len(self.phase):
+            raise ValueError(f"grid of shape {self.shape} has cell {self.cell} and phase {self.phase}")
+        if any(c < 1 or not 0 <= p < c or n < 0 for n, c, p in zip(self.shape, self.cell, self.phase, strict=True)):
+            raise ValueError(f"grid of shape {self.shape} cannot have cell {self.cell} and phase {self.phase}")
+        axes = zip(self.shape, self.cell, self.phase, strict=True)
+        # Asked for once per part of a plan, so counted once.
+        object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
+
+    @property
+    def n_cells(self) -> int:
+        """Cells in all."""
+        return math.prod(self.counts)
+
+    def region(self, number: int) -> Region:
+        """The elements of a cell, by its number in C order."""
+        bounds = self.bounds(number)
+        return Region(tuple([a for a, _ in bounds]), tuple([b for _, b in bounds]))
+
+    def bounds(self, number: int) -> list[tuple[int, int]]:
+        """Where a cell starts and stops along each axis, by its number in C order."""
+        bounds = []
+        for count, n, c, p in zip(
+            reversed(self.counts), reversed(self.shape), reversed(self.cell), reversed(self.phase), strict=True
+        ):
+            number, i = divmod(number, count)
+            low = i * c - p
+            bounds.append((max(0, low), min(n, low + c)))
+        bounds.reverse()
+        return bounds
+
+    def index(self, number: int) -> tuple[int, ...]:
+        """A cell's position along each axis, by its number in C order."""
+        index = []
+        for count in reversed(self.counts):
+            number, i = divmod(number, count)
+            index.append(i)
+        return tuple(reversed(index))
+
+    def meeting_axes(self, region: Region) -> list[range]:
+        """The cells that share an element with a region, as a range along each axis."""
+        axes = zip(region.start, region.stop, self.cell, self.phase, strict=True)
+        return [range((a + p) // c, -(-(b + p) // c) if b > a else (a + p) // c) for a, b, c, p in axes]
+
+    def meeting(self, region: Region) -> Iterator[int]:
+        """Numbers of the cells that share an element with a region, ascending."""
+        counts = self.counts
+        strides = [math.prod(counts[k + 1 :]) for k in range(len(counts))]
+        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides, strict=True)]
+        return map(sum, itertools.product(*steps))
+
+    def meeting_array(self, region: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """`meeting` as an array."""
+        numbers: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
+        for axis, count in zip(self.meeting_axes(region), self.counts, strict=True):
+            numbers = np.add.outer(numbers * count, np.arange(axis.start, axis.stop))
+        return numbers.ravel()
+
+    def n_meeting(self, region: Region) -> int:
+        """How many cells share an element with a region."""
+        return math.prod(len(axis) for axis in self.meeting_axes(region))

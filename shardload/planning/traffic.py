@@ -1,0 +1,274 @@
+"""What does a plan make the job do, in whole numbers?
+
+Pure, like `plan`. An axis is cut independently of the others, so most counts are products of counts along the axes, and cost
+the same for eight ranks and for a million. Only who sends to itself or to its own node depends on all axes at once: that is
+counted pair by pair where there are few pairs of a block and a shard, and else estimated from a fixed sample of elements.
+
+* `count_held`: how many ranks hold anything, and how much does the fullest hold?
+* `count_direct`: how many chunks are decoded where each rank reads what it holds?
+* `count_traffic`: how many messages and bytes go between ranks, and how much of that stays inside a node?
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.planning.grid import Grid
+from shardload.planning.read_plan import ReadPlan
+from shardload.planning.shards import RankBoxes, Shards
+
+__all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
+
+# Above this many (block, shard, device) triples messages are bounds and shares are sampled, so that planning stays fast.
+_MAX_TRIPLES = 1 << 14
+_N_SAMPLES = 1 << 12
+# Ranks whose shards do not form a grid, above which the chunks that several of their shards share are not looked for.
+_MAX_ODD_RANKS = 256
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What goes between different ranks.
+
+    Attributes
+    ----------
+    handovers : int
+        Pairs of a block and another rank of the same node that needs some of it: one message each.
+    parts : int
+        Parts that go to another node (before long ones are split): one message each.
+    moved_nbytes : int
+        Bytes in both.
+    same_node : float
+        The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
+    stays : float
+        The share of all parts that the reader itself holds, and which do not move.
+    is_exact : bool
+        Whether all these are exact. Else counts are upper bounds, in which nothing stays, and shares are estimates.
+    """
+
+    handovers: int
+    parts: int
+    moved_nbytes: int
+    same_node: float
+    stays: float
+    is_exact: bool
+
+
+def count_held(shards: Shards) -> tuple[int, int]:
+    """Ranks that hold anything, and how many shards the fullest of them holds."""
+    if isinstance(shards.ranks, RankBoxes):
+        return math.prod(shards.ranks.counts), shards.most_held
+    return int(np.count_nonzero(shards.held_by_rank)), shards.most_held
+
+
+# --- direct
+
+
+def count_direct(plan: ReadPlan, chunks: Grid, *, has_chunks: bool) -> tuple[int, int]:
+    """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves.
+
+    Exact, but for merged plans over meshes in which more than some hundred ranks hold shards that do not form a grid: for those
+    ranks each shard counts by itself, which is an upper bound.
+    """
+    shards = plan.shards
+    axes = zip(plan.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
+    per_cut = [_met_by_cuts(*axis, has_chunks=has_chunks) for axis in axes]
+    if isinstance(shards.ranks, RankBoxes):
+        return _direct_in_boxes(per_cut, shards, shards.ranks, plan.is_merged and has_chunks)
+    if plan.is_merged and has_chunks:
+        counts = _met_by_ranks(per_cut, shards)
+        return int(counts.sum()), int(counts.max(initial=0))
+    shard, rank = shards.holdings
+    lengths = [high - low for low, high in per_cut]
+    if all(along.size and (along == along[0]).all() for along in lengths):  # all shards alike
+        each = math.prod(int(along[0]) for along in lengths)
+        return each * len(shard), each * shards.most_held
+    per_holding = _outer(lengths)[shard]
+    return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
+
+
+def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, has_chunks: bool) -> tuple[IntArray, IntArray]:
+    """Along one axis: the first chunk (or element) that each of the cuts meets, and the one after the last."""
+    low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
+    high = np.minimum(low + extent, size)
+    if not has_chunks:
+        return low, high
+    first: IntArray = (low + phase) // cell
+    return first, np.where(high > low, -(-(high + phase) // cell), first)
+
+
+def _outer(lengths: list[IntArray]) -> IntArray:
+    """Products of a number along each axis, flat, in C order."""
+    counts: IntArray = np.ones((), dtype=np.int64)
+    for along in lengths:
+        counts = np.multiply.outer(counts, along)
+    return counts.ravel()
+
+
+def _union(first: IntArray, last: IntArray) -> IntArray:
+    """How many chunks each row of intervals, in ascending order, has in all."""
+    before = np.maximum.accumulate(last, axis=-1)[..., :-1]
+    met: IntArray = (last - first)[..., 0] + np.maximum(0, last[..., 1:] - np.maximum(first[..., 1:], before)).sum(axis=-1)
+    return met
+
+
+def _direct_in_boxes(
+    per_cut: list[tuple[IntArray, IntArray]], shards: Shards, ranks: RankBoxes, is_merged: bool
+) -> tuple[int, int]:
+    """A rank's box of shards is a product along the axes, so the sum of all is a product of sums, the largest one of maxima."""
+    total, busiest = math.prod(ranks.counts[shards.n_cut_axes :]), 1
+    for (first, last), (sizes, boxes) in zip(per_cut, shards.mesh_axes, strict=True):
+        # The axes of the mesh, each as the ranks along it and the places of one of them; ranks first.
+        split = [m for n, b in zip(sizes, boxes, strict=True) for m in (n // b, b)]
+        order = [*range(0, len(split), 2), *range(1, len(split), 2)]
+        rows = [along.reshape(split).transpose(order).reshape(-1, math.prod(boxes)) for along in (first, last)]
+        per_rank = _union(*rows) if is_merged else (rows[1] - rows[0]).sum(axis=1)
+        total *= int(per_rank.sum())
+        busiest *= int(per_rank.max(initial=0))
+    return total, busiest
+
+
+def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> IntArray:
+    """For each rank that holds anything: the chunks that it meets, each once, whichever of its shards they are in."""
+    shard, rank = shards.holdings
+    order = np.argsort(rank, kind="stable")
+    shard, n_held = shard[order], np.bincount(rank)
+    of_rank = n_held[rank[order]]
+    found = []
+    for n in np.unique(n_held[n_held > 0]).tolist():
+        rows = shard[of_rank == n].reshape(-1, n)
+        total, n_places = np.ones(len(rows), dtype=np.int64), np.ones(len(rows), dtype=np.int64)
+        for (first, last), index in zip(per_cut, _places(rows, shards), strict=True):
+            along = np.sort(index, axis=1)
+            total *= _union(first[along], last[along])
+            n_places *= 1 + (np.diff(along, axis=1) != 0).sum(axis=1)
+        odd = np.flatnonzero(n_places != n)  # shards that are not all of a grid: seen one by one, where they are few
+        if len(odd) > _MAX_ODD_RANKS:
+            total[odd] = _outer([last - first for first, last in per_cut])[rows[odd]].sum(axis=1)
+        else:
+            total[odd] = [_union_of_boxes(per_cut, _places(row, shards)) for row in rows[odd]]
+        found.append(total)
+    return np.concatenate(found)
+
+
+def _places(numbers: IntArray, shards: Shards) -> list[IntArray]:
+    """Where shards stand along each axis."""
+    return [numbers // math.prod(shards.cuts[axis + 1 :]) % n for axis, n in enumerate(shards.cuts)]
+
+
+def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArray]) -> int:
+    """Chunks in any of a few boxes, which stand anywhere: between the bounds of all of them, each cell is in a box or not."""
+    bounds = [(first[i], last[i]) for (first, last), i in zip(per_cut, index, strict=True)]
+    edges = [np.unique(np.concatenate(axis)) for axis in bounds]
+    is_met = np.zeros([max(0, len(e) - 1) for e in edges], dtype=bool)
+    for k in range(len(index[0])):
+        is_met[tuple(slice(*np.searchsorted(e, [a[k], b[k]])) for e, (a, b) in zip(edges, bounds, strict=True))] = True
+    sizes = _outer([np.diff(e) for e in edges])
+    return int(sizes[is_met.ravel()].sum())
+
+
+# --- the other ways
+
+
+def count_traffic(plan: ReadPlan, ranks_per_node: int) -> Traffic:
+    """Count what a plan with readers sends, where rank ``r`` runs on node ``r // ranks_per_node``."""
+    shards = plan.shards
+    if plan.is_direct or plan.blocks.n_cells == 0:
+        return Traffic(0, 0, 0, 1.0, 1.0, True)
+    n_pairs = math.prod(_n_axis_pairs(*axis) for axis in _axes(plan))
+    if n_pairs * shards.n_replicas <= _MAX_TRIPLES:
+        return _count_triples(plan, ranks_per_node)
+    stays, same_node = _sample_shares(plan, ranks_per_node)
+    n_holders = shards.n_holders or shards.n_replicas
+    n_handovers = math.ceil(n_pairs * n_holders * same_node)
+    moved_nbytes = math.prod(plan.blocks.shape) * plan.itemsize * n_holders
+    return Traffic(n_handovers, n_pairs * n_holders - n_handovers, moved_nbytes, same_node, stays, False)
+
+
+def _axes(plan: ReadPlan) -> list[tuple[int, int, int, int]]:
+    blocks = plan.blocks
+    return list(zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True))
+
+
+def _n_axis_pairs(size: int, cell: int, phase: int, extent: int) -> int:
+    """Along one axis: how many pairs of a block and a shard share elements. One more than the boundaries of either cut."""
+    n_edges = (-(-(size + phase) // cell) - 1) + (-(-size // extent) - 1)
+    common = math.gcd(cell, extent)
+    if phase % common:
+        return n_edges + 1
+    # Boundaries of both: multiples of `extent` that are -phase modulo `cell`, from the first positive one on.
+    every = extent * (cell // common)
+    n_shards = -phase // common * pow(extent // common, -1, cell // common) % (cell // common)
+    first = n_shards * extent or every
+    return n_edges + 1 - max(0, -(-(size - first) // every))
+
+
+def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Along one axis: the (block, shard) pairs that share elements, and how many they share."""
+    edges = np.union1d(np.arange(cell - phase, size, cell), np.arange(extent, size, extent))
+    bounds = np.concatenate([[0], edges, [size]]).astype(np.int64)
+    low = bounds[:-1]
+    return (low + phase) // cell, low // extent, np.diff(bounds)
+
+
+def _count_triples(plan: ReadPlan, ranks_per_node: int) -> Traffic:
+    """Look at each block, shard and device."""
+    block: Any = np.zeros((), dtype=np.int64)
+    shard, size = block, block + 1
+    for axis, n_blocks, n_cut in zip(_axes(plan), plan.blocks.counts, plan.shards.cuts, strict=True):
+        b, s, n = _axis_pairs(*axis)
+        block = np.add.outer(block * n_blocks, b)
+        shard = np.add.outer(shard * n_cut, s)
+        size = np.multiply.outer(size, n)
+    block, shard, size = block.reshape(-1, 1), shard.reshape(-1, 1), size.reshape(-1, 1)
+    owner = plan.owners(block)
+    holder = np.sort(plan.shards.ranks_at(shard, np.arange(plan.shards.n_replicas)), axis=1)
+    once = np.diff(holder, axis=1, prepend=-1) != 0
+    moves = once & (holder != owner)
+    near = moves & (holder // ranks_per_node == owner // ranks_per_node)
+    total, moved, near_size = (int((which * size).sum()) for which in (once, moves, near))
+    handovers = np.unique((block * plan.n_ranks + holder)[near])
+    return Traffic(
+        handovers=len(handovers),
+        parts=int(moves.sum() - near.sum()),
+        moved_nbytes=moved * plan.itemsize,
+        same_node=near_size / moved if moved else 1.0,
+        stays=1 - moved / total,
+        is_exact=True,
+    )
+
+
+def _sample_shares(plan: ReadPlan, ranks_per_node: int) -> tuple[float, float]:
+    """Of all parts, by their size: the share that stays on its rank, and of the others the share that stays on its node.
+
+    The same elements on every rank: a Kronecker sequence with the powers of the generalised golden ratio (M. Roberts, "The
+    unreasonable effectiveness of quasirandom sequences", 2018), in integers.
+    """
+    shape = (*plan.blocks.shape, plan.shards.n_replicas)
+    ratio = 2.0
+    for _ in range(64):
+        ratio = (1 + ratio) ** (1 / (len(shape) + 1))
+    numbers = np.arange(1, _N_SAMPLES + 1, dtype=np.int64)
+    points = [
+        (numbers * int((1 << 32) * ratio ** -(k + 1)) % (1 << 32) / (1 << 32) * n).astype(np.int64) for k, n in enumerate(shape)
+    ]
+    block: Any = np.zeros(_N_SAMPLES, dtype=np.int64)
+    shard = block
+    for x, (_, cell, phase, extent), n_blocks, n_cut in zip(
+        points, _axes(plan), plan.blocks.counts, plan.shards.cuts, strict=False
+    ):
+        block = block * n_blocks + (x + phase) // cell
+        shard = shard * n_cut + x // extent
+    owner, holder = plan.owners(block), plan.shards.ranks_at(shard, points[-1])
+    moves = owner != holder
+    near = moves & (owner // ranks_per_node == holder // ranks_per_node)
+    n_moves, n_near = int(moves.sum()), int(near.sum())
+    if ranks_per_node >= plan.n_ranks:
+        return 1 - n_moves / _N_SAMPLES, 1.0
+    return 1 - n_moves / _N_SAMPLES, n_near / n_moves if n_moves else 1.0

@@ -1,0 +1,162 @@
+"""Can the memory of an array that is gone serve the next load?
+
+New memory is dear: the kernel clears every page that is touched for the first time, which takes about as long as reading it
+from the page cache, and on a virtual machine the host may have to find it first. Scripts that load one snapshot after the
+other would pay that each time. So when nobody holds a piece any more (no JAX array, no view), its memory is kept for the next
+load that asks for exactly as much:
+
+* marked as free (MADV_FREE): the kernel takes it as soon as anybody needs memory, this process or another, and until then
+  it is warm. It counts in the resident set all the same;
+* no more than one load's pieces, and none that the next load does not ask for: that is given back before new memory is made;
+* no more than a quarter of what the machine and the job's control groups have left, and nothing where addresses are limited:
+  there it would be missing, whether the kernel could take its pages or not (`spare`). That is looked at when memory comes
+  back, and before each load.
+
+Small pieces are ordinary memory. ``SHARDLOAD_KEEP_MEMORY=0`` in the environment switches this off.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import mmap
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from shardload.system.spare_memory import keeps_addresses, spare_nbytes
+from shardload.transfer.buffers import aligned_empty
+
+__all__ = ["Reserve", "empty_pieces"]
+
+_WORTH_NBYTES = 1 << 20  # below, memory comes from the allocator's own reserve
+_SHARE = 4  # of what is left, no more than the so-manieth part is kept
+_LOOK_SECONDS = 0.02  # the pieces of an array come back together: what is left is looked at once for all of them
+_FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
+_CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
+
+Array = np.ndarray[Any, Any]
+
+
+class _Use:
+    """What all arrays over a block hold on to, directly or not: when it goes, nobody can see the block any more."""
+
+    def __init__(self, block: mmap.mmap) -> None:
+        address = np.frombuffer(block, dtype=np.uint8).ctypes.data
+        self.__array_interface__ = {"shape": (len(block),), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+class Reserve:
+    """Blocks of memory that were used and are free. Safe to use from several threads.
+
+    Blocks come back whenever Python drops the last array over them: in any thread, in the middle of anything. So nothing here
+    waits for a lock.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[mmap.mmap] = deque()
+        self._most = 0  # bytes of the largest load
+        self._spare, self._looked = 0.0, -math.inf  # bytes that may be kept, and when that was found out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(map(len, tuple(self._free)))
+
+    def take(self, sizes: Sequence[int]) -> list[Array]:
+        """Memory for one load: uninitialised arrays of so many bytes, on page boundaries. What does not fit is given up.
+
+        Raises
+        ------
+        MemoryError
+            If there is not so much.
+        """
+        wanted = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
+        self._most = max(self._most, sum(wanted))
+        free = self._take_all()
+        blocks = []
+        for size in wanted:
+            fits = next((k for k, block in enumerate(free) if len(block) == size), None)
+            blocks.append(None if fits is None else free.pop(fits))
+        for block in free:  # before anything new is made
+            block.close()
+        return [self._lend(block or self._new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
+
+    def trim(self) -> None:
+        """Give back what is more than may be kept now."""
+        self._looked = -math.inf
+        while self._free and self.nbytes > self._room():
+            with suppress(IndexError):  # another thread was first
+                self._free.popleft().close()
+
+    def clear(self) -> None:
+        """Give back everything."""
+        for block in self._take_all():
+            block.close()
+
+    def _room(self) -> float:
+        """Bytes that may be kept."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            # Nobody waits for a lock here: two threads that look at a time find the same.
+            self._spare, self._looked = 0 if keeps_addresses() else spare_nbytes() / _SHARE, now
+        return min(self._most, self._spare)
+
+    def _new(self, size: int) -> mmap.mmap:
+        try:
+            return _new(size)
+        except MemoryError:  # arrays that nobody can see may be waiting to be collected, and may have come back since
+            gc.collect()
+            self.clear()
+            return _new(size)
+
+    def _take_all(self) -> list[mmap.mmap]:
+        found = []
+        with suppress(IndexError):  # none is left; another thread may have been first
+            while True:
+                found.append(self._free.popleft())
+        return found
+
+    def _lend(self, block: mmap.mmap) -> Array:
+        use = _Use(block)
+        weakref.finalize(use, self._give_back, block).atexit = False
+        return np.asarray(use)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        try:
+            if self.nbytes + len(block) <= self._room():
+                block.madvise(mmap.MADV_FREE)
+                return self._free.append(block)
+        except (OSError, RuntimeError):  # a kernel that cannot; or another block came back while the bytes were added up
+            pass
+        block.close()
+
+
+def _new(size: int) -> mmap.mmap:
+    try:
+        block = mmap.mmap(-1, size, flags=_FLAGS)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {size} bytes: {error.strerror}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)  # as NumPy does
+    return block
+
+
+_reserve = Reserve()
+
+
+def empty_pieces(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
+    """Uninitialised arrays for one load, which JAX on CPU can use as they are instead of copying them."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    if not _CAN_KEEP or max(sizes, default=0) < _WORTH_NBYTES or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
+        _reserve.trim()
+        return [aligned_empty(shape, dtype) for shape in shapes]
+    gc.collect(0)  # JAX gives up the memory of arrays that were dropped when Python collects garbage, however little
+    return [memory.view(dtype).reshape(shape) for memory, shape in zip(_reserve.take(sizes), shapes, strict=True)]

@@ -1,0 +1,157 @@
+"""Where do values wait between the file and their piece?
+
+A `Piece` is a shard's data on the host: where all values end. A `Block` is what one reader has read at once, as one or more
+tiles (decoded chunks lie as they are; putting them together would be one more copy). Blocks wait in `Slots`: a few buffers,
+used again and again, in memory that other processes can look into where there is any, else in this process's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardload.planning.read_plan import Read
+from shardload.planning.region import Region
+
+__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box"]
+
+ALIGNMENT = 64
+
+Array = np.ndarray[Any, Any]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of the alignment.
+
+    >>> aligned(0), aligned(1), aligned(64)
+    (0, 64, 64)
+    """
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array on a 64-byte boundary, which JAX on CPU can use as it is instead of copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, dtype=np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def box(data: Array, region: Region, held: Region) -> Array:
+    """The part of a buffer, which holds `held`, that is `region`."""
+    # Ending the index in `...` keeps a 0-d view an array: `data[()]` would be a scalar, hence a copy.
+    index: tuple[Any, ...] = (*region.slices(held.start), ...)
+    view: Array = data[index]
+    return view
+
+
+@dataclass
+class Piece:
+    """A shard's data on the host: `region` in global coordinates and the buffer of exactly its shape."""
+
+    region: Region
+    data: Array
+
+    def view(self, region: Region) -> Array:
+        """The part of the buffer that holds `region`."""
+        return box(self.data, region, self.region)
+
+
+@dataclass
+class Tile:
+    """Values of `region`, which lie together; in the layout of the chunk that they come from."""
+
+    region: Region
+    data: Array
+
+    def view(self, region: Region) -> Array:
+        """The part of the values that is `region`."""
+        return box(self.data, region, self.region)
+
+
+@dataclass
+class Slot:
+    """One buffer for one block."""
+
+    data: Bytes
+    is_shared: bool
+
+
+@dataclass
+class Block:
+    """One block in memory. The parts of this rank's own pieces have been delivered; `tiles` hold at least the others."""
+
+    read: Read
+    tiles: list[Tile] = field(default_factory=list)
+    slot: Slot | None = None
+    release: Callable[[], None] = lambda: None
+    n_sending: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes of this machine can look at the tiles."""
+        return self.slot is not None and self.slot.is_shared
+
+    def tile_of(self, region: Region) -> Tile | None:
+        """The one tile that holds all of `region`; None where several do."""
+        return next((tile for tile in self.tiles if tile.region.contains(region)), None)
+
+    def views(self, region: Region) -> Iterator[tuple[Region, Array]]:
+        """What the tiles hold of `region`: each part of it, and its values."""
+        for tile in self.tiles:
+            common = tile.region.intersect(region)
+            if common is not None:
+                yield common, tile.view(common)
+
+
+class Slots:
+    """A few equal buffers, handed out and taken back.
+
+    Parameters
+    ----------
+    n : int
+        How many there are.
+    nbytes : int
+        Size of each.
+    shared : ndarray of uint8, optional
+        Memory to cut them from; without it they are allocated when they are first needed.
+    """
+
+    def __init__(self, n: int, nbytes: int, shared: Bytes | None = None) -> None:
+        self.nbytes = nbytes
+        self._n_left = n if shared is None else 0
+        self._free: list[Slot] = []
+        self._n_taken = self._n_most = 0
+        if shared is not None:
+            size = aligned(nbytes)
+            self._free = [Slot(shared[k * size : k * size + nbytes], True) for k in reversed(range(n))]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Most bytes that were handed out at a time."""
+        return self._n_most * self.nbytes
+
+    def has_room(self) -> bool:
+        """Whether there is one to `take`."""
+        return bool(self._free) or self._n_left > 0
+
+    def take(self) -> Slot | None:
+        """One that is free, the last used first (its memory is warm); None where there is none."""
+        if not self.has_room():
+            return None
+        self._n_taken += 1
+        self._n_most = max(self._n_most, self._n_taken)
+        if self._free:
+            return self._free.pop()
+        self._n_left -= 1
+        return Slot(aligned_empty((self.nbytes,), np.dtype(np.uint8)), False)
+
+    def give(self, slot: Slot) -> None:
+        """Take one back."""
+        self._n_taken -= 1
+        self._free.append(slot)

@@ -1,0 +1,81 @@
+"""Do these values fit into the dtype that was asked for? A cast that changes no value beyond recognition in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.planning.region import Region
+
+__all__ = ["cast_into"]
+
+_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+_NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
+
+Array = np.ndarray[Any, Any]
+
+
+def cast_into(raw: Array, out: Array, name: str) -> None:
+    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error.
+
+    Parameters
+    ----------
+    raw, out : ndarray of the same shape
+        Values, and where they go.
+    name : str
+        Of the values, for the message.
+
+    Raises
+    ------
+    ConfigError
+        If a value does not fit into `out`'s dtype.
+    """
+    for region in Region.whole(raw.shape).split(_CAST_SIZE):
+        index: Any = (*region.slices(), ...)
+        if not _fits(raw[index], out[index]):
+            keep = f"{raw.dtype}{_NEEDS_X64 if _is_wide(raw.dtype) else ''}"
+            raise ConfigError(
+                f"{name} have values that {out.dtype} cannot hold, such as {_misfit(raw[index], out.dtype)}. Pass no dtype, to "
+                f"keep {keep}, or one that holds all values"
+            )
+
+
+def _is_wide(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has this type only where it was told to."""
+    return dtype.itemsize > (8 if dtype.kind == "c" else 4)
+
+
+def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
+    """The first value that does not fit; found by halves, for it is looked for once, before an error."""
+    values = raw.reshape(-1)
+    while values.size > 1:
+        half = values[: values.size // 2]
+        values = values[values.size // 2 :] if _fits(half, np.empty(half.shape, dtype)) else half
+    return str(values[0])
+
+
+def _fits(raw: Array, out: Array) -> bool:
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            np.copyto(out, raw, casting="unsafe")
+    except FloatingPointError:
+        return False
+    if out.dtype.isbuiltin == 2:
+        return _fits_foreign(raw, out)
+    if out.dtype.kind not in "iu":
+        return True
+    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
+    return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
+
+
+def _fits_foreign(raw: Array, out: Array) -> bool:
+    """For bfloat16, float8, int4 and their like, which make inf, NaN, 4 of 100, or their largest, and NumPy tells nothing."""
+    found = out.astype(np.float64)
+    if not np.asarray(0.5).astype(out.dtype).astype(np.float64):  # integers
+        return np.array_equal(found, np.trunc(raw))
+    largest = np.asarray(np.inf).astype(out.dtype).astype(np.float64)
+    if np.isfinite(largest):  # they have no inf, and stop there; nor have they NaN
+        return bool((np.abs(raw) <= largest).all())
+    return np.array_equal(np.isnan(found), np.isnan(raw)) and np.array_equal(np.isinf(found), np.isinf(raw))

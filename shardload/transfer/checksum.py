@@ -1,0 +1,163 @@
+"""Which number stands for all values of an array, however it is cut?
+
+The CRC-32 of its bytes in C order: what `zlib.crc32` says of the whole array in one piece. It is made from the shards, wherever
+they are, without bringing them together:
+
+1. A CRC without its customary inversions is linear: that of an array is the exclusive or of what each run of bytes would give
+   if all others were zero (`sum_shard`, `join_sums`).
+2. A run's own CRC becomes that by being multiplied by ``x**(8 n)`` for the ``n`` bytes behind it, modulo the CRC's polynomial.
+3. Runs that lie a constant distance apart are joined in pairs, so a shard takes a few multiplications per axis, each of a whole
+   NumPy array.
+
+Ranks and shardings do not come into it. (The same idea as ``crc32_combine`` in zlib, over boxes instead of pieces of a stream.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import deflate
+import numpy as np
+
+from shardload.planning.region import Region
+
+__all__ = ["join_sums", "runs_of", "sum_shard"]
+
+_POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x**0
+_ONE = 1 << 31
+_ALL = 0xFFFFFFFF
+
+Array = np.ndarray[Any, Any]
+Sums = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:
+    """What the elements of one region add to the CRC of an array of `shape`.
+
+    Parameters
+    ----------
+    data : ndarray, C-contiguous, of the region's shape
+        The values.
+    region : Region
+        Where they lie in the array.
+    shape : tuple of int
+        The array.
+
+    Returns
+    -------
+    int
+        To be joined with those of all other elements by `join_sums`.
+    """
+    if not region.size:
+        return 0
+    n_outer, run = runs_of(region.shape, shape)
+    length = run * data.itemsize
+    raw = data.reshape(-1).view(np.uint8).data
+    sums = np.fromiter((deflate.crc32(raw[k : k + length], 0) for k in range(0, raw.nbytes, length)), np.uint32)
+    sums ^= np.uint32(_zeros(length))
+    sums = sums.reshape(region.shape[:n_outer])
+    for axis in reversed(range(n_outer)):
+        sums = _join_axis(sums, math.prod(shape[axis + 1 :]) * data.itemsize)
+    last = sum((b - 1) * math.prod(shape[k + 1 :]) for k, b in enumerate(region.stop[:n_outer]))
+    behind = math.prod(shape) - last - _end_of_run(region, shape, n_outer)
+    return int(_times(sums.reshape(1), _power(8 * behind * data.itemsize))[0])
+
+
+def join_sums(sums: Iterable[int], nbytes: int) -> int:
+    """The CRC-32 of an array of `nbytes` bytes, from what its regions add.
+
+    >>> import zlib
+    >>> table = np.arange(24, dtype="<i2").reshape(4, 6)
+    >>> halves = [Region((0, 0), (4, 2)), Region((0, 2), (4, 6))]
+    >>> sums = [sum_shard(np.ascontiguousarray(table[h.slices()]), h, table.shape) for h in halves]
+    >>> join_sums(sums, table.nbytes) == zlib.crc32(table)
+    True
+    """
+    joined = _zeros(nbytes)
+    for value in sums:
+        joined ^= value
+    return joined
+
+
+def runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int, int]:
+    """How a box of `shape` lies in memory of the array: axes that count its runs, and elements of each run.
+
+    >>> runs_of((2, 3, 8), (4, 6, 8)), runs_of((2, 6, 8), (4, 6, 8)), runs_of((), ())
+    ((1, 24), (0, 96), (0, 1))
+    """
+    n_outer, run = len(shape), 1
+    while n_outer:
+        n_outer -= 1
+        run *= shape[n_outer]
+        if shape[n_outer] != shape_global[n_outer]:
+            break
+    return n_outer, run
+
+
+def _end_of_run(region: Region, shape: tuple[int, ...], n_outer: int) -> int:
+    """Elements from the start of the innermost counted axis to the end of a run."""
+    inner = shape[n_outer + 1 :]
+    return region.stop[n_outer] * math.prod(inner) if n_outer < len(shape) else 1
+
+
+def _join_axis(sums: Sums, stride: int) -> Sums:
+    """Join along the last axis what lies `stride` bytes apart, in pairs: zeros before the first change nothing."""
+    while sums.shape[-1] > 1:
+        if sums.shape[-1] % 2:
+            sums = np.concatenate([np.zeros((*sums.shape[:-1], 1), np.uint32), sums], axis=-1)
+        sums = _times(sums[..., 0::2], _power(8 * stride)) ^ sums[..., 1::2]
+        stride *= 2
+    return sums[..., 0]
+
+
+def _zeros(nbytes: int) -> int:
+    """The CRC-32 of so many zero bytes."""
+    return int(_times(np.array([_ALL], np.uint32), _power(8 * nbytes))[0]) ^ _ALL
+
+
+@lru_cache(maxsize=256)
+def _power(n: int) -> int:
+    """``x**n`` modulo the polynomial."""
+    result, square = _ONE, _ONE >> 1
+    for bit in _bits(n):
+        if bit:
+            result = _product(result, square)
+        square = _product(square, square)
+    return result
+
+
+def _bits(n: int) -> Iterator[int]:
+    while n:
+        yield n & 1
+        n >>= 1
+
+
+def _product(a: int, b: int) -> int:
+    """Of two polynomials, modulo the polynomial."""
+    result = 0
+    for k in range(31, -1, -1):
+        if a >> k & 1:
+            result ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return result
+
+
+def _times(values: Sums, factor: int) -> Sums:
+    """Each value times `factor`: one table for each of its four bytes."""
+    result = np.zeros(values.shape, np.uint32)
+    for k, table in enumerate(_tables(factor)):
+        result ^= table[values >> np.uint32(8 * k) & np.uint32(255)]
+    return result
+
+
+@lru_cache(maxsize=64)
+def _tables(factor: int) -> Sums:
+    tables = np.zeros((4, 256), np.uint32)
+    numbers = np.arange(256)
+    for bit in range(32):
+        product = np.uint32(_product(1 << bit, factor))
+        tables[bit // 8] ^= np.where(numbers >> bit % 8 & 1, product, np.uint32(0)).astype(np.uint32)
+    return tables

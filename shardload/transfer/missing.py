@@ -1,0 +1,126 @@
+"""Which chunks were not stored, so that their values are the file's fill value, and what is done about it?
+
+A file that lost chunks looks like one that never had them: only who made it knows. So the job counts them, each once, however
+many ranks read it: the rank counts whose block has the chunk's first element (of those that are selected); where every rank
+reads what it holds, the first of those that hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import MissingChunksWarning, SourceError
+from shardload.formats.base import ArrayInfo
+from shardload.planning.read_plan import Grid, Read, ReadPlan
+from shardload.planning.region import Region, Selection
+from shardload.transfer.counters import MOST_NAMED
+
+__all__ = ["beginning_in", "chunk_numbers", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
+
+_NONE = 2**63 - 1
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+Counter = Callable[[Read, Numbers, Grid], Numbers]
+
+
+def counter_of(plan: ReadPlan, rank: int) -> Counter:
+    """Which of the chunks that it met in a read `rank` counts: each chunk is counted by one rank, in one of its reads.
+
+    That is where its first element lies; where each rank reads what it holds, by the first of those that hold the shard there.
+    """
+
+    def counts(read: Read, numbers: Numbers, chunks: Grid) -> Numbers:
+        if not plan.is_direct:
+            return beginning_in(read.region, numbers, chunks)
+        own = [part.region for part in read.parts if plan.shards.holders(part.shard)[0] == rank]
+        return np.sort(np.concatenate([numbers[:0], *(beginning_in(region, numbers, chunks) for region in own)]))
+
+    return counts
+
+
+def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
+    """Those of some chunks whose first element (of those that are selected) is in a region: in one of several, for each.
+
+    >>> beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
+    [1, 2]
+    """
+    rest, begins = numbers, np.ones(len(numbers), dtype=bool)
+    axes = zip(chunks.counts, chunks.cell, chunks.phase, region.start, region.stop, strict=True)
+    for count, cell, phase, start, stop in reversed(list(axes)):
+        rest, at = np.divmod(rest, count)
+        first = np.maximum(at * cell - phase, 0)
+        begins &= (start <= first) & (first < stop)
+    return numbers[begins]
+
+
+def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
+    """The numbers, in the selected array's grid, of chunks of the file.
+
+    >>> from shardload.planning.region import select_axes
+    >>> selection = select_axes((5, slice(4, 12)), (8, 16))
+    >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
+    [1]
+    """
+    at, numbers = np.array(indices, dtype=np.int64), np.zeros(len(indices), dtype=np.int64)
+    for k, count in zip(selection.kept, chunks.counts, strict=True):
+        numbers = numbers * count + at[:, k] - selection.region.start[k] // file_chunk[k]
+    return numbers
+
+
+def fold_first(numbers: Sequence[int]) -> list[int]:
+    """The first few numbers, as many integers on every rank, of which the least over the ranks is taken."""
+    return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
+
+
+def unfold_first(least: Sequence[int]) -> list[int]:
+    """The inverse: each is a number that some rank had, the first one the least of all."""
+    return [n for n in least if n != _NONE]
+
+
+def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
+    """How many of how many, and where."""
+    if info.chunks is None:
+        return f"{info} was made but never written: every value is its fill value"
+    places = []
+    for number in first:
+        box = selection.to_file(chunks.region(number))
+        index = tuple(a // c for a, c in zip(box.start, info.chunks, strict=True))
+        places.append(f"{index} (elements {box})")
+    more = ", ..." if n > len(places) else ""
+    verb = "chunk is" if n == 1 else "chunks are"
+    return f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}"
+
+
+def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
+    """Say it, with what to type for another answer, once in the job; or raise it on every rank.
+
+    Raises
+    ------
+    SourceError
+        If `missing` is "error".
+    """
+    known = "missing='fill' if you know that they were never written (writers leave out chunks that are all fill value, too)"
+    if missing == "error":
+        text = f"{text}. Nothing was loaded. Pass {known}; missing='warn' to have such a file all the same"
+        raise SourceError(text, path=info.path, dataset=info.dataset)
+    if missing == "warn":
+        text = f"{text}. Pass missing='error' to refuse such a file, {known}"
+        # Said by rank 0 alone; but where the user has warnings raised, every rank must raise this one.
+        with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+            warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())
+
+
+def _levels_to_caller() -> int:
+    """How many calls above `settle_missing` the caller of shardload is."""
+    here, level = os.path.dirname(os.path.dirname(__file__)) + os.sep, 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,81 @@
+"""Which chunk of the file is that? What is said of a place in the file, to a person: in an error, or while it is being read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardload.errors import SourceError
+from shardload.formats.base import Source
+from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.untrusted import HelperError
+from shardload.planning.read_plan import Grid
+from shardload.planning.region import Region, Selection
+
+__all__ = ["Naming"]
+
+_SAYS_WHY = (OutsideError, NotAFileError, HelperError, MemoryError)  # errors that a new copy of the file would not mend
+
+
+class Naming:
+    """Names of places in one open source.
+
+    Parameters
+    ----------
+    source : Source
+        Open array.
+    selection : Selection
+        Which of its elements make up the array that is loaded.
+    chunks : Grid or None
+        The loaded array cut into the file's chunks; None where the file has none.
+    """
+
+    def __init__(self, source: Source, selection: Selection, chunks: Grid | None) -> None:
+        self._source, self._selection, self._chunks = source, selection, chunks
+        self._chunk_shape = source.info.chunks or ()
+
+    def index(self, region: Region) -> tuple[int, ...]:
+        """Where the chunk that a region begins in stands in the file's grid of chunks."""
+        box = self._selection.to_file(region)
+        return tuple(a // c for a, c in zip(box.start, self._chunk_shape, strict=True))
+
+    def elements(self, box: Region) -> str:
+        """Some elements of the file."""
+        return f"{self._source.info}, elements {box},"
+
+    def being_read(self, region: Region) -> str:
+        """What is being read: the chunk, where the region lies in one."""
+        info, box = self._source.info, self._selection.to_file(region)
+        if self._chunks is not None and self._chunks.n_meeting(region) == 1:
+            return f"chunk {self.index(region)} of {info}"
+        return f"elements {box} of {info}"
+
+    def explain(self, error: Exception, region: Region) -> SourceError:
+        """What went wrong in a region, with the chunk it went wrong in: tried again, one by one."""
+        chunks = self._chunks
+        for number in chunks.meeting(region) if chunks is not None else ():
+            cell = None if chunks is None else chunks.region(number).intersect(region)
+            if cell is None:
+                continue
+            box = self._selection.to_file(cell)
+            try:
+                self._source.read_into(box, np.empty(box.shape, dtype=self._source.dtype))
+            except Exception as closer:
+                return self.unreadable(closer, cell, self.index(cell))
+        return self.unreadable(error, region, None)
+
+    def unreadable(self, error: Exception, region: Region, chunk: tuple[int, ...] | None) -> SourceError:
+        """The error of a region (of a chunk, where it is known which) that could not be read."""
+        info = self._source.info
+        what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
+        box = self._selection.to_file(region)
+        text = f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. "
+        if isinstance(error, _SAYS_WHY):
+            text += "Nothing was loaded"
+        else:
+            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or make it anew"
+        return SourceError(
+            text,
+            path=info.path,
+            dataset=info.dataset,
+            chunk=chunk,
+        )

@@ -1,0 +1,45 @@
+"""Is every shard the one that JAX asked for? On eight devices, in a process of their own: see `eight_devices`."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardload.arrays.assemble import assemble
+from shardload.errors import ShardloadError
+from shardload.planning.region import Region
+from tests.unit.eight_devices import CHECKS, outcome
+
+
+@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("assemble_")])
+def test_on_eight_devices(name: str) -> None:
+    assert not outcome(name), outcome(name)
+
+
+def test_what_jax_makes_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should JAX come to give back something else than was asked for, that is an error too."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), P("a"))
+    data = np.zeros((4, 3), "f4")
+    piece = Region.whole((4, 3)), data
+    make = jax.make_array_from_callback
+    assert assemble((4, 3), sharding, data.dtype, [piece]).shape == (4, 3)
+    for shape, dtype in (((3, 4), "f4"), ((4, 3), "i4")):
+        wrong = np.zeros(shape, dtype)
+
+        def another(*_: object, wrong: np.ndarray = wrong, **__: object) -> jax.Array:  # type: ignore[type-arg]
+            return make(wrong.shape, sharding, lambda index: wrong[index])
+
+        monkeypatch.setattr(jax, "make_array_from_callback", another)
+        with pytest.raises(ShardloadError, match=r"JAX made an array of .*; expected \(4, 3\), float32"):
+            assemble((4, 3), sharding, data.dtype, [piece])
+
+
+@pytest.mark.parametrize("index", [(slice(0, 4, 2), slice(None)), (slice(0, 5), slice(None)), (slice(None),)])
+def test_an_index_that_is_no_region_is_an_error(monkeypatch: pytest.MonkeyPatch, index: tuple[slice, ...]) -> None:
+    sharding = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("a",)), P("a"))
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda shape, sharding, answer, dtype: answer(index))
+    with pytest.raises(ValueError, match="index"):
+        assemble((4, 3), sharding, np.dtype("f4"), [(Region.whole((4, 3)), np.zeros((4, 3), "f4"))])

@@ -1,0 +1,111 @@
+"""Are values compared bit by bit, and do boxes lie where they should: inside, in one chunk, the same for everybody?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.arrays.compare import Truth, first_difference, sample_boxes, tails_of
+from shardload.errors import ShardloadError, SourceError
+from shardload.formats.memory import MemorySource
+from shardload.planning.grid import Grid
+from shardload.planning.region import Region, select_axes
+
+TABLE = np.arange(30, dtype=np.float32).reshape(5, 6)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "i1", "u2", "f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16])
+def test_the_first_of_two_that_differ(dtype: Any) -> None:
+    values = (np.arange(30) % 2).astype(dtype).reshape(5, 6)
+    other = np.array(values.T, order="C").T  # other strides, the same values
+    assert first_difference(values, other) is None
+    for place in ((4, 5), (2, 3)):
+        other[place] = 0 if values[place] else 1
+    assert first_difference(values, other) == (2, 3)
+
+
+def test_bits_count_not_values() -> None:
+    nan, other_nan = np.array([0x7FC00000, 0x7FC00001], "u4").view("f4")
+    assert first_difference(np.array([1, nan]), np.array([1, nan])) is None
+    assert first_difference(np.array([1, nan]), np.array([1, other_nan])) == (1,)
+    assert first_difference(np.float32([1, 0.0]), np.float32([1, -0.0])) == (1,)
+    assert first_difference(np.array(3), np.array(4)) == ()
+    with pytest.raises(ShardloadError, match="cannot be compared"):
+        first_difference(np.zeros(3), np.zeros(4))
+
+
+shapes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=0, max_size=3)
+
+
+@given(shapes, st.booleans(), st.integers(0, 5), st.data())
+def test_boxes_lie_in_one_chunk_of_the_shard(
+    axes: list[tuple[int, int]], chunked: bool, seed: int, data: st.DataObject
+) -> None:
+    shape, cell = tuple(n for n, _ in axes), tuple(c for _, c in axes)
+    start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    shard = Region(start, shape)
+    grid = Grid(shape, cell, (0,) * len(shape)) if chunked else None
+    found = list(sample_boxes(shard, grid, 1 << 12, seed, 3))  # boxes of 16 elements at most
+    assert found == list(sample_boxes(shard, grid, 1 << 12, seed, 3))
+    assert 1 <= len(found) <= 3
+    for box in found:
+        assert shard.contains(box)
+        assert 1 <= box.size <= 16
+        assert grid is None or grid.n_meeting(box) == 1
+
+
+def test_another_seed_gives_other_boxes() -> None:
+    shard = Region((0, 0), (4096, 4096))
+    assert list(sample_boxes(shard, None, 4, 0, 8)) != list(sample_boxes(shard, None, 4, 1, 8))
+    assert len(list(sample_boxes(shard, None, 4, 0, 8))) == 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3))
+def test_tails_are_all_that_is_not_true(axes: list[tuple[int, int]]) -> None:
+    region = Region((2,) * len(axes), tuple(2 + a + b for a, b in axes))
+    true = region.intersect(Region((0,) * len(axes), tuple(2 + a for a, _ in axes)))
+    count = np.zeros([a + b for a, b in axes], int)
+    for tail in tails_of(region, true):
+        count[tail.slices(region.start)] += 1
+    if true is not None:
+        count[true.slices(region.start)] += 1
+    np.testing.assert_array_equal(count, 1)
+
+
+class Unsteady(MemorySource):
+    """Gives other values each time."""
+
+    n = 0
+
+    def plain(self, region: Region) -> Any:
+        self.n += 1
+        return super().plain(region) + self.n
+
+
+def truth_of(source: MemorySource, dtype: str = "f4") -> Truth:
+    return Truth(source, select_axes((slice(1, 4),), (5, 6)), np.dtype(dtype))
+
+
+def test_truth_is_selected_swapped_and_cast() -> None:
+    found = truth_of(MemorySource(TABLE.astype(">i8")), "i2").values(Region((1, 2), (3, 4)))
+    np.testing.assert_array_equal(found, TABLE[2:4, 2:4].astype("i2"), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("piece", "found", "says"), [(None, 9, "changed since it was loaded"), (5, 9, "device"), (9, 9, "read or travelled")]
+)
+def test_which_side_is_likelier_wrong(piece: float | None, found: float, says: str) -> None:
+    truth, region = truth_of(MemorySource(TABLE)), Region((0, 0), (1, 1))
+    held = None if piece is None else np.full((1, 1), piece, "f4")
+    assert says in truth.explain(region, truth.values(region), held, np.full((1, 1), found, "f4"))
+
+
+def test_a_file_that_changes_is_the_files_fault() -> None:
+    truth, region = truth_of(Unsteady(TABLE)), Region((0, 0), (1, 1))
+    with pytest.raises(SourceError, match="gives other values each time"):
+        truth.explain(region, truth.values(region), None, np.zeros((1, 1), "f4"))

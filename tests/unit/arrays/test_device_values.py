@@ -1,0 +1,30 @@
+"""Is a part of a shard read back from its device the part that was asked for, copied or viewed?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardload.arrays.assemble import device_values
+from shardload.planning.region import Region
+
+HELD = Region((4, 10, 1), (7, 15, 3))
+PARTS = [HELD, Region((5, 11, 2), (6, 15, 3)), Region((6, 14, 2), (7, 15, 3)), Region((5, 11, 2), (5, 11, 2))]
+
+
+@pytest.mark.parametrize("view", [True, False])
+@pytest.mark.parametrize("region", PARTS, ids=str)
+@pytest.mark.parametrize("dtype", ["bool", "float32", "complex64", "bfloat16"])
+def test_a_part_of_a_shard(region: Region, dtype: Any, view: bool) -> None:
+    shard = jnp.arange(30).reshape(HELD.shape).astype(dtype)
+    expected = np.asarray(shard)[region.slices(HELD.start)]
+    np.testing.assert_array_equal(device_values(shard, region, HELD, view), expected, strict=True)
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_of_a_scalar(view: bool) -> None:
+    found = device_values(jnp.float32(3), Region((), ()), Region((), ()), view)
+    assert (found.shape, found[()]) == ((), 3)

@@ -1,0 +1,324 @@
+"""Is what a sharding means read off it rightly (compared with JAX on eight devices), and is what it cannot mean refused?"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.arrays.sharding import (
+    describe_decomposition,
+    describe_sharding,
+    devices_per_process,
+    layout_shards,
+    padded_shape,
+    read_sharding,
+    read_spec,
+    verify_layout,
+)
+from shardload.errors import ConfigError
+from shardload.planning.read_plan import plan_shards
+from tests.unit.eight_devices import CHECKS, outcome
+
+MESH = AbstractMesh((2, 4), ("a", "b"))
+UNCONSTRAINED = P.UNCONSTRAINED
+
+
+@pytest.mark.parametrize("name", [n for n in CHECKS if n.startswith("layout_")])
+def test_on_eight_devices(name: str) -> None:
+    assert not outcome(name), outcome(name)
+
+
+def one_device(*axes: str) -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(axes)), axes)
+
+
+# --- whose are the devices
+
+
+def test_processes_are_said_of_an_abstract_mesh_alone(tmp_path: Path) -> None:
+    """Wrong if it were taken, and did nothing, where the devices themselves say whose they are."""
+    assert [devices_per_process(MESH, n) for n in (None, 1, 2, 8, np.int64(4))] == [1, 8, 4, 1, 2]
+    assert devices_per_process(one_device("a"), None) == 1
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.zeros((8, 8), "f4")
+    for mesh in (one_device("a", "b"), NamedSharding(one_device("a", "b"), P("a"))):
+        with pytest.raises(
+            ConfigError, match=r"processes is 1, but the mesh has devices, which say whose they are: leave it out"
+        ):
+            shardload.plan(tmp_path / "a.h5", mesh, None if isinstance(mesh, NamedSharding) else P("a"), processes=1)
+    with pytest.raises(TypeError, match="processes"):
+        shardload.load(tmp_path / "a.h5", MESH, P("a"), processes=1)  # type: ignore[call-arg]
+    held = shardload.plan(tmp_path / "a.h5", MESH, P("a", "b"), processes=4).read_plan.shards
+    assert [held.shards_of(rank) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+@pytest.mark.parametrize("processes", [0, -1, 3, 16, 2.0, "2", True])
+def test_processes_share_the_devices_alike(processes: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"processes is {processes!r}, but the mesh has 8 devices, .* expected 1, 2, 4 or 8$"
+    ):
+        devices_per_process(MESH, processes)
+
+
+# --- what is a sharding
+
+
+def test_a_sharding_is_taken_as_it_is() -> None:
+    sharding = NamedSharding(one_device("a"), P("a"))
+    assert read_sharding(sharding, None) is sharding
+
+
+@pytest.mark.parametrize("spec", [P("a", None), ("a", None), P(("a", "b")), (("a", "b"),), P(), (), P(None, "b"), P(())])
+def test_a_mesh_and_a_spec(spec: Any) -> None:
+    for mesh in (MESH, one_device("a", "b")):
+        sharding = read_sharding(mesh, spec)
+        assert isinstance(sharding, NamedSharding) and sharding.mesh == mesh and sharding.spec == P(*spec)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec", "text"),
+    [
+        (None, P(), "expected a jax.sharding.Mesh or NamedSharding, found NoneType: None"),
+        ((2, 4), P(), "expected a jax.sharding.Mesh or NamedSharding, found tuple: (2, 4)"),
+        ("a=2", P(), "expected a jax.sharding.Mesh or NamedSharding, found str: 'a=2'"),
+        (np.zeros((2, 4)), P(), "expected a jax.sharding.Mesh or NamedSharding, found ndarray"),
+        (P("a"), MESH, "expected a jax.sharding.Mesh or NamedSharding, found P"),  # the wrong way round
+        (MESH, None, "a mesh was given without a spec. Pass how the mesh cuts the array"),
+        (MESH, "a", "spec is 'a'; expected a PartitionSpec such as P('a', 'b')"),
+        (MESH, ["a"], "spec is ['a']; expected a PartitionSpec"),
+        (MESH, 3, "spec is 3; expected a PartitionSpec"),
+        (MESH, P("x"), "P('x') names mesh axis 'x', but the mesh has 'a' of size 2, 'b' of size 4"),
+        (MESH, P("a", ("b", "x")), "P('a', ('b', 'x')) names mesh axis 'x', but the mesh has"),
+        (MESH, (3,), "P(3) names mesh axis 3, but the mesh has"),
+        (AbstractMesh((), ()), P("a"), "P('a') names mesh axis 'a', but the mesh has no axes"),
+        (MESH, ("a", "a"), "P('a', 'a') names mesh axis 'a' twice; a mesh axis can cut one array axis"),
+        (MESH, (("a", "b"), "b"), "names mesh axis 'b' twice"),
+        (MESH, P(None, UNCONSTRAINED), "P.UNCONSTRAINED leaves the layout to the compiler"),
+        (MESH, ((("a",), "b"),), "where (('a',), 'b') is no mesh axis; expected for each array axis a name, a tuple of names"),
+        (MESH, ({"a"},), "where {'a'} is no mesh axis"),
+        (MESH, (slice(None),), "where slice(None, None, None) is no mesh axis"),
+        (MESH, (0,), "where 0 is no mesh axis"),
+        (MESH, ("",), "where '' is no mesh axis"),
+    ],
+)
+def test_what_is_no_sharding(mesh: Any, spec: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        read_sharding(mesh, spec)
+
+
+def no_devices(*shape: int) -> Mesh:
+    return Mesh(np.empty(shape, dtype=object), ("a", "b")[: len(shape)])
+
+
+def manual(*axes: str) -> Mesh:
+    """A mesh of one device, of which these axes are Manual."""
+    kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in ("a", "b"))
+    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"), axis_types=kinds)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        (manual("b"), "the mesh axis 'b' is Manual, which means the inside of jax.shard_map"),
+        (manual("a", "b"), "the mesh axis 'a' is Manual"),
+        (AbstractMesh((2,), ("a",), axis_types=(AxisType.Manual,)), "the mesh axis 'a' is Manual"),
+        (no_devices(0), "the mesh has no devices: its axis 'a' has size 0. Pass a mesh of one device or more"),
+        (no_devices(2, 0), "the mesh has no devices: its axis 'b' has size 0"),
+        (AbstractMesh((0,), ("a",)), "the mesh has no devices"),
+        (AbstractMesh((-2,), ("a",)), "its axis 'a' has size -2"),
+        (Mesh(np.array(jax.devices()[:1] * 2), ("a",)), "twice; a device can hold one shard of an array. Pass each once"),
+    ],
+)
+def test_a_mesh_on_which_no_array_can_be(mesh: Any, text: str) -> None:
+    """Wrong if JAX were left to say it: by an assertion without a word, a division by zero, or the end of the process."""
+    for arguments in ((mesh, P()), (NamedSharding(mesh, P()), None)):
+        with pytest.raises(ConfigError, match=re.escape(text)):
+            read_sharding(*arguments)
+
+
+def test_a_sharding_and_a_spec_are_too_much() -> None:
+    with pytest.raises(ConfigError, match=r"together with a spec P.*'a'.*: pass the sharding alone, or a mesh and a spec"):
+        read_sharding(NamedSharding(one_device("a"), P()), P("a"))
+
+
+def test_a_sharding_without_mesh_axes() -> None:
+    with pytest.raises(ConfigError, match=re.escape("SingleDeviceSharding says nothing of mesh axes. Pass NamedSharding(")):
+        read_sharding(SingleDeviceSharding(jax.devices()[0]), None)
+
+
+# --- what a spec cuts
+
+
+@pytest.mark.parametrize(
+    ("spec", "ndim", "expected"),
+    [
+        (P(), 0, ()),
+        (P(), 3, ((), (), ())),
+        (P("b"), 2, ((1,), ())),
+        (P(None, ("b", "a")), 2, ((), (1, 0))),
+        (P(("a", "b"), None), 3, ((0, 1), (), ())),
+        (P(("b",), ()), 2, ((1,), ())),
+    ],
+)
+def test_mesh_axes_of_each_array_axis(spec: Any, ndim: int, expected: Any) -> None:
+    assert read_spec(NamedSharding(MESH, spec), ndim) == expected
+
+
+@pytest.mark.parametrize(("spec", "ndim"), [(P("a"), 0), (P("a", "b"), 1), (P(None, None, None), 2)])
+def test_a_spec_longer_than_the_array_has_axes(spec: Any, ndim: int) -> None:
+    text = f"has {len(spec)} entries, but the array has {ndim} axes. Give one entry per axis (None for an axis that is not cut)"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        read_spec(NamedSharding(MESH, spec), ndim)
+
+
+def test_what_is_left_to_the_compiler_or_to_a_sum() -> None:
+    with pytest.raises(ConfigError, match="UNCONSTRAINED"):
+        read_spec(NamedSharding(MESH, P(UNCONSTRAINED, "a")), 2)
+    sharding: Any = SimpleNamespace(mesh=MESH, spec=Unreduced(("a",)))
+    with pytest.raises(ConfigError, match="unreduced or reduced axes; an array that comes from a file has neither"):
+        read_spec(sharding, 1)
+
+
+class Unreduced(tuple[str, ...]):
+    unreduced = frozenset({"b"})
+
+
+# --- padding
+
+
+def padded(shape: tuple[int, ...], spec: Any, *, pad: bool, name: str = "'/density' in 'a.h5'") -> tuple[int, ...]:
+    sharding = NamedSharding(MESH, spec)
+    return padded_shape(shape, read_spec(sharding, len(shape)), sharding, pad=pad, name=name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "expected"),
+    [
+        ((8, 8), P("a", "b"), (8, 8)),
+        ((7, 9), P("a", "b"), (8, 12)),
+        ((9, 9), P(("a", "b")), (16, 9)),
+        ((1, 1), P("b", "a"), (4, 2)),
+        ((0, 5), P("b", "a"), (0, 6)),
+        ((5, 5), P(), (5, 5)),
+        ((), P(), ()),
+    ],
+)
+def test_padded_up_to_the_next_multiple(shape: Any, spec: Any, expected: Any) -> None:
+    assert padded(shape, spec, pad=True) == expected
+    if shape == expected:
+        assert padded(shape, spec, pad=False) == shape
+    else:
+        with pytest.raises(ConfigError):
+            padded(shape, spec, pad=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "text"),
+    [
+        (
+            (8, 30),
+            P("a", "b"),
+            "axis 1 of '/density' in 'a.h5' has 30 elements, but P('a', 'b') splits it over 4 devices. Pass pad=0 (or another "
+            "fill value) to pad it to 32, or use a mesh axis of 2, 3, 5, 6, 10 or ...",
+        ),
+        (
+            (30, 8),
+            P(("b", "a")),
+            "axis 0 of '/density' in 'a.h5' has 30 elements, but P(('b', 'a')) splits it over 8 devices. Pass pad=0",
+        ),
+        ((7,), P("a"), "to pad it to 8, or use a mesh axis of 7"),
+        ((9,), P("b"), "to pad it to 12, or use a mesh axis of 3 or 9"),
+        (
+            (1,),
+            P("b"),
+            "has 1 elements, but P('b') splits it over 4 devices. Pass pad=0 (or another fill value) to pad it to 4",
+        ),
+        ((5, 5), P("a", "b"), "axis 0 of"),
+    ],
+)
+def test_an_axis_that_does_not_divide(shape: Any, spec: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
+        padded(shape, spec, pad=False)
+    if shape == (1,):
+        assert str(caught.value).endswith("to pad it to 4"), "there is no mesh axis to advise"
+
+
+# --- ranks
+
+
+def devices_of(*processes: int) -> Any:
+    devices = np.array([SimpleNamespace(process_index=p) for p in processes], dtype=object)
+    return SimpleNamespace(mesh=SimpleNamespace(devices=devices, shape={"a": len(processes)}), spec=P("a"))
+
+
+def test_a_process_that_takes_no_part() -> None:
+    with pytest.raises(ConfigError, match=r"devices of JAX process 2, which takes no part.*the processes \[0, 1, 7\]"):
+        layout_shards(devices_of(0, 2, 1, 3), ((0,),), (8,), {0: 0, 1: 1, 7: 2})
+
+
+def test_processes_and_ranks_are_numbered_apart() -> None:
+    shards = layout_shards(devices_of(7, 0, 7, 3), ((0,),), (8,), {0: 2, 7: 0, 3: 1, 5: 3})
+    assert shards.ranks.tolist() == [[0], [2], [0], [1]]
+    assert shards.shards_of(0) == (0, 2) and shards.shards_of(3) == ()
+
+
+def test_the_layout_of_one_process_is_verified() -> None:
+    mesh = one_device("a", "b")
+    for spec, shape in ((P("a"), (3, 4)), (P("a", "b"), (0, 4)), (P(), ())):
+        sharding = NamedSharding(mesh, spec)
+        verify_layout(layout_shards(sharding, read_spec(sharding, len(shape)), shape, {0: 5}), sharding, 5)
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "mesh", "expected"),
+    [
+        ((8, 8, 8), [(0,), (), ()], (2,), "slab"),
+        ((8, 8, 8), [(), (0,), (1,)], (2, 2), "pencil"),
+        ((8, 8, 8), [(0, 1), (), ()], (2, 2), "slab"),
+        ((8, 8, 8), [(0,), (1,), (2,)], (2, 2, 2), "block"),
+        ((8, 8), [(0,), (1,)], (2, 2), "block"),
+        ((8, 8, 8), [(0,), (1,), ()], (2, 1), "slab"),
+        ((8, 8), [(), ()], (4,), "replicated"),
+        ((8, 8), [(0,), ()], (1,), "whole"),
+        ((), [], (1,), "whole"),
+        ((8,), [(0,)], (2,), "slab"),
+    ],
+)
+def test_decomposition_in_a_word(shape: Any, axes: Any, mesh: Any, expected: str) -> None:
+    assert describe_decomposition(plan_shards(shape, axes, np.arange(int(np.prod(mesh))).reshape(mesh))) == expected
+
+
+def test_shardings_are_described_alike_only_if_they_are() -> None:
+    described = [
+        describe_sharding(s)
+        for s in (
+            NamedSharding(MESH, P("a")),
+            NamedSharding(MESH, P("b")),
+            NamedSharding(MESH, P(None, "a")),
+            NamedSharding(AbstractMesh((4, 2), ("a", "b")), P("a")),
+            NamedSharding(AbstractMesh((2, 4), ("b", "a")), P("a")),
+            NamedSharding(one_device("a", "b"), P("a")),
+            NamedSharding(MESH, P(("a", "b"))),
+            NamedSharding(MESH, P("a", "b")),
+        )
+    ]
+    assert len(set(described)) == len(described)
+    assert describe_sharding(NamedSharding(MESH, P("a"))) == described[0]
+    permuted = [np.array([SimpleNamespace(id=i) for i in ids], dtype=object) for ids in ((0, 1), (1, 0))]
+    pair: list[Any] = [
+        SimpleNamespace(mesh=SimpleNamespace(devices=d, shape={"a": 2}), spec=P("a"), memory_kind=None) for d in permuted
+    ]
+    assert describe_sharding(pair[0]) != describe_sharding(pair[1])

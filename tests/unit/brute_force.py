@@ -1,0 +1,206 @@
+"""Random plans, and what they must do, counted element by element: nothing here uses the planner's own arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from shardload.planning.read_plan import MAX_MESSAGE_NBYTES, Grid, ReadPlan, plan_blocks, plan_shards
+from shardload.planning.region import Region
+
+MAX_SIZE = 1500  # elements of the global array
+MAX_DEVICES = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """The integers that a plan is made of. `ranks` has the shape of the mesh; `axes` cut each array axis, major first."""
+
+    shape: tuple[int, ...]
+    axes: tuple[tuple[int, ...], ...]
+    ranks: np.ndarray[Any, Any]
+    n_ranks: int
+    cell: tuple[int, ...]
+    phase: tuple[int, ...]
+    n_readers: int
+    root: int = 0
+    itemsize: int = 4
+    block_nbytes: int = 64
+    is_merged: bool = False
+
+    @property
+    def shape_global(self) -> tuple[int, ...]:
+        parts = [math.prod(self.ranks.shape[m] for m in cut) for cut in self.axes]
+        return tuple(-(-n // p) * p for n, p in zip(self.shape, parts, strict=True))
+
+    @property
+    def chunks(self) -> Grid:
+        return Grid(self.shape, self.cell, self.phase)
+
+    def plan(
+        self,
+        blocks: Grid | None = None,
+        kind: type[ReadPlan] = ReadPlan,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+    ) -> ReadPlan:
+        shards = plan_shards(self.shape_global, self.axes, self.ranks)
+        if blocks is None:
+            blocks = plan_blocks(
+                self.chunks,
+                self.itemsize,
+                max_nbytes=self.block_nbytes,
+                n_readers=self.n_readers,
+                within=None if self.n_readers else shards.reach if self.is_merged else shards.shard_shape,
+            )
+        numbers = self.itemsize, self.n_ranks, self.n_readers, self.root
+        return kind(blocks, shards, *numbers, max_message_nbytes=max_message_nbytes, is_merged=self.is_merged)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= MAX_DEVICES))
+    ndim = draw(st.integers(0, 4))
+    pool = list(draw(st.permutations(range(len(sizes)))))
+    axes = []
+    for _ in range(ndim):
+        n = draw(st.integers(0, min(2, len(pool))))
+        axes.append(tuple(pool[:n]))
+        pool = pool[n:]
+    shape: list[int] = []
+    for k in range(ndim):
+        parts = math.prod(sizes[m] for m in axes[k])
+        room = MAX_SIZE // max(1, math.prod(shape)) // parts
+        n = draw(st.integers(0, 9) if k % 2 else st.integers(1, 12))
+        shape.append(min(n, max(1, room) * parts))
+    cell = tuple(draw(st.integers(1, n + 2)) for n in shape)
+    phase = tuple(draw(st.integers(0, c - 1)) for c in cell)
+    n_devices = math.prod(sizes)
+    if draw(st.booleans()):  # a rank per device, in any order, some ranks without any
+        n_ranks = n_devices + draw(st.integers(0, 2))
+        ranks = draw(st.permutations(range(n_ranks)))[:n_devices]
+    else:  # several devices of a rank anywhere in the mesh
+        n_ranks = draw(st.integers(1, 6))
+        ranks = draw(st.lists(st.integers(0, n_ranks - 1), min_size=n_devices, max_size=n_devices))
+    n_readers = draw(st.sampled_from([0, 1, n_ranks]) | st.integers(0, n_ranks))
+    return Case(
+        tuple(shape),
+        tuple(axes),
+        np.array(ranks, dtype=np.int64).reshape(sizes),
+        n_ranks,
+        cell,
+        phase,
+        n_readers,
+        draw(st.integers(0, n_ranks - 1)) if n_readers == 1 else 0,
+        draw(st.sampled_from([1, 4, 8])),
+        draw(st.sampled_from([1, 16, 64, 256, 1 << 20])),
+        n_readers == 0 and draw(st.booleans()),
+    )
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> Grid:
+    """Any cut of `shape`, whether anybody would read in such blocks or not."""
+    cell = tuple(draw(st.integers(1, n + 2)) for n in shape)
+    return Grid(shape, cell, tuple(draw(st.integers(0, c - 1)) for c in cell))
+
+
+def held_regions(case: Case) -> list[set[Region]]:
+    """What each rank holds: device after device, by where it stands in the mesh."""
+    held: list[set[Region]] = [set() for _ in range(case.n_ranks)]
+    for place in np.ndindex(case.ranks.shape):
+        start, stop = [], []
+        for n, cut in zip(case.shape_global, case.axes, strict=True):
+            index, parts = 0, 1
+            for m in cut:  # major first
+                index = index * case.ranks.shape[m] + place[m]
+                parts *= case.ranks.shape[m]
+            start.append(index * (n // parts))
+            stop.append((index + 1) * (n // parts))
+        held[int(case.ranks[place])].add(Region(tuple(start), tuple(stop)))
+    return held
+
+
+def cell_numbers(grid: Grid) -> np.ndarray[Any, Any]:
+    """For each element the C-order number of the cell of `grid` that it lies in."""
+    places = [(np.arange(n) + p) // c for n, c, p in zip(grid.shape, grid.cell, grid.phase, strict=True)]
+    counts = [int(p.max(initial=-1)) + 1 for p in places]
+    numbers: np.ndarray[Any, Any] = np.zeros((), dtype=np.int64)
+    for place, count in zip(places, counts, strict=True):
+        numbers = np.add.outer(numbers * count, place)
+    return numbers
+
+
+def flat_index(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """The array whose value is its own flat index."""
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def simulate(case: Case, plan: ReadPlan) -> Counter[str]:
+    """Carry a plan out on the index table, rank by rank, and AssertionError at the first thing that is not right.
+
+    Returns what was counted on the way: messages, moved elements, reads.
+    """
+    table = flat_index(case.shape)
+    held = held_regions(case)
+    buffers: list[dict[int, np.ndarray[Any, Any]]] = []
+    writes: list[dict[int, np.ndarray[Any, Any]]] = []
+    for rank in range(case.n_ranks):
+        mine = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
+        # As elements: where an axis is empty several shards are the same (empty) region.
+        assert set(mine.values()) == held[rank], f"rank {rank} holds {held[rank]}, the plan says {mine}"
+        buffers.append({s: np.full(r.shape, -1, dtype=np.int64) for s, r in mine.items()})
+        writes.append({s: np.zeros(r.shape, dtype=np.int64) for s, r in mine.items()})
+
+    counts: Counter[str] = Counter()
+    sent: dict[tuple[int, int], list[tuple[Region, int]]] = {}
+    for sender in range(case.n_ranks):
+        for read in plan.reads(sender):
+            counts["reads"] += 1
+            assert read.region.size > 0
+            assert Region.whole(case.shape).contains(read.region), f"{read.region} reaches outside the array"
+            assert read.region.size <= plan.max_read_size
+            block = table[read.region.slices()]
+            for part in read.parts:
+                assert read.region.contains(part.region) and part.region.size > 0
+                assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes, "a long message"
+                assert part.shard in buffers[part.rank], f"rank {part.rank} does not hold shard {part.shard}"
+                origin = plan.shards.region(part.shard).start
+                place = part.region.slices(origin)
+                assert buffers[part.rank][part.shard][place].shape == part.region.shape, f"{part} reaches outside"
+                buffers[part.rank][part.shard][place] = block[part.region.slices(read.region.start)]
+                writes[part.rank][part.shard][place] += 1
+                if part.rank != sender:
+                    sent.setdefault((sender, part.rank), []).append((part.region, part.shard))
+                    counts["messages"] += 1
+                    counts["moved"] += part.region.size
+
+    for rank in range(case.n_ranks):
+        expected = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.incoming(rank).items()}
+        got = {s: messages for (s, receiver), messages in sent.items() if receiver == rank}
+        assert got == expected, f"rank {rank} gets {got}, but waits for {expected}"
+        assert all(p.rank == s for s, parts in plan.incoming(rank).items() for p in parts)
+        for shard, buffer in buffers[rank].items():
+            region = plan.shards.region(shard)
+            true = region.intersect(Region.whole(case.shape))
+            assert plan.true_region(shard) == true
+            wanted, once = np.full(region.shape, -1), np.zeros(region.shape, dtype=int)
+            if true is not None:
+                wanted[true.slices(region.start)] = table[true.slices()]
+                once[true.slices(region.start)] = 1
+            np.testing.assert_array_equal(writes[rank][shard], once, err_msg=f"writes to shard {shard} of rank {rank}")
+            np.testing.assert_array_equal(buffer, wanted, err_msg=f"shard {shard} of rank {rank}")
+    return counts
+
+
+def chunks_read(plan: ReadPlan, chunks: Grid, rank: int) -> list[list[int]]:
+    """The chunks that each read of a rank decodes, by looking at each of the elements that somebody needs of it."""
+    numbers = cell_numbers(chunks)
+    return [
+        np.unique(np.concatenate([numbers[p.region.slices()].ravel() for p in read.parts])).tolist()
+        for read in plan.reads(rank)
+    ]

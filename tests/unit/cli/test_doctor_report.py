@@ -1,0 +1,200 @@
+"""What the doctor gathers of one process, what it prints, and that facts come through a message as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from shardload.cli import doctor
+from shardload.cli.doctor.checks import Check
+from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
+from shardload.cli.doctor.finding import ERROR, NOTE, Finding
+from shardload.cli.doctor.report import Report, as_json, as_text
+from shardload.comm.group import Group
+from tests.unit.cli.test_doctor import alone, job, singleton
+
+
+def table(text: str) -> list[list[str]]:
+    """Cells of the rows of the table that a report opens with."""
+    lines = text.splitlines()
+    return [re.split("  +", line) for line in lines[2 : lines.index("")]]
+
+
+# --- facts
+
+
+@pytest.mark.parametrize("row", [Facts(), *job(2, 2), *alone(), *singleton(mpi_problem='é "quoted"\nlines')])
+def test_facts_come_through_a_message_as_they_were(row: Facts) -> None:
+    assert from_json(to_json(row)) == row
+    assert "\n" not in to_json(row)
+
+
+def test_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {6, 4, 5}, raising=False)
+    environ = {"PMI_RANK": "2", "PMI_SIZE": "3", "SLURM_JOB_ID": "9", "HOME": "/root", "JAX_PLATFORMS": ""}
+    row = with_jax(with_node(before_jax(environ), Group(None)))
+    assert (row.task, row.launcher, row.n_launched) == (2, "mpiexec", 3)
+    assert row.environ == {"SLURM_JOB_ID": "9", "JAX_PLATFORMS": ""}, "set to nothing is not the same as not set"
+    assert row.cores == (4, 5, 6)
+    assert (row.jax_process, row.jax_processes, row.platform, row.gpus) == (0, 1, "cpu", ())
+    assert len(row.devices) == row.n_devices > 0
+    assert row.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"shardload", "jax", "numpy", "h5py"} <= set(row.versions)
+    assert row.host == os.uname().nodename and row.n_files > 0
+
+
+def test_whatever_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a system without /dev/shm, affinity or a working JAX ended the examination."""
+
+    def fail(*_: object) -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr("shutil.disk_usage", fail)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr("resource.getrlimit", fail)
+    monkeypatch.setattr("jax.local_devices", fail)
+    monkeypatch.setattr("importlib.metadata.version", fail)
+    row = with_jax(before_jax({}))
+    assert (row.shm_nbytes, row.cores, row.n_files, row.jax_problem) == (None, (), 0, "OSError: no such thing")
+    assert row.jax_process is None and row.launcher == ""
+    assert set(row.versions) == {"python", "shardload"}
+
+
+def test_what_a_machine_has_is_the_same_for_its_ranks() -> None:
+    """Wrong if free memory that changed between two looks were a difference between ranks of one node."""
+    rows = [replace(row, shm_nbytes=100 - row.rank) for row in job(5, 3)]
+    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [98, 98, 98, 96, 96]
+    assert [row.node for row in doctor._by_machine(rows)] == [row.node for row in rows]
+    rows[1] = replace(rows[1], shm_nbytes=None)
+    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [None, None, None, 96, 96]
+
+
+def test_without_mpi_the_names_of_hosts_say_who_shares_one() -> None:
+    rows = [replace(row, mpi_problem="off", host=f"n{row.rank % 2}", node=(row.rank,)) for row in job(5, 1)]
+    assert [row.node for row in doctor._by_machine(rows)] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
+
+
+# --- the report
+
+CHECKS = [Check("scatter", True, "1.0 MiB"), Check("all-reduce", None, "not tried")]
+
+
+def test_a_row_for_each_rank_and_once_what_all_have() -> None:
+    text = as_text(Report(job(6, 3), [], CHECKS), 200)
+    rows = table(text)
+    assert [row[0] for row in rows] == ["n0", "n0", "n0", "n1", "n1", "n1"]
+    for rank, row in enumerate(rows):
+        first = 3 * (rank // 3)
+        assert f"{rank}/6" in row and f"gpu {rank} (1 of 6)" in row and f"{first}-{first + 2}" in row
+        assert f"{rank}/6 node ? local ?" in row
+    assert text.count("MPICH 5.0.2") == 1, "the same on all ranks"
+    assert text.count("77.0") == 1
+    assert "well: 6 ranks on 2 nodes, 6 devices" in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_what_differs_is_a_column() -> None:
+    rows = job()
+    rows[2] = replace(rows[2], shm_nbytes=3 << 20, environ=rows[2].environ | {"CUDA_VISIBLE_DEVICES": "1,2"})
+    text = as_text(Report(rows, [], []), 200)
+    assert "CUDA_VISIBLE_DEVICES" in text.splitlines()[0] and "/dev/shm free" in text.splitlines()[0]
+    assert ["3.0 MiB" in line and "1,2" in line for line in text.splitlines()[2:6]] == [False, False, True, False]
+
+
+def test_findings_with_where_and_what_to_type() -> None:
+    findings = [
+        Finding("a", ERROR, "word " * 60, "srun --gpus-per-task=1", (1, 2)),
+        Finding("b", NOTE, "all of them", "nothing", (0, 1, 2, 3)),
+        Finding("c", NOTE, "ranks 2-3 on n1 do", "nothing", (2, 3)),
+    ]
+    text = as_text(Report(job(), findings, [Check("scatter", False, "on rank 2 of 4: no"), *CHECKS]))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "(ranks 1-2)" in text and "all of them\n" in text and "on n1 do\n" in text, "where, once, unless it is everywhere"
+    assert "   ->    srun --gpus-per-task=1" in lines
+    assert "FAILED  scatter" in text and "ok      scatter" in text and "-       all-reduce" in text
+    assert lines[-1] == "NOT WELL: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_it_fits_and_loses_nothing(width: int) -> None:
+    """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
+    rows = job(6, 3)
+    rows[2] = replace(rows[2], shm_nbytes=3 << 20, environ=rows[2].environ | {"CUDA_VISIBLE_DEVICES": "1,2"})
+    findings = [Finding("a", ERROR, "it is not as it should be " * 5, "srun --gpus-per-task=1 --mpi=pmi2 ...", (1, 2))]
+    lines = as_text(Report(rows, findings, [*CHECKS, Check("long", True, "word " * 40)]), width).splitlines()
+    assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
+    text = " ".join(" ".join(lines).split())
+    for rank in range(6):
+        assert text.count(f"{rank}/6 node ? local ?") == 1 and f"gpu {rank} (1 of 6)" in text
+    for whole in ("3.0 MiB", "1,2", "MPICH 5.0.2", "--gpus-per-task=1", "NOT WELL: 6 ranks on 2 nodes, 6 devices; 1 error"):
+        assert whole in text
+
+
+@pytest.mark.parametrize(
+    ("levels", "checks", "is_well"),
+    [([], [], True), ([NOTE], [True, None], True), ([ERROR], [True], False), ([], [False], False), (["warning"], [], True)],
+)
+def test_what_ends_with_0_and_what_with_1(levels: list[str], checks: list[bool | None], is_well: bool) -> None:
+    findings = [Finding("a", level, "t", "f", (0,)) for level in levels]
+    report = Report(job(), findings, [Check("c", ok, "") for ok in checks])
+    assert report.is_well is is_well
+    assert json.loads(as_json(report))["ok"] is is_well
+    assert as_text(report).splitlines()[-1].startswith("well" if is_well else "NOT WELL")
+
+
+def test_json_has_everything() -> None:
+    found = json.loads(as_json(Report(job(), [Finding("a", NOTE, "t", "f", (0, 3))], CHECKS)))
+    assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
+    assert set(found["ranks"][0]) == {field.name for field in fields(Facts)}
+    assert found["findings"] == [{"name": "a", "level": "note", "text": "t", "fix": "f", "ranks": [0, 3]}]
+    assert [check["ok"] for check in found["checks"]] == [True, None]
+
+
+# --- last words
+
+
+@pytest.mark.parametrize(("ends", "said"), [(False, ""), (True, "what to type\n")])
+def test_a_process_that_ends_inside_leaves_a_word(tmp_path: Path, ends: bool, said: str) -> None:
+    """Wrong if a library that ends the process ended the explanation with it, or if one that does not were complained of."""
+    read, write = os.pipe()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\nfrom shardload.cli.doctor import _last_words\n"
+        "with _last_words('what to type'):\n    os._exit(3) if sys.argv[1] == 'True' else None\n"
+    )
+    with os.fdopen(read) as errors:
+        arguments = [sys.executable, str(script), str(ends)]
+        child = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 2)])
+        os.close(write)
+        found = errors.read()  # until the process and whoever speaks for it have ended
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (3 if ends else 0)
+    assert found == said
+
+
+def test_no_words_no_listener() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with doctor._last_words(""):
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_first_to_come_speaks_for_its_launcher() -> None:
+    """Wrong if nobody spoke when task 0 is ended before it comes, or all tasks of a machine at once."""
+    second = [
+        sys.executable,
+        "-c",
+        "from shardload.cli.doctor import _first_here\nwith _first_here() as first: print(first)",
+    ]
+    with doctor._first_here() as one, doctor._first_here() as other:
+        assert (one, other) == (True, False)
+        child = subprocess.run(second, stdout=subprocess.PIPE, text=True, check=True)
+        assert child.stdout == "True\n"  # of another parent
+    with doctor._first_here() as again:
+        assert again

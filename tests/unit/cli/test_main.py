@@ -1,0 +1,514 @@
+"""What the command line prints, what it refuses, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import EllipsisType, SimpleNamespace
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import shardload
+from shardload.cli.arguments import as_typed, info_as_typed
+from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
+from shardload.comm.stall_report import _END
+from shardload.formats.containment import TARGET_HINT
+from shardload.formats.untrusted import Helper, Limits
+
+MESH = {"a": 4, "b": 2}
+
+
+def run(*args: str, columns: int = 80) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(args), env={"COLUMNS": str(columns)})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def unwrapped(text: str) -> str:
+    """A message in a box of 80 columns, as one line."""
+    return " ".join(text.replace("│", " ").split())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w") as h5:
+        rho = h5.create_dataset(
+            "fields/density",
+            data=np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20),
+            chunks=(1, 8, 20),
+            compression=4,
+        )
+        rho.attrs["units"] = "kg m-3"
+        rho.attrs["scale_factor"] = np.float32(0.5)
+        rho.attrs["_FillValue"] = np.float32("nan")
+        h5.create_dataset("big", (16384, 16384, 16384), "f4", chunks=(64, 64, 64), compression=4)  # allocates nothing
+        h5["words"] = ["a", "bc"]
+        x = h5.create_dataset("x", data=np.arange(12.0))
+        x.make_scale("x")
+        rho.dims[0].attach_scale(x)
+    return str(path)
+
+
+# --- what was typed
+
+
+def test_mesh_keeps_the_order_of_its_axes() -> None:
+    assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)]
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "a=x", "a=0", "a=-1", "=4", "a=4,", "4", "a=1.5", "a=4;b=2"])
+def test_mesh_that_cannot_be_read_says_what_to_type(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--mesh a=4,b=2"):
+        parse_mesh(text)
+
+
+def test_mesh_axis_twice() -> None:
+    with pytest.raises(typer.BadParameter, match="'a' twice"):
+        parse_mesh("a=4,a=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("a,b", ("a", "b")),
+        ("-,b,a", (None, "b", "a")),
+        ("a+b", (("a", "b"),)),
+        (" b + a , - ", (("b", "a"), None)),
+        ("-", (None,)),
+    ],
+)
+def test_spec(text: str, spec: tuple[str | tuple[str, ...] | None, ...]) -> None:
+    assert parse_spec(text, MESH) == spec
+
+
+@pytest.mark.parametrize("text", ["c", "a,,b", "", "a+", "None,a"])
+def test_spec_that_names_no_mesh_axis(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="--spec -,a,b"):
+        parse_spec(text, MESH)
+
+
+def test_spec_with_an_axis_twice() -> None:
+    with pytest.raises(typer.BadParameter, match="'a' twice"):
+        parse_spec("a,a", MESH)
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("0,:,10:20", (0, slice(None), slice(10, 20))),
+        ("-1,...", (-1, ...)),
+        ("[5:, :-3]", (slice(5, None), slice(None, -3))),
+        ("::2", (slice(None, None, 2),)),
+    ],
+)
+def test_select(text: str, index: tuple[slice | int | EllipsisType, ...]) -> None:
+    assert parse_select(text) == index
+
+
+@pytest.mark.parametrize("text", ["", "x", "0,,1", "1:2:3:4", "1.5", "a:b"])
+def test_select_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="0,:,10:20"):
+        parse_select(text)
+
+
+def test_pad() -> None:
+    assert (parse_pad("0"), type(parse_pad("0"))) == (0, int)
+    assert parse_pad("-9.99e8") == -9.99e8
+    assert np.isnan(parse_pad("nan"))
+    with pytest.raises(typer.BadParameter, match="not a number"):
+        parse_pad("zero")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**44, "16.0 TiB"),
+        (2**70, "1048576.0 PiB"),
+        (None, "-"),
+    ],
+)
+def test_human_size(nbytes: int | None, text: str) -> None:
+    assert human_size(nbytes) == text
+
+
+# --- info
+
+
+def test_info_lists_every_array_with_what_matters(file: str) -> None:
+    code, out, _ = run("info", file, columns=1000)
+    assert code == 0
+    assert out.splitlines()[0] == f"{file}: HDF5, 4 arrays"
+    lines = {line.split()[0]: line for line in out.splitlines()[2:]}
+    assert set(lines) == {"/fields/density", "/big", "/words", "/x"}
+    for part in (
+        "12 x 8 x 20",
+        "1 x 8 x 20",
+        "float32",
+        "gzip",
+        "7.5 KiB",
+        "scale_factor=0.5",
+        "_FillValue=nan",
+        "kg m-3",
+    ):
+        assert part in lines["/fields/density"]
+    assert "16.0 TiB" in lines["/big"]
+    assert "cannot be loaded" in lines["/words"]
+    assert "coordinate" in lines["/x"]
+
+
+def test_info_shows_control_characters_as_escapes(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as made:
+        made["rho\x1b[2J"] = np.zeros(2)
+        made["rho\x1b[2J"].attrs["units"] = np.bytes_(b"K\x1b[1m\r")
+    for path in (tmp_path / "f.h5", f"{tmp_path}/f.h5:/rho\x1b[2J"):
+        code, out, _ = run("info", str(path))
+        assert code == 0 and "\x1b" not in out and r"/rho\x1b[2J" in out and r"K\x1b[1m\r" in out
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 132, 200])
+def test_info_fits_and_loses_nothing(file: str, columns: int) -> None:
+    """Wrong if a line were longer than the terminal, or if what did not fit were left out or cut in two."""
+    code, out, _ = run("info", file, columns=columns)
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines[1:])) <= columns and all(line == line.rstrip() for line in lines)
+    names = [line.split()[0] for line in lines if line.startswith("/")]
+    assert [name for name in names if name != file + ":"] == ["/big", "/fields/density", "/words", "/x"]
+    text = " ".join(out.split())
+    for whole in (
+        "12 x 8 x 20",
+        "1 x 8 x 20",
+        "16384 x 16384 x 16384",
+        "7.5 KiB",
+        "16.0 TiB",
+        "scale_factor=0.5",
+        "coordinate",
+    ):
+        assert text.count(whole) == 1
+    if columns == 80:
+        assert [line for line in lines if "/big" in line and "16384 x 16384 x 16384" in line and "float32" in line]
+
+
+def test_info_says_the_same_in_a_pipe_and_in_80_columns(file: str) -> None:
+    """Wrong if what goes to a log, a mail or a pager were laid out for a screen that nobody has."""
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "shardload", "info", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environ)
+    assert done.stdout == run("info", file)[1]
+
+
+def test_a_name_is_never_cut(tmp_path: Path) -> None:
+    name = "/" + "long" * 80
+    with h5py.File(tmp_path / "f.h5", "w") as h5:
+        h5[name] = np.zeros(3)
+        h5["a\x1b[2Jb"] = np.zeros(3)
+    code, out, _ = run("info", str(tmp_path / "f.h5"))
+    assert code == 0
+    assert name in out.splitlines() and "\x1b" not in out and r"/a\x1b[2Jb" in out
+    code, out, _ = run("info", str(tmp_path / "f.h5"), columns=1000)
+    assert [line for line in out.splitlines() if name in line and "float64" in line]
+
+
+def test_info_of_one_array_shows_its_attributes(file: str) -> None:
+    code, out, _ = run("info", f"{file}:/fields/density", columns=300)
+    assert code == 0
+    rows = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert rows["scale_factor"] == "0.5  (reported, not applied)"
+    assert rows["shape"] == "12 x 8 x 20"
+    narrow = run("info", f"{file}:/fields/density", columns=40)[1].splitlines()[2:]
+    assert max(map(len, narrow)) <= 40
+
+
+def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
+    code, out, _ = run("info", f"{file}:/words")
+    assert code == 0
+    assert "refused" in out
+
+
+def test_info_json(file: str) -> None:
+    code, out, _ = run("info", file, "--json")
+    assert code == 0
+    arrays = {array["dataset"]: array for array in json.loads(out)}
+    rho = arrays["/fields/density"]
+    assert (rho["shape"], rho["chunks"], rho["nbytes"]) == ([12, 8, 20], [1, 8, 20], 12 * 8 * 20 * 4)
+    assert rho["attributes"]["_FillValue"] == "nan"  # JSON has no NaN
+    assert arrays["/words"]["refused"]
+    assert json.loads(run("info", f"{file}:/x", "--json")[1])[0]["is_coordinate"] is True
+
+
+def test_info_of_zarr_shows_shards(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    zarr.create_array(str(tmp_path / "z.zarr"), shape=(8, 8), chunks=(2, 4), shards=(4, 8), dtype="i2")
+    code, out, _ = run("info", str(tmp_path / "z.zarr"), columns=200)
+    assert code == 0
+    header, row = out.splitlines()[1:]
+    assert "shards" in header
+    assert all(part in row for part in ("8 x 8", "2 x 4", "4 x 8", "int16"))
+
+
+def test_info_of_nothing_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    code, out, err = run("info", str(tmp_path / "no.h5"))
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert "no.h5" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_info_of_a_name_that_is_not_there_names_those_that_are(file: str) -> None:
+    code, _, err = run("info", f"{file}:/fields/densitty")
+    assert code == 1
+    assert "/fields/density" in err
+
+
+# --- plan
+
+
+def test_plan_prints_the_plan(file: str) -> None:
+    code, out, err = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b")
+    assert (code, err) == (0, "")
+    assert "pencil" in out
+
+
+def test_plan_json(file: str) -> None:
+    args = ("--dataset", "fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", "--json")
+    code, out, _ = run("plan", file, *args, "--select", ":10,...", "--readers", "parallel")
+    assert code == 0
+    plan = json.loads(out)
+    assert (plan["shape"], plan["shard_shape"], plan["n_ranks"]) == ([10, 8, 20], [10, 2, 10], 8)
+    assert (plan["dtype"], plan["readers"], plan["decomposition"]) == ("float32", "parallel", "pencil")
+    assert plan["costs"]["direct"]["amplification"] == 8
+    assert plan["costs"]["parallel"]["chunks_decoded"] == 10
+
+
+@pytest.mark.parametrize(("processes", "decoded"), [((), 96), (("--processes", "2"), 24), (("--processes", "1"), 12)])
+def test_plan_for_processes_of_several_devices(file: str, processes: tuple[str, ...], decoded: int) -> None:
+    """Wrong if every device were a process of its own whatever was said, or a process decoded a chunk for each device."""
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", *processes, "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["n_ranks"] == int(processes[1] if processes else 8)
+    assert (plan["costs"]["direct"]["chunks_decoded"], plan["costs"]["parallel"]["chunks_decoded"]) == (decoded, 12)
+
+
+def test_plan_pads_when_told_to(file: str) -> None:
+    args = ("plan", f"{file}:/fields/density", "--mesh", "a=3", "--spec", "-,a", "--json")
+    code, _, err = run(*args)
+    assert code == 1
+    assert "pad" in err
+    code, out, _ = run(*args, "--pad", "0")
+    assert code == 0
+    assert json.loads(out)["shape_global"] == [12, 9, 20]
+
+
+def test_plan_over_two_mesh_axes(file: str) -> None:
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=2,b=2", "--spec", "a+b", "--json")
+    assert code == 0
+    assert json.loads(out)["shard_shape"] == [3, 8, 20]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("--mesh", "a4", "--spec", "a"), 2, "Type --mesh a=4,b=2"),
+        (("--mesh", "a=4", "--spec", "z"), 2, "--mesh has the axes a."),
+        (("--mesh", "a=4", "--spec", "a", "--select", "x"), 2, "--select"),
+        (("--mesh", "a=4", "--spec", "a", "--pad", "x"), 2, "--pad"),
+        (
+            (
+                "--mesh",
+                "a=4",
+            ),
+            2,
+            "--spec",
+        ),
+        (("--mesh", "a=4", "--spec", "a", "--readers", "all"), 1, "--readers is 'all'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "much"), 1, "--staging is 'much'"),
+        (("--mesh", "a=4", "--spec", "a", "--staging", "1"), 1, "--staging 1MiB or more"),
+        (("--mesh", "a=8", "--spec", "a"), 1, "Pass --pad 0 (or another fill value)"),
+        (("--mesh", "a=4", "--spec", "a", "--select", "99"), 1, "99"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "has 4 devices, and each process must have as many as"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "3"), 1, "as many as the others: expected 1, 2 or 4"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "8"), 1, "expected 1, 2 or 4"),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "0"), 1, "processes is 0"),
+        (
+            ("--mesh", "a=1", "--spec", "a", "--processes", "2"),
+            1,
+            "has 1 device, and each process must have as many as the others: e",
+        ),
+        (("--mesh", "a=4", "--spec", "a", "--processes", "x"), 2, "--processes"),
+    ],
+)
+def test_plan_refuses(file: str, args: tuple[str, ...], code: int, text: str) -> None:
+    found, out, err = run("plan", f"{file}:/fields/density", *args)
+    assert (found, out) == (code, "")
+    assert text in unwrapped(err)
+    assert "Traceback" not in err
+
+
+# --- the command itself
+
+
+def shell(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "shardload", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_plan_for_65536_devices(file: str) -> None:
+    """Wrong if devices that nobody has were needed, or each looked at the pieces of all others: a minute is the limit."""
+    done = shell("plan", f"{file}:/big", "--mesh", "a=256,b=256", "--spec", "-,a,b", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["n_ranks"] == 65536
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"shardload {shardload.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("plan f.h5 --readers ", ["auto", "root", "parallel", "direct"]),
+        ("plan f.h5 --readers d", ["direct"]),
+        ("verify f.h5 --how f", ["file", "full"]),
+        ("verify f.h5 --missing ", ["warn", "error", "fill"]),
+        ("plan f.h5 --mesh n", ["n=4", "n=8"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec ", ["x", "y", "-"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec x,", ["x,y", "x,-"]),
+        ("plan f.h5 --mesh x=4,y=2 --spec x+", ["x+y"]),
+        ("pl", ["plan"]),
+        ("plan f", []),  # the shell itself knows files
+    ],
+)
+def test_what_a_shell_completes(typed: str, expected: list[str]) -> None:
+    words = ["shardload", *typed.split(" ")]
+    env = {"_SHARDLOAD_COMPLETE": "complete_bash", "COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}
+    printed = CliRunner().invoke(app, [], env=env, prog_name="shardload").stdout
+    assert printed.split() == expected
+
+
+def test_a_number_of_readers(file: str) -> None:
+    """Wrong if the number that the message offers were refused."""
+    args = ("plan", f"{file}:/fields/density", "--mesh", "a=4", "--spec", "a", "--json", "--readers")
+    code, out, err = run(*args, "2")
+    assert code == 0, err
+    assert (json.loads(out)["readers"], json.loads(out)["n_readers"]) == ("parallel", 2)
+    assert run(*args, "0")[0] == 1
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+def test_the_plan_fits(file: str, columns: int) -> None:
+    code, out, _ = run("plan", f"{file}:/fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", columns=columns)
+    assert code == 0
+    assert max(len(line) for line in out.splitlines() if "run.h5" not in line) <= columns
+
+
+def test_help_has_examples() -> None:
+    for args, text in (
+        ((), "mpiexec -n 4 python -m shardload demo"),
+        (("info",), "shardload info run.h5:/fields/density"),
+        (("plan",), "--mesh a=256,b=256 --spec -,a,b"),
+        (("demo",), "--size 128"),
+        (("demo",), "pip install 'shardload[demo]'"),
+        (("doctor",), "mpiexec -n 4 python -m shardload doctor --json"),
+    ):
+        code, printed, _ = run(*args, "--help")
+        assert code == 0
+        assert text in unwrapped(printed)
+
+
+def test_wrong_flag_and_no_such_file_from_the_shell(tmp_path: Path) -> None:
+    wrong = shell("info", "--colour")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    missing = shell("info", str(tmp_path / "no.h5"))
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("error: ")
+
+
+def test_a_message_names_what_can_be_typed() -> None:
+    """Wrong if the command told people to pass Python's keywords, or changed what is in quotes."""
+    for said, typed in (
+        ("verify is 'all'; expected", "--how is 'all'; expected"),
+        ("Pass readers='direct' (or 'auto')", "Pass --readers direct (or 'auto')"),
+        ("Pass dataset= one of these", "Pass --dataset one of these"),
+        ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
+        ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
+        (TARGET_HINT, "pass --outside if you trust it"),
+        ("pass allow_filters='zfp'.", "pass --allow-filters zfp."),
+        ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
+        ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
+        ("for 225 s (a quarter of timeout=)", "for 225 s"),
+        (f"{_END}.", f"{_END}.".replace("pass a", "load it from Python with a")),
+        ("staging is what it is; padding=0", "staging is what it is; padding=0"),
+    ):
+        assert as_typed(said) == typed
+
+
+def test_info_names_no_flag_that_it_lacks(file: str) -> None:
+    """Its flags are those of its help; what is said of arrays in its table, too."""
+    for name, said in (("fields/densty", "holds no array"), ("fields", "is a group")):
+        code, _, text = run("info", f"{file}:/{name}")
+        text = unwrapped(text)
+        assert (
+            code == 1 and said in text and "Type FILE:/NAME, one of th" in text and "--" not in text and "dataset=" not in text
+        )
+    with pytest.raises(OSError, match=r"staging=") as error:
+        Helper._raise(SimpleNamespace(_limits=Limits(1 << 20)), {"error": "MemoryError", "text": ""})  # type: ignore[arg-type]
+    assert info_as_typed(str(error.value)).endswith("its libraries take)")
+    with h5py.File(file, "a") as h5:
+        h5.create_dataset("packed", data=np.arange(64.0), chunks=(64,), **hdf5plugin.Bitshuffle())
+        h5["far"] = h5py.ExternalLink("/elsewhere/a.h5", "/x")
+    for where in ("", ":/packed"):
+        _, printed, _ = run("info", file + where)
+        assert "pass --allow-filters bitshuffle" in unwrapped(printed) and "allow_filters" not in printed
+        code, printed, said = run("info", file + where, "--allow-filters", "bitshuffle")
+        assert code == 0 and "bitshuffle" in printed and "--allow" not in printed, said
+    _, printed, _ = run("info", file, "--json")
+    assert "pass allow_filters='bitshuffle'" in printed
+    code, _, said = run("info", f"{file}:/far")
+    assert code == 1 and "pass --outside if" in unwrapped(said)
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
+def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Wrong if the flag did nothing, or the message did not name it."""
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    with h5py.File(inside / "links.h5", "w") as h5:
+        h5["far"] = h5py.ExternalLink(file, "/fields/density")
+    name, *flags = command
+    code, _, said = run(name, f"{inside}/links.h5:/far", *flags)
+    assert code == 1 and "pass --outside if you trust it" in unwrapped(said)
+    code, printed, said = run(name, f"{inside}/links.h5:/far", "--outside", *flags)
+    assert code == 0, said
+    assert "12" in printed and "float32" in printed
+
+
+@pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a", "--dataset", "fields/density")])
+def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
+    file: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the flag did nothing: no format can be asked in this process."""
+    name, *flags = command
+    _, printed, _ = run(name, file, *flags)
+
+    def refuse() -> None:
+        raise AssertionError("opened in this process")
+
+    monkeypatch.setattr("shardload.formats.lookup._formats", refuse)
+    assert run(name, file, *flags)[0] == 1
+    code, untrusted, said = run(name, file, "--untrusted", *flags)
+    assert (code, untrusted) == (0, printed), said

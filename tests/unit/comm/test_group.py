@@ -1,0 +1,653 @@
+"""Do all ranks raise the same error, and does it keep what it knows on its way to them?"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.comm.error_codec import from_json, to_json
+from shardload.comm.group import Group, Invocation, group_of, mpi_problem, world
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
+from shardload.system.interruption import let_interruption_pass, outer_exception
+
+MPI = pytest.importorskip("mpi4py.MPI") if not mpi_problem() else None
+
+
+def asked(kind: str = "load", **values: str) -> Invocation:
+    return Invocation(kind, f"{kind} of it", values)
+
+
+# --- one rank
+
+
+def test_a_group_of_one_needs_no_mpi() -> None:
+    alone = Group(None)
+    assert (alone.rank, alone.size, alone.comm) == (0, 1, None)
+    assert alone.gather_int(7).tolist() == [7]
+    assert alone.sum_ints([1, -2, 1 << 40]) == [1, -2, 1 << 40]
+    assert alone.send_text("é", 0) == "é" and alone.send_text(None, 0) == ""
+    assert alone.gather_text("é") == ["é"] and alone.gather_text("") == [""]
+    assert alone.processes(3) == (3,) and alone.processes(4) == (4,)
+    assert alone.agree(None) == [] and alone.agree(None, [3, 4]) == [3, 4]
+    assert alone.tell(lambda: "text", 0) == "text"
+    alone.agree_same(asked(path="a"))
+    assert alone.begin(asked(path="a"), lambda: "text") == "text"
+    assert alone.all_same(asked(), True) and not alone.all_same(asked(), False)
+
+
+@pytest.mark.parametrize("kind", [ShardloadError, ConfigError, SourceError, PeerError])
+def test_alone_an_error_is_raised_as_it_is(kind: type[ShardloadError]) -> None:
+    error = kind("what went wrong")
+
+    def fail() -> str:
+        raise error
+
+    for call in (
+        lambda: Group(None).agree(error),
+        lambda: Group(None).agree_same(asked(), error),
+        lambda: Group(None).tell(fail, 0),
+        lambda: Group(None).begin(asked(), fail),
+    ):
+        with pytest.raises(kind, match=r"^what went wrong$") as caught:
+            call()
+        assert caught.value is error and error.rank is None
+        assert error.__cause__ is not error, "a chain of causes that never ends"
+
+
+def test_alone_any_other_error_is_a_peer_error_with_its_cause() -> None:
+    error = ZeroDivisionError("by zero")
+
+    def fail() -> str:
+        raise error
+
+    for call in (
+        lambda: Group(None).agree(error),
+        lambda: Group(None).agree_same(asked(), error),
+        lambda: Group(None).tell(fail, 0),
+        lambda: Group(None).begin(asked(), fail),
+    ):
+        with pytest.raises(PeerError, match=r"^ZeroDivisionError: by zero$") as caught:
+            call()
+        assert caught.value.__cause__ is error
+
+
+def test_two_loads_never_share_a_tag() -> None:
+    group = Group(None)
+    tags = [tag for _ in range(8000) for tag in group.next_tags()]
+    assert len(set(tags)) == len(tags) and min(tags) >= 0 and max(tags) <= 32767
+    for _ in range(30000):  # ... and never leaves what every MPI grants
+        assert max(group.next_tags()) <= 32767
+
+
+# --- errors on their way
+
+ERRORS = [
+    ShardloadError("a"),
+    ConfigError("b", rank=3),
+    PeerError("c é 日本", rank=0),
+    SourceError("d"),
+    SourceError("e", path="/a b.h5", dataset="/rho", chunk=(0, 12), rank=2),
+    SourceError("f", path="x", chunk=()),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_an_error_survives_the_way(error: ShardloadError) -> None:
+    found = from_json(to_json(error), first=error.rank or 0, n_failed=1, size=4)
+    assert type(found) is type(error)
+    assert str(found) == f"on rank {error.rank or 0} of 4: {error}"
+    assert found.rank == error.rank
+    for name in ("path", "dataset", "chunk"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+
+
+def test_how_many_failed_is_told() -> None:
+    text = to_json(ConfigError("no", rank=1))
+    assert str(from_json(text, 1, 3, 4)) == "on rank 1 of 4 (and on 2 more): no"
+    everybody = from_json(text, 0, 4, 4)
+    assert str(everybody) == "no" and everybody.rank is None
+
+
+def test_an_error_of_a_subclass_goes_as_its_kind() -> None:
+    class Special(SourceError):
+        pass
+
+    assert type(from_json(to_json(Special("x", path="p")), 0, 1, 2)) is SourceError
+
+
+def test_whatever_is_in_an_error_it_can_be_sent() -> None:
+    """A rank that cannot say what is wrong would leave the others waiting."""
+    error = SourceError("x", path=Path("/a"), chunk=(np.int64(3), np.int32(4)), rank=np.int64(1))  # type: ignore[arg-type]
+    found = from_json(to_json(error), 1, 1, 2)
+    assert isinstance(found, SourceError) and found.chunk == (3, 4) and found.path == "/a" and found.rank == 1
+
+
+# --- several ranks, as threads
+
+
+class Done:
+    """A request of what has been done at once; not seen to be when it is first tested."""
+
+    def __init__(self, _: None) -> None:
+        self._tests = iter([False, False])
+
+    def Test(self) -> bool:
+        return next(self._tests, True)
+
+
+class ThreadComm:
+    """The collectives that a group uses, between threads."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank, self.size, self._barrier, self._slots = rank, size, barrier, slots
+
+    def _gather(self, value: Any) -> list[Any]:
+        self._slots[self.rank] = value
+        self._barrier.wait(20)
+        found = list(self._slots)
+        self._barrier.wait(20)
+        return found
+
+    def Allgather(self, mine: Any, everyone: Any) -> None:
+        everyone[:] = np.concatenate(self._gather(mine.copy())).reshape(everyone.shape)
+
+    def Allreduce(self, mine: Any, total: Any, op: str = "sum") -> None:
+        found = np.stack(self._gather((total if isinstance(mine, str) else mine).copy()))
+        total[:] = {"min": found.min, "max": found.max, "sum": found.sum}[op](axis=0)
+
+    def Split(self, color: int, key: int) -> ThreadComm:
+        colors = self._gather((color, key))
+        ranks = sorted((r for r in range(self.size) if colors[r][0] == color), key=lambda r: colors[r][1])
+        made = (threading.Barrier(len(ranks)), [None] * len(ranks)) if self.rank == ranks[0] else None
+        return ThreadComm(ranks.index(self.rank), len(ranks), *self._gather(made)[ranks[0]])
+
+    def Split_type(self, kind: str, key: int) -> ThreadComm:
+        return self.Split(0, key)
+
+    def Free(self) -> None:
+        self._barrier, self._slots = threading.Barrier(1), []
+
+    def Iallgather(self, *arguments: Any) -> Done:
+        return Done(self.Allgather(*arguments))
+
+    def Iallreduce(self, *arguments: Any) -> Done:
+        return Done(self.Allreduce(*arguments))
+
+    def Ibcast(self, *arguments: Any) -> Done:
+        return Done(self.Bcast(*arguments))
+
+    def Bcast(self, data: Any, root: int) -> None:
+        assert data.flags.writeable
+        found = self._gather(data.copy())
+        assert all(f.shape == found[root].shape and f.dtype == found[root].dtype for f in found)
+        data[:] = found[root]
+
+
+class ThreadGroup(Group):
+    mpi = SimpleNamespace(IN_PLACE="in place", SUM="sum", MIN="min", MAX="max", COMM_TYPE_SHARED="shared")  # type: ignore[assignment]
+
+
+class Store:
+    """JAX's key-value store, for threads. What was deleted is gone; what was set twice is an error, as there."""
+
+    def __init__(self, size: int) -> None:
+        self.values: dict[str, bytes] = {}
+        self._barriers = [threading.Barrier(size) for _ in range(100)]
+        self._names: dict[str, threading.Barrier] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        with self._changed:
+            assert key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_ms: int) -> bytes:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.values, 20), key
+            return self.values[key]
+
+    def wait_at_barrier(self, name: str, timeout_ms: int) -> None:
+        with self._changed:
+            barrier = self._names.setdefault(name, self._barriers[len(self._names)])
+        barrier.wait(20)
+
+    def key_value_dir_get_bytes(self, place: str) -> list[tuple[str, bytes]]:
+        with self._changed:
+            return [(key, value) for key, value in reversed(self.values.items()) if key.startswith(place)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            del self.values[key]
+
+
+@pytest.fixture(params=["mpi", "jax"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks of `on_ranks` agree."""
+    monkeypatch.setitem(_way, "way", request.param)
+    return str(request.param)
+
+
+_way = {"way": "mpi"}
+
+
+def on_ranks(size: int, work: Callable[[Group], Any]) -> list[Any]:
+    """What `work` returns, or raises, on each of `size` ranks. A rank that waits for nobody fails after 20 s."""
+    barrier, slots, store = threading.Barrier(size), [None] * size, Store(size)
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            comm = ThreadComm(rank, size, barrier, slots)
+            found[rank] = work(ThreadGroup(comm) if _way["way"] == "mpi" else ThreadGroup(None, (store, rank, size)))
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(isinstance(f, threading.BrokenBarrierError) for f in found), "ranks went different ways"
+    return found
+
+
+def check_all_same(errors: list[Any], kind: type[ShardloadError], text: str, rank: int | None) -> None:
+    for error in errors:
+        assert type(error) is kind, error
+        assert (str(error), error.rank) == (text, rank)
+
+
+def test_all_well() -> None:
+    assert on_ranks(3, lambda g: g.agree(None, [g.rank, 1])) == [[3, 3]] * 3
+    assert on_ranks(3, lambda g: g.gather_int(10 * g.rank).tolist()) == [[0, 10, 20]] * 3
+    for root in range(3):
+        assert on_ranks(3, lambda g, r=root: g.send_text(f"from {g.rank} é", r)) == [f"from {root} é"] * 3  # type: ignore[misc]
+        assert on_ranks(3, lambda g, r=root: g.send_text("" if g.rank == r else None, r)) == [""] * 3  # type: ignore[misc]
+        assert on_ranks(3, lambda g, r=root: g.tell(lambda: f"made by {g.rank}", r)) == [f"made by {root}"] * 3  # type: ignore[misc]
+    assert on_ranks(3, lambda g: g.agree_same(asked(path="a", é="b"))) == [None] * 3
+    assert on_ranks(3, lambda g: g.processes(2 - g.rank)) == [(2, 1, 0)] * 3
+
+
+def test_texts_of_all_ranks_come_whole_and_in_order() -> None:
+    """Wrong if a text were cut at the length of another's, or at that of its characters instead of its bytes."""
+    texts = ["é", "", "x" * 10_000, "日本 and more"]
+    assert on_ranks(4, lambda g: g.gather_text(texts[g.rank])) == [texts] * 4
+    assert on_ranks(3, lambda g: g.gather_text("")) == [["", "", ""]] * 3
+
+
+def test_one_rank_fails() -> None:
+    def work(group: Group) -> Any:
+        error = SourceError("bad", path="p", dataset="d", chunk=(1, 2)) if group.rank == 2 else None
+        return group.agree(error, [1])
+
+    found = on_ranks(4, work)
+    check_all_same(found, SourceError, "on rank 2 of 4: bad", 2)
+    assert all((e.path, e.dataset, e.chunk) == ("p", "d", (1, 2)) for e in found)
+    assert isinstance(found[2].__cause__, SourceError) and found[0].__cause__ is None
+
+
+def test_of_several_failures_the_lowest_rank_speaks() -> None:
+    def work(group: Group) -> Any:
+        errors = {1: KeyError("k"), 2: SourceError("s")}
+        return group.agree(errors.get(group.rank))
+
+    check_all_same(on_ranks(4, work), PeerError, "on rank 1 of 4 (and on 1 more): KeyError: 'k'", 1)
+    check_all_same(on_ranks(3, lambda g: g.agree(ConfigError("all"))), ConfigError, "all", None)
+
+
+def test_what_the_root_alone_finds() -> None:
+    def work(error: Exception) -> Callable[[Group], str]:
+        def make() -> str:
+            raise error
+
+        return lambda group: group.tell(make, 1)
+
+    # The file is wrong where the root looked; the arguments are wrong everywhere.
+    check_all_same(on_ranks(3, work(SourceError("gone"))), SourceError, "on rank 1 of 3: gone", 1)
+    check_all_same(on_ranks(3, work(ConfigError("typo"))), ConfigError, "typo", None)
+    check_all_same(on_ranks(3, work(OSError(5, "I/O"))), PeerError, "on rank 1 of 3: OSError: [Errno 5] I/O", 1)
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_rank_that_was_called_otherwise_is_named(other: int) -> None:
+    def work(group: Group) -> None:
+        spec = "P('b')" if group.rank >= other else "P('a')"
+        group.agree_same(asked(path="x", spec=spec, pad=str(group.rank)))
+
+    found = on_ranks(3, work)
+    assert len({str(e) for e in found}) == 1
+    check_all_same(found, PeerError, str(found[0]), other)
+    assert f"rank {other} was called with spec = P('b') (digest " in str(found[0])
+    assert "rank 0 with P('a') (digest " in str(found[0])
+
+
+def test_an_error_goes_before_a_difference() -> None:
+    def work(group: Group) -> None:
+        error = ConfigError("bad pad") if group.rank == 1 else None
+        group.agree_same(asked(pad=str(group.rank)), error)
+
+    check_all_same(on_ranks(3, work), ConfigError, "on rank 1 of 3: bad pad", 1)
+
+
+def test_differences_of_any_pair_are_found() -> None:
+    """Ranks 0 and 2 agree and rank 1 does not; neither least nor greatest of the digests is rank 0's."""
+    for values in (("a", "b", "a"), ("a", "b", "c"), ("b", "a", "b"), ("c", "c", "a")):
+        found = on_ranks(3, lambda g, v=values: g.agree_same(asked(x=v[g.rank])))  # type: ignore[misc]
+        first = next(r for r in range(3) if values[r] != values[0])
+        assert all(isinstance(e, PeerError) and e.rank == first for e in found), found
+
+
+# --- different calls, and calls at the same time
+
+
+def one_call(group: Group, what: Invocation, find: Callable[[], str] = lambda: "found") -> str:
+    """What every call does first."""
+    with group.call() as refusal:
+        found = group.begin(what, find)
+        if not group.all_same(what, found is not None and refusal is None):
+            group.agree_same(what, refusal)
+        return found or ""
+
+
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_different_calls_meet_before_anything_else(other: int) -> None:
+    """Wrong if a call with more arguments sent more integers than the others: MPI would mix or truncate them."""
+
+    def work(group: Group) -> list[Any]:
+        mine = asked("verify", path="a", x="b", seed="0") if group.rank == other else asked("load", path="a")
+        said = []
+        for what in (mine, asked("load", path="a"), mine):
+            try:
+                said.append(one_call(group, what))
+            except PeerError as error:
+                said.append(str(error))
+        return said
+
+    found = on_ranks(3, work)
+    assert found[0] == found[1] == found[2]
+    first, second, third = found[0]
+    theirs, ours = ("load", "verify") if other == 0 else ("verify", "load")
+    assert f"rank {other or 1} called {theirs} of it, rank 0 called {ours} of it" in first == third
+    assert second == "found", "the ranks were out of step afterwards"
+
+
+def test_what_rank_0_finds_for_another_call_is_not_taken() -> None:
+    """Wrong if a rank planned with the metadata of the array that another rank asked for."""
+    taken: list[str | None] = []
+
+    def work(group: Group) -> None:
+        what = asked(path="b" if group.rank == 1 else "a")
+        found = group.begin(what, lambda: "metadata of a")
+        if group.rank == 1:
+            taken.append(found)
+        assert not group.all_same(what, found is not None)
+        group.agree_same(what)
+
+    check = on_ranks(2, work)
+    assert taken == [None] and all("path = b" in str(e) and "rank 0 with a" in str(e) for e in check)
+
+
+def test_an_error_of_rank_0_is_of_its_own_call() -> None:
+    def fail() -> str:
+        raise SourceError("gone")
+
+    def work(group: Group) -> str:
+        what = asked(path="b" if group.rank == 1 else "a")
+        try:
+            found = group.begin(what, fail)
+        except SourceError:
+            found = None
+        assert not group.all_same(what, found is not None)
+        group.agree_same(what)
+        return ""
+
+    assert all(isinstance(e, PeerError) and "path = b" in str(e) for e in on_ranks(2, work))
+
+
+def test_a_second_thread_is_refused_on_every_rank() -> None:
+    """Wrong if the rank whose thread was refused made a message less than the others: they would wait for it."""
+    inside, second = threading.Event(), threading.Event()
+
+    def work(group: Group) -> list[Any]:
+        said: list[Any] = []
+
+        def call(name: str) -> None:
+            try:
+                said.append(one_call(group, asked(path=name)))
+            except ConfigError as error:
+                said.append(str(error))
+
+        if group.rank == 1:  # here the calls come one after the other: nothing is wrong
+            call("first")
+            call("second")
+            return said
+
+        def find() -> str:
+            inside.set()
+            assert second.wait(20)
+            return "found"
+
+        def late() -> None:
+            assert inside.wait(20)
+            waits(group, second)
+            call("second")
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        said.append(one_call(group, asked(path="first"), find))
+        thread.join(20)
+        return said
+
+    for said in on_ranks(2, work):
+        assert said[0] == "found" and "on rank 0 of 2: another thread of this process" in said[1], said
+
+
+def waits(group: Group, at: threading.Event) -> None:
+    """Set `at` when somebody waits for the group, and not before."""
+    lock = group._one_call
+
+    class Waited:
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            if blocking:
+                at.set()
+            return lock.acquire(blocking, timeout)
+
+        def release(self) -> None:
+            lock.release()
+
+    group._one_call = Waited()  # type: ignore[assignment]
+
+
+def test_a_process_alone_makes_one_call_after_the_other() -> None:
+    """Wrong if a notebook's second thread were refused: there is nobody to mistake the calls."""
+    alone, at = Group(None), threading.Event()
+    waits(alone, at)
+    inside, found = threading.Event(), []
+
+    def first() -> str:
+        inside.set()
+        assert at.wait(20)
+        return "first"
+
+    thread = threading.Thread(target=lambda: found.append(one_call(alone, asked(), first)))
+    thread.start()
+    assert inside.wait(20)
+    found.append(one_call(alone, asked(), lambda: "second"))
+    thread.join(20)
+    assert found == ["first", "second"]
+
+
+def test_a_call_inside_a_call_of_the_same_thread() -> None:
+    """Wrong if it waited for itself."""
+    alone = Group(None)
+    with alone.call(), pytest.raises(ConfigError, match="this thread is in a call"), alone.call():
+        pass
+    with alone.call():
+        pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ZeroDivisionError, MemoryError])
+def test_what_ranks_do_not_raise_together_leaves_a_group_that_is_not_used_again(error: type[BaseException]) -> None:
+    """Wrong if after an exception of a signal handler this rank were a message behind the others, unnoticed."""
+
+    def work(group: Group) -> None:
+        with pytest.raises(error), group.call():
+            raise error
+        assert group.is_torn
+        with pytest.raises(ConfigError, match="was interrupted: make the plan again"), group.call():
+            pass
+
+    assert on_ranks(2, work) == [None, None]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_process_alone_goes_on_after_an_interruption(error: type[BaseException]) -> None:
+    """Wrong if Ctrl-C in a notebook made every later load an error: there is nobody to be out of step with."""
+    alone = Group(None)
+    with pytest.raises(error), alone.call():
+        raise error
+    assert one_call(alone, asked()) == "found"
+
+
+def test_a_call_that_waits_for_a_thread_which_waits_for_it() -> None:
+    """Wrong if both waited for ever."""
+    alone, said = Group(None), []
+
+    def second() -> None:
+        try:
+            with alone.call(timeout=0.01):
+                pass
+        except ConfigError as error:
+            said.append(str(error))
+
+    with alone.call():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(20)
+    assert "has been in a call over the same communicator for 0.01 s" in said[0]
+
+
+class Alarm(Exception):
+    """What a signal handler raises."""
+
+
+def test_what_a_signal_handler_raised_before_a_call_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a load in the `except` of an alarm raised that alarm again, on this rank alone."""
+
+    def handler(*_: Any) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Alarm):
+            try:
+                try:
+                    handler()
+                except Alarm as alarm:
+                    raise OSError("wrapped") from alarm
+            except OSError as error:
+                let_interruption_pass(error)
+        for wrapped in (OSError("x"), SourceError("x")):
+            try:
+                handler()
+            except Alarm:
+                with outer_exception():
+                    try:
+                        raise wrapped
+                    except Exception as error:
+                        let_interruption_pass(error)  # whose context is the alarm
+                    with pytest.raises(Alarm):
+                        try:
+                            handler()
+                        except Alarm as error:
+                            let_interruption_pass(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("error", [ConfigError, SourceError, PeerError, UserWarning])
+def test_what_ranks_raise_together_leaves_a_group_as_it_is(error: type[Exception]) -> None:
+    alone = Group(None)
+    with pytest.raises(error), alone.call():
+        raise error("")
+    assert not alone.is_torn
+
+
+# --- communicators
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_first_calls_of_two_threads_make_one_group() -> None:
+    """Wrong if both duplicated the communicator: the first duplicate would be freed twice."""
+    assert MPI is not None
+    mine, found, start = MPI.COMM_SELF.Dup(), [], threading.Barrier(8)
+
+    def call() -> None:
+        start.wait(20)
+        found.append(group_of(mine))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8 and len({id(group) for group in found}) == 1
+    mine.Free()
+
+
+@pytest.mark.parametrize("comm", [3, "world", object()])
+def test_what_is_no_communicator(comm: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected an mpi4py communicator such as MPI\.COMM_WORLD"):
+        group_of(comm)
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_a_communicator_is_duplicated_once_and_freed_with_its_own() -> None:
+    assert MPI is not None
+    assert group_of() is group_of(None) is group_of(MPI.COMM_WORLD) and world() == MPI.COMM_WORLD
+    group = group_of(MPI.COMM_WORLD)
+    assert group.comm != MPI.COMM_WORLD and MPI.Comm.Compare(group.comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+    mine = MPI.COMM_SELF.Dup()
+    assert group_of(mine) is group_of(mine) is not group
+    assert (group_of(mine).rank, group_of(mine).size) == (0, 1)
+    copy = mine.Dup()
+    assert group_of(copy) is not group_of(mine), "a duplicate has messages of its own"
+    private = group_of(mine).comm
+    mine.Free()
+    assert private == MPI.COMM_NULL
+    copy.Free()
+
+
+@pytest.mark.skipif(MPI is None, reason="no MPI library")
+def test_communicators_that_cannot_be_used() -> None:
+    assert MPI is not None
+    with pytest.raises(ConfigError, match="COMM_NULL: this rank is not in it"):
+        group_of(MPI.COMM_NULL)
+
+
+def test_nothing_piles_up_in_the_store_of_jax() -> None:
+    """Wrong if a thousand loads left a thousand values with JAX's coordinator."""
+    store, left = Store(3), []
+
+    def work(rank: int) -> None:
+        group = ThreadGroup(None, (store, rank, 3))
+        for k in range(20):
+            assert group.gather_int(rank * k).tolist() == [0, k, 2 * k]
+            assert group.send_text(f"é{k}" if rank == 1 else None, 1) == f"é{k}"
+            assert group.sum_ints([rank, 1]) == [3, 3]
+
+    threads = [threading.Thread(target=lambda r=rank: left.append(work(r))) for rank in range(3)]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert left == [None] * 3
+    assert len(store.values) <= 6, store.values

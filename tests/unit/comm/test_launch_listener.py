@@ -1,0 +1,188 @@
+"""Is the coordinator where it can be, and do processes come to it when it is there, and not a second later?"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardload.comm import coordinator
+from shardload.comm.coordinator import addresses_of, await_listener, first_here, host_of, join, listening_host
+from shardload.comm.environment import free_port, is_free
+from shardload.errors import ConfigError
+from tests.ports import free_ports
+
+launch = importlib.import_module("shardload.comm.launch")
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long it slept each time; the clock goes on by that much, and by nothing else."""
+    slept: list[float] = []
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(coordinator.time, "sleep", slept.append)
+    return slept
+
+
+def listening(host: str = "127.0.0.1") -> socket.socket:
+    return socket.create_server((host, 0))
+
+
+def test_somebody_listens(naps: list[float]) -> None:
+    with listening() as server:
+        await_listener(f"127.0.0.1:{server.getsockname()[1]}")
+    assert naps == []
+
+
+def test_somebody_listens_a_little_later(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if one refusal were enough to give up."""
+    (port,) = free_ports(1)
+    servers: list[socket.socket] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 4:
+            servers.append(socket.create_server(("127.0.0.1", port)))
+
+    monkeypatch.setattr(coordinator.time, "sleep", sleep)
+    await_listener(f"127.0.0.1:{port}")
+    assert len(naps) == 4 and servers
+    servers[0].close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no port", "127.0.0.1:99999"])
+def test_nobody_listens(naps: list[float], address: str) -> None:
+    """Wrong if it raised, in place of JAX, or waited on and on."""
+    await_listener(address)
+    assert coordinator._LISTENER_SECONDS <= sum(naps) < coordinator._LISTENER_SECONDS + 0.2
+    assert max(naps) <= 0.1, "a late coordinator would be noticed late"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1"])
+def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if process 0 went to JAX, which ends it by a segmentation fault, or another process refused."""
+    started: list[object] = []
+    monkeypatch.setattr(coordinator, "_LISTENER_SECONDS", 0)
+    monkeypatch.setattr(launch.jax.distributed, "initialize", lambda *how, **_: started.append(how[2]))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert not is_free(port)
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: another process .* has port {port}"):
+            launch._start(f"127.0.0.1:{port}", 2, 0, None, False, None)
+        launch._start(f"127.0.0.1:{port}", 2, 1, None, False, None)
+    assert started == [1]
+    launch._start(f"127.0.0.1:{port}", 2, 0, None, False, None)  # it has gone
+    assert started == [1, 0]
+
+
+def test_a_port_that_nobody_has() -> None:
+    """Wrong if the system could give it to a connection in the meantime, or somebody has it."""
+    first, last = (int(part) for part in Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    port = free_port()
+    assert is_free(port) and not first <= port <= last
+
+
+# --- where process 0 listens ------------------------------------------------------------------------------------------
+
+ELSEWHERE = "198.51.100.7"  # of a range for examples
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What this machine finds under which name."""
+    known: dict[str, list[str]] = {}
+
+    def find(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(0, 0, 0, "", (number, 0)) for number in known[host]]
+
+    monkeypatch.setattr(coordinator.socket, "getaddrinfo", find)
+    return known
+
+
+@pytest.mark.parametrize(
+    ("host", "found", "listens"),
+    [
+        ("127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+        ("localhost", ["::1", "127.0.0.1"], "::1"),
+        ("n1", [ELSEWHERE, "127.0.0.2"], "127.0.0.2"),  # of two, the one that is here
+        ("n1", ["127.0.1.1"], ""),  # Debian's, for itself: others find another one
+        ("n1", [ELSEWHERE], ""),  # a name of a gateway
+        ("n1", [], ""),
+        ("n2", None, ""),
+    ],
+)
+def test_where_process_0_listens(host: str, found: list[str] | None, listens: str, names: dict[str, list[str]]) -> None:
+    """Wrong if it listened where the others do not come, or on all interfaces where one will do."""
+    if found is not None:
+        names[host] = found
+    if listens == "::1" and not first_here(["::1"]):
+        listens = "127.0.0.1"  # a machine without IPv6
+    assert listening_host(host) == listens
+
+
+def test_addresses_of_a_name(names: dict[str, list[str]]) -> None:
+    names["n1"] = ["fe80::1%eth0", ELSEWHERE, "fd00::1", ELSEWHERE]
+    assert addresses_of("n1") == [ELSEWHERE, "fd00::1"]
+    assert [host_of(join(host, 7)) for host in ("n1", "fd00::1", "10.0.0.1")] == ["n1", "fd00::1", "10.0.0.1"]
+
+
+class Ranks:
+    """What the collective calls of `_meeting_place` return on one of four ranks, two on each machine."""
+
+    size = 4
+
+    def __init__(self, rank: int, seen: str, found: str) -> None:
+        self.rank = rank
+        self.others = iter([(0, "n1 61440"), (2, seen), (0, found)])
+
+    def send_text(self, text: str | None, root: int) -> str:
+        sender, said = next(self.others)
+        assert root == sender and (text is not None) == (self.rank == root)
+        return said if text is None else text
+
+    def gather_int(self, value: int) -> Any:
+        assert value == (4 if self.rank < 2 else self.rank)
+        return importlib.import_module("numpy").array([4, 4, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("mine", "seen", "address", "bind"),
+    [
+        (["127.0.0.2"], "127.0.0.2", "n1:61440", "127.0.0.2:61440"),
+        # Under its own name the machine finds another address than the others do: they come to theirs.
+        (["127.0.1.1"], f"{ELSEWHERE} 127.0.0.2", "127.0.0.2:61440", "127.0.0.2:61440"),
+        (["127.0.1.1"], ELSEWHERE, "n1:61440", None),
+    ],
+)
+def test_ranks_on_two_machines(
+    mine: list[str],
+    seen: str,
+    address: str,
+    bind: str | None,
+    names: dict[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Wrong if rank 0 listened at an address that only it knows, or a rank came to another one."""
+    monkeypatch.setattr(launch.socket, "gethostname", lambda: "n1")
+    monkeypatch.setattr(launch, "free_port", lambda: 61440)
+    for rank, known in enumerate([mine, mine, seen.split(), seen.split()]):
+        names["n1"] = known
+        found = "" if bind is None else host_of(bind)
+        comes, listens = launch._meeting_place(Ranks(rank, seen, found), rank < 2)
+        assert listens == bind
+        assert comes == (address if rank < 2 or bind is None else "n1:61440")
+    assert ["on all interfaces" in text for text in caplog.messages] == [True] * (bind is None), "rank 0 alone says so"
+
+
+@pytest.mark.parametrize("address", ["n1", "n1:", ":61440", "n1:port", "n1:99999"])
+def test_an_address_that_is_none(address: str) -> None:
+    """Wrong if JAX's own error came up, which speaks of a list index."""
+    with pytest.raises(ConfigError, match="expected 'host:port'"):
+        launch.initialize(address, 2, 0)

@@ -1,0 +1,253 @@
+"""Do two processes of one machine look at the same memory, only at that one, and is it gone when they are done?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.comm.shared_memory import HANDLE_SIZE, Bell, Segment
+
+ROOT = Path(__file__).parents[3]
+
+# Attaches to the segment whose handle it is given, and answers each line of its input.
+CHILD = """
+import sys
+import threading
+import numpy as np
+from shardload.comm.shared_memory import Segment
+
+try:
+    found = Segment.attach(np.array(sys.argv[1:], dtype=np.int64))
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+else:
+    print("attached", found.data.size, int(found.data.sum()), flush=True)
+    for line in sys.stdin:
+        if line == "write\\n":
+            found.data[::3] += 1
+        print("sum", int(found.data.sum(dtype=np.int64)), flush=True)
+"""
+
+
+def child(handle: Any) -> subprocess.Popen[str]:
+    """Another process that attaches."""
+    command = [sys.executable, "-c", CHILD, *map(str, handle.tolist())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def asked(process: subprocess.Popen[str], what: str) -> str:
+    assert process.stdin is not None
+    process.stdin.write(f"{what}\n")
+    process.stdin.flush()
+    return said(process)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def counted() -> Any:
+    """No descriptor is left open by a test."""
+    before = len(descriptors())
+    yield
+    assert len(descriptors()) == before
+
+
+@pytest.mark.usefixtures("counted")
+def test_another_process_sees_what_is_written_and_writes_what_is_seen() -> None:
+    made = Segment.create(10_000)
+    assert made.data.shape == (10_000,) and made.data.dtype == np.uint8 and made.data.flags.writeable
+    assert made.data.ctypes.data % 4096 == 0, "the data begins on a page"
+    made.data[...] = 7
+    with child(made.handle) as other:
+        assert said(other) == "attached 10000 70000"
+        made.seal()
+        made.data[...] = np.arange(10_000) % 251
+        total = int(made.data.sum(dtype=np.int64))
+        assert asked(other, "sum") == f"sum {total}"
+        before = made.data.copy()
+        assert asked(other, "write") == f"sum {int((made.data).sum(dtype=np.int64))}"
+        before[::3] += 1
+        np.testing.assert_array_equal(made.data, before)
+        assert other.stdin is not None
+        other.stdin.close()
+        other.wait(20)
+    del made
+
+
+@pytest.mark.usefixtures("counted")
+def test_memory_outlives_the_process_that_made_it() -> None:
+    """Wrong if a rank that still looks could lose what it looks at: that would be a dead process, not an error."""
+    made = Segment.create(5000)
+    found = Segment.attach(made.handle)
+    assert not np.shares_memory(made.data, found.data), "mapped at another address"
+    made.data[...] = 3
+    made.seal()
+    del made
+    assert (found.data == 3).all()
+    del found
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    ("which", "change", "text"),
+    [(3, 1, "is another memory here"), (2, 1, "is something else here"), (2, -1, "is something else here")],
+    ids=["token", "larger", "smaller"],
+)
+def test_what_is_not_that_memory_is_not_believed(which: int, change: int, text: str) -> None:
+    made = Segment.create(5000)
+    handle = made.handle.copy()
+    handle[which] += change
+    with pytest.raises(OSError, match=text):
+        Segment.attach(handle)
+    with child(handle) as other:
+        assert text in (answer := said(other)) and answer.startswith("OSError")
+    found = Segment.attach(made.handle)
+    assert found.data.size == 5000, "the right one is still there"
+    made.seal()
+    del made, found
+
+
+@pytest.mark.usefixtures("counted")
+def test_another_file_under_the_number_is_not_believed(tmp_path: Path) -> None:
+    """Wrong if a container with a process table of its own made a rank map what happens to have the same numbers."""
+    path = tmp_path / "other"
+    path.write_bytes(b"\0" * (4096 + 5000))
+    made = Segment.create(5000)
+    with path.open("r+b") as file:
+        handle = made.handle.copy()
+        handle[1] = file.fileno()
+        with pytest.raises(OSError, match="is another memory here"):
+            Segment.attach(handle)
+    assert path.read_bytes() == b"\0" * (4096 + 5000)
+    made.seal()
+    del made
+
+
+@pytest.mark.usefixtures("counted")
+def test_nobody_attaches_after_the_descriptor_is_closed() -> None:
+    made = Segment.create(100)
+    made.seal()
+    with pytest.raises(OSError, match=str(int(made.handle[1]))):
+        Segment.attach(made.handle)
+    with child(made.handle) as other:
+        assert said(other).split()[0] in ("OSError", "FileNotFoundError")
+    made.seal()  # a second time does nothing
+    made.data[...] = 5
+    assert (made.data == 5).all(), "the memory is still there for those who have it"
+    del made
+
+
+@pytest.mark.usefixtures("counted")
+def test_the_handle_of_a_rank_that_has_none() -> None:
+    """Zeros stand for "could not be made": no process has the number 0."""
+    with pytest.raises(OSError):
+        Segment.attach(np.zeros(HANDLE_SIZE, dtype=np.int64))
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_process_that_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    with pytest.raises(OSError):
+        Segment.attach(np.array([ended.pid, 3, 100, 1, 4], dtype=np.int64))
+
+
+@pytest.mark.usefixtures("counted")
+def test_of_no_bytes() -> None:
+    made = Segment.create(0)
+    found = Segment.attach(made.handle)
+    assert made.data.size == found.data.size == 0
+    made.seal()
+    del made, found
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("step", ["ftruncate", "posix_fallocate"])
+def test_no_room_is_an_error_and_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Wrong if a rank without room kept what it had begun, load after load."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, step, full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            Segment.create(5000)
+
+
+def mapped_nbytes() -> int:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in lines if "memfd:shardload" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in ends)
+
+
+@pytest.mark.usefixtures("counted")
+def test_many_come_and_go_and_nothing_is_left() -> None:
+    """Wrong if a long job that loads again and again ran out of descriptors, or of memory."""
+    before = mapped_nbytes()
+    for k in range(200):
+        made = Segment.create(1 << 20)
+        found = Segment.attach(made.handle)
+        made.seal()
+        found.data[:10] = k % 250
+        assert (made.data[:10] == k % 250).all()
+        assert mapped_nbytes() - before == 2 * ((1 << 20) + 4096)
+        del made, found
+    assert mapped_nbytes() == before
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_view_keeps_the_memory() -> None:
+    """Wrong if a tile or a message that is still under way were left without what it points to."""
+    before = mapped_nbytes()
+    made = Segment.create(1 << 16)
+    made.seal()
+    view = made.data[100:200].view("<f4").reshape(5, 5)
+    view[...] = 2
+    del made
+    assert mapped_nbytes() > before and (view == 2).all()
+    del view
+    assert mapped_nbytes() == before
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_bell_rung_before_anybody_waits_is_heard_once() -> None:
+    """Wrong if a rank slept although a note came just before it lay down."""
+    bell = Bell()
+    for _ in range(100_000):  # more than a pipe holds
+        bell.ring()
+    bell.wait(60)  # rung already: a hang here is a failure by the test's timeout
+    began = threading.Thread(target=bell.ring)
+    began.start()
+    bell.wait(60)
+    began.join()
+    bell.wait(0.001)
+    bell.close()
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_segment_rings_its_maker() -> None:
+    """Wrong if it rang anybody else: then the maker's wait here does not end."""
+    made, other = Segment.create(100), Segment.create(100)
+    found = Segment.attach(made.handle)
+    found.bell.ring()
+    made.bell.wait(60)
+    with pytest.raises(ValueError, match="another process"):
+        found.bell.wait(0.001)
+    made.seal(), other.seal()
+    del made, found, other

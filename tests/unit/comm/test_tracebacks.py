@@ -1,0 +1,100 @@
+"""Is an error that all ranks raise shown once, and whatever only one of them knows in full?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shardload.comm import tracebacks
+from shardload.comm.tracebacks import is_pythons_own, share, show
+from shardload.errors import ConfigError, PeerError, ShardloadError
+
+
+@pytest.fixture(autouse=True)
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.delattr(sys, "ps1", raising=False)
+    monkeypatch.delenv("SHARDLOAD_TRACEBACKS", raising=False)
+    yield
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """The same with a traceback, which begins here."""
+    try:
+        if cause is None:
+            raise error
+        raise error from cause
+    except BaseException as found:
+        return found
+
+
+def agreed(rank: int, error: ShardloadError | None = None, cause: BaseException | None = None) -> BaseException:
+    found = raised(error or ConfigError("what is wrong"), cause)
+    assert isinstance(found, ShardloadError)
+    share(found, rank, 16)
+    return found
+
+
+def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    show(type(error), error, error.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_rank_0_shows_all_and_the_others_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = printed(agreed(0), capsys)
+    assert whole.startswith("Traceback") and __file__ in whole and whole.endswith("ConfigError: what is wrong\n")
+    line = printed(agreed(3), capsys)
+    assert line.startswith("rank 3: ConfigError: what is wrong (") and line.count("\n") == 1
+    assert printed(agreed(8), capsys) == "", "a thousand ranks would bury what rank 0 shows"
+
+
+@pytest.mark.parametrize("rank", [0, 3, 8])
+def test_all_of_them_where_that_is_asked_for(
+    rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDLOAD_TRACEBACKS", "all")
+    assert __file__ in printed(agreed(rank), capsys)
+
+
+def test_what_one_rank_alone_knows_is_shown_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong if the calls that led to the first failure, or what another rank met, were seen nowhere."""
+    text = "on rank 2 of 16: PermissionError: the disk went away"
+    first = agreed(2, PeerError(text, rank=2), raised(PermissionError("the disk went away")))
+    assert "PermissionError: the disk" in (shown := printed(first, capsys)) and shown.count("Traceback") == 2
+    other = agreed(5, PeerError(text, rank=2), raised(MemoryError("512 GiB")))
+    assert "MemoryError: 512 GiB" in printed(other, capsys)
+    alike = agreed(6, PeerError(text, rank=2), raised(PermissionError("the disk went away")))
+    assert "Traceback" not in printed(alike, capsys)
+    assert "Traceback" not in printed(agreed(7, PeerError(text, rank=2)), capsys)
+
+
+def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (raised(RuntimeError("only here")), raised(ConfigError("only here"))):
+        assert __file__ in printed(error, capsys)
+
+
+def test_what_is_raised_from_an_agreed_error_keeps_its_own_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong if a program's own error were cut, or four ranks showed the calls inside shardload after all."""
+    inner = agreed(3, cause=raised(ValueError("what is wrong")))
+    text = printed(raised(RuntimeError("no start"), inner), capsys)
+    assert text.count("Traceback") == 1 and "RuntimeError: no start" in text and "ValueError" not in text
+    assert text.index("ConfigError: what is wrong") < text.index("direct cause") < text.index("Traceback")
+    whole = printed(raised(RuntimeError("no start"), agreed(0, cause=raised(ValueError("what is wrong")))), capsys)
+    assert whole.count("Traceback") == 3 and "ValueError" in whole
+
+
+def test_the_hook_is_set_where_it_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    share(ConfigError("alone"), 0, 1)
+    assert sys.excepthook is sys.__excepthook__, "one process has nobody to leave it to"
+    agreed(3)
+    assert sys.excepthook is tracebacks.show and is_pythons_own()
+    mine = lambda *_: None  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", mine)
+    agreed(3)
+    assert sys.excepthook is mine and not is_pythons_own(), "a hook of the user's, or of IPython's"
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    agreed(3)
+    assert sys.excepthook is sys.__excepthook__, "a session"

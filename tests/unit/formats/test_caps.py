@@ -1,0 +1,752 @@
+"""Does memory stay in proportion to what is read, however small the chunks and however much a few bytes stand for?
+
+What libraries take for themselves is measured in a process of its own (`python -m tests.unit.formats.test_caps FOLDER`), as
+what the system gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tracemalloc
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin  # noqa: F401 - it registers its filters, which files are made with here
+import jax
+import jax.numpy as jnp
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
+from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteRequest
+
+import shardload
+from shardload.cli.main import app
+from shardload.errors import SourceError
+from shardload.formats.base import a_few_chunks
+from shardload.formats.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
+from shardload.formats.hdf5.filters import NAMES, STACKED
+from shardload.formats.hdf5.integrity import n_compressors
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.lookup import find_array, list_arrays, open_source, read_small
+from shardload.formats.untrusted import Limits
+from shardload.formats.zarr import metadata as zarr_layout
+from shardload.formats.zarr.store import open_store
+from shardload.planning.region import Region
+from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+
+ROOT = Path(__file__).parents[3]
+SIDE = 128  # of an array in chunks of one byte: HDF5 takes 6 KiB for each chunk of one read, 100 MB in all
+BIG = 128 << 20
+MOST_GROWTH = 32 << 20  # bytes; a case that is not capped takes three times as much, or more
+
+
+# --- what the system gives
+
+
+def with_filters(
+    file: h5py.File,
+    name: str,
+    stored: bytes,
+    filters: list[tuple[int, tuple[int, ...]]],
+    n: int = 4096,
+    short: int = 0,
+    mask: int = 0,
+) -> None:
+    """A dataset of one chunk of `n` bytes, with these filters and these stored bytes. It may be shorter than the chunk."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((n,))
+    for number, values in filters:
+        creation.set_filter(number, 0, values)
+    made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_UINT8, h5py.h5s.create_simple((n - short,), (n,)), creation)
+    made.write_direct_chunk((0,), stored, mask)
+
+
+def write_cases(folder: Path) -> None:
+    """The files that `measure` reads."""
+    bomb = zlib.compress(bytes(BIG), 9)
+    bomb_gzip = bytes.fromhex("1f8b0800000000000003") + bomb[2:-4] + struct.pack("<II", zlib.crc32(bytes(BIG)), BIG)
+    with h5py.File(folder / "tiny.h5", "w") as file:
+        file.create_dataset("x", (SIDE, SIDE), "u1", chunks=(1, 1))
+        made = file.create_dataset("some", (SIDE, SIDE), "u1", chunks=(1, 1), compression="gzip")
+        made[3, :5] = 7
+        layout = h5py.VirtualLayout((SIDE, SIDE), "u1")
+        layout[...] = h5py.VirtualSource(".", "some", shape=(SIDE, SIDE))
+        file.create_virtual_dataset("virtual", layout)
+    with h5py.File(folder / "nested.h5", "w") as file:
+        with_filters(file, "x", zlib.compress(bomb, 9), [(1, (9,)), (1, (9,))])
+        with_filters(file, "edge", bomb, [(1, (9,))], len(bomb), 1)  # such a chunk may be stored without filters
+    with h5py.File(folder / "attributes.h5", "w", libver="latest") as file:
+        for owner, name in ((file.create_dataset("x", data=np.arange(4)), "_FillValue"), (file, "_NCProperties")):
+            owner.attrs[name] = np.zeros(4 << 20)
+    for name, key, zarr_format in (("v3", "zarr.json", 3), ("v2", ".zarray", 2), ("attributes", ".zattrs", 2)):
+        path = zarr.create_array(folder / f"{name}.zarr", shape=(4,), chunks=(4,), dtype="u1", zarr_format=zarr_format)
+        os.truncate(Path(str(path.store.root)) / key, BIG)
+    group = zarr.create_group(folder / "group.zarr", zarr_format=2)
+    group.create_array("x", shape=(4,), chunks=(4,), dtype="u1")
+    (folder / "group.zarr" / ".zmetadata").touch()
+    os.truncate(folder / "group.zarr" / ".zmetadata", BIG)
+    for key in ("gzip", "zip"):
+        made = zarr.create_array(
+            folder / f"{key}.zarr", shape=(4096,), chunks=(4096,), dtype="u1", compressors=[zarr.codecs.GzipCodec()] * 2
+        )
+        made[:] = 1
+        (folder / f"{key}.zarr/c/0").write_bytes(zlib.compress(bomb_gzip, 9, wbits=31))
+    with zipfile.ZipFile(folder / "gzip.zip", "w") as archive:
+        for file_name in ("zarr.json", "c/0"):
+            archive.write(folder / "zip.zarr" / file_name, file_name)
+    zarr.create_array(folder / "long.zarr", shape=(64, 64), chunks=(64, 64), dtype="u1", order="F", zarr_format=2)
+    (folder / "long.zarr/0.0").touch()
+    os.truncate(folder / "long.zarr/0.0", BIG)
+    with zipfile.ZipFile(folder / "json.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zarr.json", "[" + "[]," * (4 << 20) + "0]")
+    with zipfile.ZipFile(folder / "long.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(".zarray", V2)
+        archive.writestr("0", bytes(BIG))
+    understate(folder / "short.zip", ".zarray", V2 + bytes(BIG), len(V2))
+
+
+V2 = json.dumps(
+    dict.fromkeys(("compressor", "filters"))
+    | {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "|u1", "fill_value": 0, "order": "C"}
+).encode()
+
+
+def understate(path: Path, name: str, data: bytes, nbytes: int, method: int = zipfile.ZIP_DEFLATED) -> None:
+    """A zip file of one entry, which its directory says to have `nbytes` bytes, with their checksum."""
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(name, data)
+        entry = archive.getinfo(name)
+        entry.file_size, entry.CRC = nbytes, zlib.crc32(data[:nbytes])
+
+
+def read(folder: str, name: str, dataset: str) -> None:
+    source = open_source(os.path.join(folder, name), dataset)
+    try:
+        values = read_all(source)
+        assert values.sum() in (0, 35)
+        np.testing.assert_array_equal(source.plain(Region.whole(values.shape)), values)
+        source.missing(Region.whole(values.shape))
+    finally:
+        source.close()
+
+
+def read_plain(folder: str, name: str, dataset: str) -> None:
+    """What `shardload.verify` of an array asks for, with nothing before it."""
+    source = open_source(os.path.join(folder, name), dataset)
+    try:
+        source.plain(Region.whole(source.info.shape))
+    finally:
+        source.close()
+
+
+def first_chunk(source: Any) -> None:
+    """As the ranks read it."""
+    chunks = source.chunk_reader()
+    encoded = chunks.fetch((0,) * len(source.info.shape))
+    chunks.decode(encoded, np.empty(source.info.chunks, source.dtype))
+
+
+CASES: dict[str, Callable[[str], Any]] = {
+    "tiny chunks, none written": lambda folder: read(folder, "tiny.h5", "x"),
+    "tiny chunks, some written": lambda folder: read(folder, "tiny.h5", "some"),
+    "tiny chunks behind a virtual dataset": lambda folder: read(folder, "tiny.h5", "virtual"),
+    "gzip over gzip in HDF5": lambda folder: read(folder, "nested.h5", "x"),
+    "a chunk over the edge in HDF5": lambda folder: first_chunk(open_source(os.path.join(folder, "nested.h5"), "edge")),
+    "gzip over gzip in HDF5, plain": lambda folder: read_plain(folder, "nested.h5", "x"),
+    "gzip over gzip in Zarr, plain": lambda folder: read_plain(folder, "gzip.zarr", "/"),
+    "a long value in a zip file, plain": lambda folder: read_plain(folder, "long.zip", "/"),
+    "long attributes": lambda folder: list_arrays(os.path.join(folder, "attributes.h5")),
+    "a long zarr.json": lambda folder: find_array(os.path.join(folder, "v3.zarr"), "/"),
+    "a long zarr.json, listed": lambda folder: list_arrays(os.path.join(folder, "v3.zarr")),
+    "a long .zarray": lambda folder: find_array(os.path.join(folder, "v2.zarr"), "/"),
+    "a long .zattrs": lambda folder: find_array(os.path.join(folder, "attributes.zarr"), "/"),
+    "a long .zmetadata": lambda folder: find_array(os.path.join(folder, "group.zarr"), "/"),
+    "gzip over gzip in Zarr": lambda folder: read(folder, "gzip.zarr", "/"),
+    "gzip over gzip in a zip file": lambda folder: read(folder, "gzip.zip", "/"),
+    "a long chunk, by zarr-python": lambda folder: read(folder, "long.zarr", "/"),
+    "a zip file that declares too little": lambda folder: find_array(os.path.join(folder, "short.zip"), "/"),
+    "a zip file of JSON of many values": lambda folder: list_arrays(os.path.join(folder, "json.zip")),
+}
+FINE = {"tiny chunks, none written", "tiny chunks, some written", "tiny chunks behind a virtual dataset", "long attributes"}
+FINE |= {"a zip file that declares too little"}  # what it declares is there
+
+
+def measure(folder: str) -> dict[str, tuple[int, str]]:
+    """By case: by how many bytes this process grew, and the error."""
+    found = {}
+    for name, run in CASES.items():
+        before, error = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, ""
+        try:
+            run(folder)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found[name] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10, error
+    return found
+
+
+def test_memory_of_libraries_is_capped(tmp_path: Path) -> None:
+    write_cases(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.formats.test_caps", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == set(CASES)
+    assert {name: growth for name, (growth, _) in found.items() if growth > MOST_GROWTH} == {}
+    assert {name for name, (_, error) in found.items() if not error} == FINE, found
+    expected = r"at most|between two compressors|compressed more than once|holds no array|longer than the chunk"
+    for name, (_, error) in found.items():
+        assert not error or re.search(expected, error), (name, error)
+
+
+# --- a few chunks at a time
+
+
+@st.composite
+def cut_regions(draw: st.DrawFn) -> tuple[Region, tuple[int, ...], int]:
+    n = draw(st.integers(0, 4))
+    start = tuple(draw(st.integers(0, 9)) for _ in range(n))
+    stop = tuple(a + draw(st.integers(1, 9)) for a in start)
+    return Region(start, stop), tuple(draw(st.integers(1, 7)) for _ in range(n)), draw(st.integers(1, 40))
+
+
+@given(cut_regions())
+def test_a_region_is_cut_into_parts_of_a_few_chunks(case: tuple[Region, tuple[int, ...], int]) -> None:
+    region, chunk, most = case
+    seen = np.zeros(region.stop, dtype=int)
+    chunks = np.zeros([-(-b // c) for b, c in zip(region.stop, chunk, strict=True)], dtype=int)
+    for part in a_few_chunks(region, chunk, most):
+        assert region.contains(part) and part.size
+        met = tuple(slice(a // c, -(-b // c)) for a, b, c in zip(part.start, part.stop, chunk, strict=True))
+        assert math.prod(s.stop - s.start for s in met) <= most
+        seen[(*part.slices(), ...)] += 1
+        chunks[(*met, ...)] += 1
+    assert (seen[(*region.slices(), ...)] == 1).all() and seen.sum() == region.size
+    assert (chunks <= 1).all()  # none is decoded twice
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["f4", ">i2", "c8", "bool"])
+def test_hdf5_read_in_parts(tmp_path: Path, most: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.formats.hdf5.source._MOST_AT_ONCE", most)
+    data = flat((7, 10, 3), dtype)
+    path = write_hdf5(tmp_path / "a.h5", {"x": data}, chunks=(2, 4, 3), compression="lzf")
+    with h5py.File(path, "a") as file:
+        layout = h5py.VirtualLayout((2, 7, 10, 3), dtype)
+        layout[0] = layout[1] = h5py.VirtualSource(".", "x", shape=data.shape)
+        file.create_virtual_dataset("virtual", layout)
+    for name, whole in (("x", data), ("virtual", np.stack([data, data]))):
+        source = open_source(path, name)
+        assert isinstance(source, Hdf5Source)
+        for region in (Region.whole(whole.shape), Region((0,) * (whole.ndim - 3) + (1, 3, 1), whole.shape)):
+            out = np.zeros(region.shape, source.dtype)
+            source.read_into(region, out)
+            np.testing.assert_array_equal(out, whole[region.slices()])
+            np.testing.assert_array_equal(source.plain(region), whole[region.slices()])
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "more", [{"order": "F"}, {"shards": (4, 8, 6), "filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}]
+)
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.formats.zarr.source._MOST_AT_ONCE", most)
+    data = flat((7, 10, 6))
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, 3 if "shards" in more else 2, chunks=(2, 4, 3), **more))
+    source = open_source(path, "a")
+    assert source.chunk_reader() is None
+    for region in (Region.whole(data.shape), Region((1, 3, 1), data.shape)):
+        out = np.zeros(region.shape, source.dtype)
+        source.read_into(region, out)
+        np.testing.assert_array_equal(out, data[region.slices()])
+        np.testing.assert_array_equal(source.plain(region), data[region.slices()])
+    key = "a/c/1/0/0" if "shards" in more else "a/2.1.0"
+    (path / key).unlink()
+    read_all(source)
+    expected = [(2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 0, 1), (3, 1, 0), (3, 1, 1)]
+    assert sorted(source.missing(Region.whole(data.shape))) == (expected if "shards" in more else [(2, 1, 0)])
+    source.close()
+
+
+def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.formats.hdf5.integrity._MOST_LISTED", 1)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("x", (9, 8), "u1", chunks=(2, 3))
+        made[2:5, 3:] = 1
+    source = open_source(tmp_path / "a.h5", "x")
+    found = [list(source.missing(region)) for region in (Region.whole((9, 8)), Region((3, 2), (8, 7)))]
+    there = set(itertools.product((1, 2), (1, 2)))
+    assert found[0] == [at for at in itertools.product(range(5), range(3)) if at not in there]
+    assert found[1] == [at for at in itertools.product(range(1, 4), range(3)) if at not in there]
+    source.close()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("shards", [None, (4, 8)])
+def test_zip_files_of_any_method(tmp_path: Path, method: int, shards: tuple[int, ...] | None) -> None:
+    """Whole values, and parts of them, as zarr-python asks for chunks in shards."""
+    data, store = flat((7, 10)), zarr.storage.ZipStore(tmp_path / "a.zip", mode="w", compression=method)
+    zarr.create_array(store, shape=data.shape, chunks=(2, 4), shards=shards, dtype=data.dtype)[:] = data
+    store.close()
+    if method in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with pytest.raises(SourceError, match=r"'zarr.json' is compressed in the zip file \(method \d+\)"):
+            find_array(str(tmp_path / "a.zip"), "/")
+        return
+    source = open_source(tmp_path / "a.zip", "/")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+
+
+def test_parts_of_a_value_in_a_zip_file(tmp_path: Path) -> None:
+    """As zarr-python gives them, but for ranges over the end."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", bytes(range(50)))
+    prototype = zarr.core.buffer.default_buffer_prototype()
+    plain = zarr.storage.ZipStore(tmp_path / "a.zip", mode="r")
+    plain._sync_open()
+    looked_at = open_store(str(tmp_path / "a.zip"))
+    ranges = (None, RangeByteRequest(3, 9), RangeByteRequest(0, 50), RangeByteRequest(7, 7), OffsetByteRequest(45))
+    for part in (*ranges, SuffixByteRequest(5), SuffixByteRequest(99), RangeByteRequest(48, 99)):
+        found = [asyncio.run(store.get("x", prototype, part)).to_bytes() for store in (plain, looked_at)]
+        assert found[0] == found[1], part
+    assert asyncio.run(looked_at.get("y", prototype)) is None
+    looked_at.most_nbytes = 20
+    with pytest.raises(ValueError, match="would have 50 bytes; 20 are the most"):
+        asyncio.run(looked_at.get("x", prototype))
+    assert len(asyncio.run(looked_at.get("x", prototype, RangeByteRequest(0, 20)))) == 20
+
+
+@pytest.mark.parametrize("name", ["zstd", "blosc", "gzip", "zstd over gzip"])
+def test_a_damaged_chunk_over_the_edge(tmp_path: Path, name: str) -> None:
+    """It is as long as its values, as one is that was stored without filters. HDF5 gives zeros for such Zstandard data."""
+    data = np.random.default_rng(1).bytes(4096)
+    stored = {
+        "zstd": numcodecs.Zstd().encode(data),
+        "blosc": numcodecs.Blosc().encode(data),
+        "gzip": zlib.compress(data),
+        "zstd over gzip": numcodecs.Zstd().encode(zlib.compress(data)),
+    }[name]
+    numbers = {"gzip": (1, (4,)), "zstd": (32015, ()), "blosc": (32001, (2, 2, 1, 4096))}
+    filters = [numbers[part] for part in reversed(name.split(" over "))]
+    cut = bytearray(stored[:4096])
+    if name == "blosc":
+        cut[12:16] = struct.pack("<I", 4096)  # so much is there
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", bytes(cut), filters, 4096, 6)
+    source = open_source(tmp_path / "a.h5", "x")
+    for read_values in (read_all, first_chunk):
+        with pytest.raises((OSError, ValueError)):
+            read_values(source)
+    source.close()
+    short = zlib.compress(bytes(4096))
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        with_filters(file, "x", short, [(1, (4,))], len(short), 1)  # makes more than there can be
+    source = open_source(tmp_path / "b.h5", "x")
+    with pytest.raises(ValueError, match="gzip stream is damaged, or longer"):
+        first_chunk(source)
+    source.close()
+
+
+def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
+    """HDF5 gives zeros for what is past the end."""
+    path = write_hdf5(tmp_path / "a.h5", {"x": np.ones(1 << 16)})
+    source = open_source(path, "x")
+    os.truncate(path, os.path.getsize(path) - 4096)
+    with pytest.raises(OSError, match="was cut"):
+        source.plain(Region.whole((1 << 16,)))
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "is_bounded"),
+    [
+        (("gzip", "zstd"), (), False),
+        (("gzip", "zstd"), ("gzip",), False),  # what may be used unasked counts, whatever is allowed
+        (("gzip", "zstd"), ("all",), False),
+        (("zfp", "zstd"), ("zfp",), True),  # what does as it likes, and may
+        (("zfp", "zstd"), ("all",), True),
+        (("zfp", "zstd"), ("bitshuffle",), False),
+        (("gzip", "zstd"), ("all", STACKED), True),  # a helper process, of which memory is limited
+    ],
+)
+def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[str, ...], is_bounded: bool) -> None:
+    """One rule for both formats."""
+    numbers = {name: number for number, name in NAMES.items()}
+    assert (n_compressors([2, 3, *(numbers[name] for name in names)], allowed) < 2) == is_bounded
+    for words in (allowed, tuple(f"numcodecs.{word}" if word in NAMES.values() else word for word in allowed)):
+        for prefix in ("", "numcodecs."):
+            chain = [{"name": "bytes"}, *({"name": prefix + name} for name in names)]
+            assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, words) != is_bounded
+        filters, compressor = [{"id": "delta"}, {"id": names[0]}], {"id": names[1]}
+        assert zarr_layout.is_stacked({"zarr_format": 2, "filters": filters, "compressor": compressor}, words) != is_bounded
+
+
+def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
+    data = flat((4096,), "u1").tobytes()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "x", zlib.compress(zlib.compress(data)), [(1, (4,)), (1, (4,))])
+        with_filters(file, "lzf", zlib.compress(data), [(32000, (4, 0, 4096)), (1, (4,))], mask=1)  # LZF left out
+        for name in ("x", "lzf"):
+            layout = h5py.VirtualLayout((4096,), "u1")
+            layout[:] = h5py.VirtualSource(".", name, shape=(4096,))
+            file.create_virtual_dataset(f"virtual {name}", layout)
+    for name in ("lzf", "virtual x", "virtual lzf"):
+        for allow in ((), ("all",), ("gzip", "lzf")):
+            with pytest.raises(SourceError, match="compressed more than once"):
+                find_array(str(tmp_path / "a.h5"), name, allow=allow)
+        for source in (
+            open_source(tmp_path / "a.h5", name, allow=("all", STACKED)),
+            open_source(tmp_path / "a.h5", name, untrusted=Limits()),
+        ):
+            np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+            np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))
+            source.close()
+
+
+# --- small arrays, which one rank reads before `staging` is looked at
+
+
+@pytest.mark.parametrize(("nbytes", "is_small"), [(1 << 20, True), (1 << 21, False)])
+def test_a_small_array_of_large_chunks_is_not_read_first(tmp_path: Path, nbytes: int, is_small: bool) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", data=flat((4,), "u1"), chunks=(nbytes,), maxshape=(None,), compression="gzip")
+        file.create_dataset("nan", data=flat((4,), "f4"), chunks=(nbytes // 4,), maxshape=(None,)).attrs["_FillValue"] = np.nan
+    write_zarr(tmp_path / "chunk.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes,))
+    write_zarr(tmp_path / "shard.zarr", {"a": flat((4,), "u1")}, 3, chunks=(nbytes // 2,), shards=(nbytes,))
+    for name, array in (("a.h5", "a"), ("chunk.zarr", "a"), ("shard.zarr", "a"), ("a.h5", "nan")):
+        path, values = str(tmp_path / name), flat((4,), "f4" if array == "nan" else "u1")
+        assert read_small(path, find_array(path, array)) == (values.tobytes() if is_small else None), name
+
+
+# --- compressors over compressors
+
+
+STAGES: dict[str, tuple[Callable[[], Stage], Callable[[bytes], bytes]]] = {
+    "zlib": (inflate, lambda data: zlib.compress(data)),
+    "gzip": (gunzip, lambda data: zlib.compress(data, wbits=31)),
+    "gzips": (gunzip, lambda data: zlib.compress(data[:7], wbits=31) + zlib.compress(data[7:], wbits=31) + bytes(5)),
+    "zstd": (unzstd, lambda data: bytes(numcodecs.Zstd().encode(data))),
+    "blosc": (blosc, lambda data: bytes(numcodecs.Blosc().encode(data))),
+}
+
+
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.product(STAGES, STAGES)))
+def test_compressors_over_compressors(outer: str, inner: str) -> None:
+    (undo_outer, outside), (undo_inner, inside) = STAGES[outer], STAGES[inner]
+    chain, out = Chain([undo_outer(), undo_inner()], 1000), np.empty(1000, "u1")
+    random = np.random.default_rng(1)
+    for data in (flat((1000,), "u1"), random.integers(0, 256, 1000, dtype="u1")):
+        chain.decode(outside(inside(data.tobytes())), out)
+        np.testing.assert_array_equal(out, data)
+        skipped = np.empty(1000, "u1")
+        chain.decode(inside(data.tobytes()), skipped, frozenset({0}))
+        np.testing.assert_array_equal(skipped, data)
+    for bomb in (bytes(8 << 20), random.bytes(6000)):
+        stored = outside(bomb)
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=r"between two compressors|longer than the chunk|can be 5346 at most"):
+            chain.decode(stored, out)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 17
+    stored = outside(inside(flat((1000,), "u1").tobytes()))
+    for damaged in (stored[:-9], stored[: len(stored) // 2], b"", outside(b""), outside(b"x")):
+        with pytest.raises(ValueError):
+            chain.decode(damaged, out)
+
+
+def test_hdf5_datasets_that_are_compressed_twice(tmp_path: Path) -> None:
+    data = flat((4096,), "u1").tobytes()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        with_filters(file, "fine", zlib.compress(zlib.compress(data)), [(1, (4,)), (1, (4,))])
+        with_filters(file, "zstd", numcodecs.Zstd().encode(zlib.compress(data)), [(1, (4,)), (32015, ())])
+        with_filters(file, "lzf", zlib.compress(data), [(32000, ()), (1, (4,))])
+        with_filters(file, "scaled", zlib.compress(data), [(2, (1,)), (3, ()), (1, (4,))])
+        layout = h5py.VirtualLayout((4096,), "u1")
+        layout[:] = h5py.VirtualSource(".", "fine", shape=(4096,))
+        file.create_virtual_dataset("virtual", layout)
+    for name in ("fine", "zstd"):
+        source = open_source(tmp_path / "a.h5", name)
+        np.testing.assert_array_equal(source.plain(Region((9,), (4096,))), flat((4096,), "u1")[9:])
+        np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
+        source.close()
+    listed = {info.dataset: info.refused for info in list_arrays(str(tmp_path / "a.h5"))}
+    assert listed["/fine"] is listed["/scaled"] is None
+    assert "compressed more than once (lzf, then gzip)" in str(listed["/lzf"])
+    assert "compressed more than once" in str(listed["/virtual"])
+    with h5py.File(tmp_path / "a.h5", "a") as file:  # a file that is open for writing is read by HDF5 alone
+        source = open_source(file["fine"], "/fine")
+        with pytest.raises(ValueError, match="compressed more than once, and only HDF5"):
+            read_all(source)
+
+
+@pytest.mark.parametrize(
+    ("zarr_format", "options"),
+    [
+        (3, {"compressors": [zarr.codecs.GzipCodec(), zarr.codecs.ZstdCodec()]}),
+        (3, {"compressors": [zarr.codecs.BloscCodec(), zarr.codecs.GzipCodec()], "shards": (4, 6)}),
+        (2, {"filters": [numcodecs.Shuffle(4), numcodecs.GZip()], "compressors": numcodecs.Blosc()}),
+        (2, {"filters": [numcodecs.Zlib(), numcodecs.Zstd()], "compressors": None}),
+        (2, {"filters": [numcodecs.Shuffle(4), numcodecs.Shuffle(2)]}),
+    ],
+)
+def test_zarr_arrays_that_are_compressed_twice(tmp_path: Path, zarr_format: int, options: dict[str, Any]) -> None:
+    data = flat((4, 6), "int32")
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format, **{"chunks": (2, 3), **options}))
+    source = open_source(path, "a")
+    assert source.chunk_reader() is not None
+    np.testing.assert_array_equal(read_all(source), data)
+    np.testing.assert_array_equal(source.plain(Region((1, 2), (4, 6))), data[1:, 2:])
+    source.close()
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for file in path.rglob("*"):
+            if file.is_file():
+                archive.write(file, file.relative_to(path))
+    if "compressors" not in options:
+        assert find_array(str(tmp_path / "a.zip"), "a").refused is None
+        return
+    (info,) = list_arrays(str(tmp_path / "a.zip"))
+    assert "compressed more than once" in str(info.refused)
+
+
+def test_shards_around_compressed_shards_and_long_indices(tmp_path: Path) -> None:
+    sharding = zarr.codecs.ShardingCodec(chunk_shape=(2, 3), codecs=[zarr.codecs.BytesCodec(), zarr.codecs.GzipCodec()])
+    for name, compressors in (("fine", None), ("twice", zarr.codecs.ZstdCodec())):
+        more = {"serializer": sharding, "compressors": compressors, "chunks": (4, 6)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zarr-python's, that parts of such shards cannot be read
+            path = write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 6))}, 3, **more)
+        (info,) = list_arrays(path)
+        assert (info.refused is None) == (name == "fine"), info.refused
+    meta = tmp_path / "fine.zarr/a/zarr.json"
+    found = json.loads(meta.read_text())
+    found["shape"] = found["chunk_grid"]["configuration"]["chunk_shape"] = [1 << 14, 3 << 10]
+    meta.write_text(json.dumps(found))
+    (info,) = list_arrays(str(tmp_path / "fine.zarr"))
+    assert info.refused == "8388608 chunks in each shard, more than are read"
+
+
+# --- metadata, attributes, zip files
+
+
+def test_metadata_of_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6)), "b": flat((4, 6))}))
+    meta = path / "a/zarr.json"
+    good = json.loads(meta.read_text())
+    meta.write_text(json.dumps(good | {"attributes": {"long": [[]] * 300}}))
+    assert find_array(str(path), "a").shape == (4, 6)
+    monkeypatch.setattr("shardload.formats.zarr.store._MOST_VALUES", 300)
+    for attempt in (find_array, open_source):
+        with pytest.raises(OSError, match=r"has some \d+ values; metadata has 300 at most"):
+            attempt(str(path), "a")
+    listed = {info.dataset: info.refused for info in list_arrays(str(path))}
+    assert "300 at most" in str(listed["/a"]) and listed["/b"] is None
+
+
+def test_the_list_of_what_is_in_a_zip_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}))
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for file in path.rglob("*"):
+            archive.write(file, file.relative_to(path))
+    assert find_array(str(tmp_path / "a.zip"), "a").shape == (4, 6)
+    monkeypatch.setattr("shardload.formats.zarr.store._MOST_DIRECTORY_NBYTES", 100)
+    with pytest.raises(OSError, match=r"list of what is in the zip file has \d+ bytes; 100 are read at most"):
+        find_array(str(tmp_path / "a.zip"), "a")
+
+
+def test_attributes_that_are_long(tmp_path: Path) -> None:
+    """Told by their length, where they are told at all; the array can be loaded."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        for name, value in (("a", np.zeros(20000)), ("b", np.zeros(2000)), ("c", np.zeros(4 << 20)), ("d", 1.5)):
+            file.create_dataset(name, data=[1]).attrs["_FillValue"] = value
+        file["b"].attrs["units"] = "m" * 5000
+    found = {info.dataset: info.attributes for info in list_arrays(str(tmp_path / "a.h5"))}
+    assert found["/a"]["_FillValue"] == "160000 bytes, not shown" and found["/b"]["_FillValue"] == "2000 values, not shown"
+    assert found["/c"] == {"attributes": "too long to be read"} and found["/d"] == {"_FillValue": 1.5}
+    assert found["/b"]["units"] == "m" * 1024 + "... (not all shown)"
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
+    zarr.open_array(path, path="a").attrs.update({"_FillValue": [0] * 2000, "units": "m" * 5000, "scale_factor": 2})
+    assert find_array(path, "a").attributes == {
+        "scale_factor": 2,
+        "_FillValue": "2000 values, not shown",
+        "units": found["/b"]["units"],
+    }
+
+
+# --- shapes that nothing can count
+
+
+def hdf5_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
+    with h5py.File(path, "w", libver="latest") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if chunks:
+            creation.set_chunk(chunks)
+        h5py.h5d.create(file.id, b"x", h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape), creation)
+    return str(path)
+
+
+def zarr_of(path: Path, shape: tuple[int, ...], chunks: tuple[int, ...] | None, dtype: str = "f4") -> str:
+    zarr.create_array(path, name="x", shape=(4,), chunks=(4,), dtype=dtype, zarr_format=2)
+    found = json.loads((path / "x/.zarray").read_text())
+    (path / "x/.zarray").write_text(json.dumps(found | {"shape": shape, "chunks": chunks or shape}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "chunks", "dtype"),
+    [
+        (hdf5_of, (2**62,), (2**20,), "u1"),
+        (hdf5_of, (2**62, 4), (2**20, 1), "f4"),
+        (hdf5_of, (0, 2**62), (1, 2**20), "f4"),
+        (hdf5_of, (2**60,), None, "u1"),
+        (zarr_of, (2**62,), (2**20,), "f4"),
+        (zarr_of, (2**62, 2**62), (4, 4), "f4"),
+        (zarr_of, (2**70,), (4,), "f4"),
+        (zarr_of, (0, 2**70), (1, 4), "f4"),
+        (zarr_of, (4,), (2**62,), "f4"),
+        (zarr_of, (4, 4), (2**62, 2**62), "f4"),
+        (zarr_of, (1,) * 65, (1,) * 65, "f4"),
+        (zarr_of, (1,) * 70, (1,) * 70, "f4"),
+    ],
+)
+def test_shapes_that_nothing_can_hold(tmp_path: Path, make: Any, shape: Any, chunks: Any, dtype: str) -> None:
+    path = make(tmp_path / "a.data", shape, chunks, dtype)
+    mesh, abstract = Mesh(np.array(jax.devices()[:1]), ("a",)), AbstractMesh((2,), ("a",))
+    message = (
+        r"more than any machine can address|NumPy has 64 at most|which 64 bits cannot count|64 bits cannot count the bytes"
+    )
+    for call in (
+        lambda: shardload.load(path, mesh, P(), dataset="x"),
+        lambda: shardload.plan(path, abstract, P(), dataset="x"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            call()
+    assert [info.shape for info in list_arrays(path)] == [shape]
+    assert CliRunner().invoke(app, ["info", path]).exit_code == 0
+
+
+def test_a_part_of_what_is_too_large_as_a_whole(tmp_path: Path) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    for path in (hdf5_of(tmp_path / "a.h5", (2**62,), (2**10,)), zarr_of(tmp_path / "a.zarr", (2**62, 2**62), (2**10, 4))):
+        with pytest.warns(shardload.MissingChunksWarning):
+            x = shardload.load(
+                path, mesh, P(), dataset="x", select=slice(2**61, 2**61 + 5) if path.endswith("h5") else (7, slice(5))
+            )
+        assert x.shape == (5,)
+    path = zarr_of(tmp_path / "axes.zarr", (1,) * 64, None)
+    assert shardload.load(path, mesh, P(), dataset="x", missing="fill").shape == (1,) * 64
+
+
+def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
+    """Wrong if only what is selected of a chunk counted: all of it is decoded, and waits in a slot."""
+    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 64), (32, 32, 64))  # chunks of 256 KiB
+    plan = shardload.plan(path, AbstractMesh((2,), ("a",)), P("a"), select=(..., 3), staging="16MiB")
+    staging = plan._job.staging
+    assert staging.n_slots * staging.slot_nbytes + staging.n_pack * staging.pack_nbytes <= 16 << 20
+    tiny = shardload.plan(
+        hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
+    )
+    assert math.prod(tiny.read_plan.blocks.cell) <= 1 << 14
+    assert tiny._job.staging.n_slots * tiny._job.staging.slot_nbytes <= 64 << 20
+
+
+# --- booleans
+
+
+ODD = np.array([0, 1, 2, 128, 255, 3, 0, 1] * 2048, dtype="u1").view(bool)
+
+
+def write_bools(path: Path, how: str) -> str:
+    """`ODD` in a file, or behind a fill value."""
+    if how.startswith("zarr"):
+        made = zarr.create_array(path, shape=ODD.shape, chunks=(8192,), dtype=bool, zarr_format=int(how[-1]))
+        made[:] = ODD
+        return str(path)
+    kind = h5py.h5t.py_create(np.dtype(bool), logical=True)
+    with h5py.File(path, "w") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        if how != "contiguous":
+            creation.set_chunk((ODD.size // 2,))
+        if how == "gzip":
+            creation.set_deflate(1)
+        elif how == "lzf":
+            creation.set_filter(32000)
+        elif how == "fill":
+            creation.set_fill_value(np.array(2, "u1").view(bool))
+        made = h5py.h5d.create(file.id, b"x", kind, h5py.h5s.create_simple(ODD.shape), creation)
+        if how != "fill":
+            made.write(h5py.h5s.ALL, h5py.h5s.ALL, ODD, kind)
+    return str(path)
+
+
+def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
+    """Wrong for XLA if a byte is other than 0 or 1."""
+    assert x.dtype == bool and set(np.unique(np.asarray(x).view("u1")).tolist()) <= {0, 1}
+    np.testing.assert_array_equal(np.asarray(x), expected)
+    np.testing.assert_array_equal(np.asarray(jnp.where(x, 1.5, 2.5)), np.where(expected, 1.5, 2.5))
+
+
+@pytest.mark.parametrize("readers", ["direct", "parallel", "root"])
+@pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
+def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, mesh = write_bools(tmp_path / "a", how), Mesh(np.array(jax.devices()[:1]), ("a",))
+    expected = np.ones(ODD.shape, bool) if how == "fill" else ODD.view("u1") != 0
+    if readers == "direct":
+        monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 1)  # chunk by chunk
+    for more in ({"verify": "full"}, {"verify": "checksum"}, {"select": slice(3, 9)}, {"select": slice(3, 9000)}):
+        x = shardload.load(path, mesh, P(), readers=readers, missing="fill", **more)
+        check_bools(x, expected[more.get("select", slice(None))])
+    for dtype in ("float32", "int8"):
+        x = shardload.load(path, mesh, P(), readers=readers, missing="fill", dtype=dtype, verify="full")
+        np.testing.assert_array_equal(np.asarray(x), expected.astype(dtype))
+    array = shardload.load(path, mesh, P(), missing="fill")
+    assert shardload.verify(array, path).n_elements == ODD.size
+
+
+@pytest.mark.parametrize("how", ["plain", "strided", "repeated", "good"])
+def test_booleans_in_memory(how: str) -> None:
+    made = {
+        "plain": ODD,
+        "strided": np.repeat(ODD, 2)[::2],
+        "repeated": np.broadcast_to(ODD[2:3], (5, ODD.size)),
+        "good": ODD.view("u1") != 0,
+    }[how]
+    before, mesh = made.copy(), Mesh(np.array(jax.devices()[:1]), ("a",))
+    for x in (shardload.scatter(made, mesh, P()), shardload.load(made, mesh, P(), readers="parallel", verify="full")):
+        check_bools(x, made.view("u1") != 0)
+    np.testing.assert_array_equal(made.view("u1"), before.view("u1"))  # the caller's
+    source = open_source(made, "/array")
+    assert (source.view(Region.whole(made.shape)) is None) == (how != "good")
+    source.close()
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
+
+
+def test_slots_of_what_a_rank_needs(tmp_path: Path) -> None:
+    """Wrong if, where a rank needs a narrow part of a block, its slots had room for all chunks of the block: 1.5 GiB here."""
+    path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 1024), (64, 64, 4))
+    plan = shardload.plan(path, AbstractMesh((64, 64), ("a", "b")), P(None, "a", "b"), readers="direct", staging="256MiB")
+    staging = plan._job.staging
+    assert staging.n_slots * staging.slot_nbytes <= 256 << 20

@@ -1,0 +1,248 @@
+"""Does a chain give back what was encoded, whatever stages it has, and say what is wrong with damaged bytes?"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import google_crc32c
+import numcodecs
+import numpy as np
+import pytest
+
+from shardload.formats.codecs import Chain, Stage, blosc, crc32c, fletcher32, gunzip, inflate, swap_bytes, unshuffle, unzstd
+
+Encode = Callable[[bytes], bytes]
+
+
+def shuffle(size: int) -> Encode:
+    """Byte by byte, as HDF5 documents it; what makes up no element comes last."""
+
+    def encode(raw: bytes) -> bytes:
+        n = len(raw) // size * size
+        return b"".join(raw[k:n:size] for k in range(size)) + raw[n:]
+
+    return encode
+
+
+def with_crc32c(raw: bytes) -> bytes:
+    return raw + google_crc32c.value(raw).to_bytes(4, "little")
+
+
+def with_fletcher32(raw: bytes) -> bytes:
+    """After the algorithm's definition: sums of big-endian 16-bit words modulo 65535, which is never 0 but for no data."""
+    padded = raw + bytes(len(raw) % 2)
+    one = two = 0
+    for k in range(0, len(padded), 2):
+        one += int.from_bytes(padded[k : k + 2], "big")
+        two += one
+    folded = [(n - 1) % 65535 + 1 if n else 0 for n in (one, two)]
+    return raw + (folded[1] << 16 | folded[0]).to_bytes(4, "little")
+
+
+COMPRESSORS: dict[str, tuple[Stage, Encode]] = {
+    "zlib": (inflate(), zlib.compress),
+    "gzip": (gunzip(), gzip.compress),
+    "zstd": (unzstd(), lambda raw: bytes(numcodecs.Zstd(level=1).encode(raw))),
+    "blosc": (blosc(), lambda raw: bytes(numcodecs.Blosc(cname="lz4").encode(raw))),
+}
+OTHERS: dict[str, tuple[Stage, Encode]] = {
+    "shuffle": (unshuffle(4), shuffle(4)),
+    "fletcher32": (fletcher32(), with_fletcher32),
+    "crc32c": (crc32c(), with_crc32c),
+}
+
+
+def values(n: int = 300) -> np.ndarray[Any, Any]:
+    return (np.arange(n) * 7 % 1000).astype("<i4")
+
+
+@pytest.mark.parametrize("compressor", [None, *COMPRESSORS])
+@pytest.mark.parametrize("others", [o for n in range(4) for o in itertools.permutations(OTHERS, n)])
+def test_any_order_of_stages(compressor: str | None, others: tuple[str, ...]) -> None:
+    data = values()
+    for at in range(len(others) + 1):
+        steps = [OTHERS[name] for name in others]
+        if compressor is not None:
+            steps.insert(at, COMPRESSORS[compressor])
+        encoded = data.tobytes()
+        for _, encode in steps:
+            encoded = encode(encoded)
+        chain = Chain([stage for stage, _ in reversed(steps)], data.nbytes)
+        out = np.full(data.shape, 99, "<i4")
+        chain.decode(encoded, out)
+        np.testing.assert_array_equal(out, data)
+
+
+@pytest.mark.parametrize("skipped", [frozenset(s) for n in range(5) for s in itertools.combinations(range(4), n)])
+def test_stages_that_were_not_applied(skipped: frozenset[int]) -> None:
+    data = values()
+    steps = [OTHERS["shuffle"], COMPRESSORS["zlib"], OTHERS["fletcher32"]]
+    encoded = data.tobytes() if 3 in skipped else data.byteswap().tobytes()
+    for k, (_, encode) in enumerate(steps):
+        encoded = encoded if 2 - k in skipped else encode(encoded)
+    chain = Chain([*(stage for stage, _ in reversed(steps)), swap_bytes(4)], data.nbytes)
+    assert chain.names == ("fletcher32", "gzip", "shuffle", "byte order")
+    out = np.full(data.shape, 99, "<i4")
+    chain.decode(memoryview(encoded), out, skipped)
+    np.testing.assert_array_equal(out, data)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16, 300, 301])
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 300])
+def test_shuffle(size: int, n: int) -> None:
+    raw = bytes(k % 251 for k in range(n))
+    out = np.zeros(n, "u1")
+    Chain([unshuffle(size)], n).decode(shuffle(size)(raw), out)
+    assert out.tobytes() == raw
+
+
+@pytest.mark.parametrize("dtype", ["i2", "u4", "f8", "c16"])
+def test_byte_order(dtype: str) -> None:
+    data = values(24).astype(dtype).reshape(4, 3, 2)
+    out = np.empty_like(data)
+    part = data.itemsize // (2 if data.dtype.kind == "c" else 1)
+    Chain([swap_bytes(part)], data.nbytes).decode(data.astype(data.dtype.newbyteorder()).tobytes(), out)
+    np.testing.assert_array_equal(out, data)
+
+
+@pytest.mark.parametrize("n", [*range(1, 12), 359, 360, 361, 719, 720, 721, 100_001])
+@pytest.mark.parametrize("byte", [None, 0, 255])
+def test_fletcher32_after_its_definition(n: int, byte: int | None) -> None:
+    raw = bytes([byte]) * n if byte is not None else bytes(k * k % 256 for k in range(n))
+    out = np.empty(n, "u1")
+    Chain([fletcher32()], n).decode(with_fletcher32(raw), out)
+    assert out.tobytes() == raw
+    for where in (0, n - 1, n, n + 3):
+        damaged = bytearray(with_fletcher32(raw))
+        damaged[where] ^= 0x20
+        with pytest.raises(ValueError, match="Fletcher-32"):
+            Chain([fletcher32()], n).decode(damaged, out)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_every_damaged_byte_gives_the_values_or_a_value_error(name: str) -> None:
+    """Never another exception, another size, or a crash; zlib and gzip carry checksums, and let nothing through."""
+    stage, encode = COMPRESSORS[name]
+    data = values()
+    chain, encoded = Chain([stage, unshuffle(4)], data.nbytes), encode(shuffle(4)(data.tobytes()))
+    refused = 0
+    for at in range(0, len(encoded), 1 + len(encoded) // 400):
+        damaged = bytearray(encoded)
+        damaged[at] ^= 0x55
+        out = np.empty(data.shape, "<i4")
+        try:
+            chain.decode(damaged, out)
+        except ValueError:
+            refused += 1
+        else:
+            # gzip's header has a time and a system, which no checksum covers.
+            assert name in ("zstd", "blosc") or np.array_equal(out, data)
+    assert refused > 3
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 7, 15, 100])
+def test_cut_short(name: str, nbytes: int) -> None:
+    stage, encode = COMPRESSORS[name]
+    out = np.empty(300, "<i4")
+    with pytest.raises(ValueError, match=r"damaged|no zstd frame|header"):
+        Chain([stage], 1200).decode(encode(values().tobytes())[:nbytes], out)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("n", [299, 301, 1])
+def test_another_size_than_the_chunk(name: str, n: int) -> None:
+    stage, encode = COMPRESSORS[name]
+    out = np.empty(300, "<i4")
+    with pytest.raises(ValueError, match=r"longer than|bytes"):
+        Chain([stage], 1200).decode(encode(values(n).tobytes()), out)
+    with pytest.raises(ValueError, match=r"longer than|bytes"):
+        Chain([stage, unshuffle(4)], 1200).decode(encode(values(n).tobytes()), out)
+
+
+def zstd_stream(*blocks: bytes | tuple[int, int]) -> bytes:
+    """A Zstandard frame (RFC 8878) without a declared size, of plain blocks and of (byte, times)."""
+    frame = b"\x28\xb5\x2f\xfd\x00\x58"
+    for k, block in enumerate(blocks):
+        length, kind, data = (len(block), 0, block) if isinstance(block, bytes) else (block[1], 1, bytes([block[0]]))
+        frame += (length << 3 | kind << 1 | (k == len(blocks) - 1)).to_bytes(3, "little") + data
+    return frame
+
+
+def test_zstd_without_a_declared_size_is_bounded_by_the_chunk() -> None:
+    raw, out = values().tobytes(), np.zeros(300, "<i4")
+    chain = Chain([unzstd()], 1200)
+    for good in (zstd_stream(raw), zstd_stream(raw[:500], raw[500:]), zstd_stream(raw[:500]) + zstd_stream(raw[500:])):
+        out[:] = 0
+        chain.decode(good, out)
+        np.testing.assert_array_equal(out, values())
+    bomb = zstd_stream(*[(7, 1 << 17)] * 4096)  # half a GiB in 16 KiB
+    assert len(bomb) < 1 << 15
+    tracemalloc.start()
+    for bad in (bomb, zstd_stream(raw[:1199]), zstd_stream(raw, b"x"), zstd_stream(raw) + zstd_stream(raw)):
+        with pytest.raises(ValueError, match="zstd data is damaged"):
+            chain.decode(bad, out)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_gzip_of_several_members() -> None:
+    raw = values().tobytes()
+    chain, out = Chain([gunzip()], 1200), np.zeros(300, "<i4")
+    parts = [gzip.compress(raw[a:b]) for a, b in ((0, 400), (400, 404), (404, 1200))]
+    for good in (parts, [gzip.compress(raw), gzip.compress(b"")], [gzip.compress(raw), bytes(5)]):
+        assert gzip.decompress(b"".join(good)) == raw
+        out[:] = 0
+        chain.decode(b"".join(good), out)
+        np.testing.assert_array_equal(out, values())
+    bomb = gzip.compress(bytes(1 << 22))
+    for bad in (
+        [*parts, gzip.compress(b"more")],
+        parts[:2],
+        [gzip.compress(raw), b"rest"],
+        [gzip.compress(raw), bomb],
+        [bomb],
+        [parts[0], parts[1], parts[2][:-9]],
+        [parts[0], parts[1][:-5] + b"\x99" + parts[1][-4:], parts[2]],
+    ):
+        with pytest.raises(ValueError, match="gzip stream is"):
+            chain.decode(b"".join(bad), out)
+
+
+def test_sizes_that_do_not_come_out() -> None:
+    out = np.empty(300, "<i4")
+    raw = values().tobytes()
+    for stages, data in (
+        ([], raw[:-1]),
+        ([], raw[:1]),
+        ([swap_bytes(4)], raw[:4]),
+        ([unshuffle(4)], raw[:4]),
+        ([crc32c()], with_crc32c(raw[:-4])),
+        ([crc32c()], b"abc"),
+        ([fletcher32()], b"abc"),
+        ([fletcher32()], with_fletcher32(raw + raw)),
+    ):
+        with pytest.raises(ValueError, match="bytes"):
+            Chain(stages, 1200).decode(data, out)
+    with pytest.raises(ValueError, match="a buffer of 1196 bytes for a chunk of 1200"):
+        Chain([], 1200).decode(raw, out[:-1])
+
+
+def test_crc32c_finds_a_flipped_bit() -> None:
+    encoded = bytearray(with_crc32c(b"12345678"))
+    encoded[2] ^= 1
+    with pytest.raises(ValueError, match="CRC-32C is"):
+        Chain([crc32c()], 8).decode(encoded, np.empty(8, "u1"))
+
+
+def test_two_stages_of_any_length_are_refused_unless_the_first_can_be_stopped() -> None:
+    unbounded = Stage("lzf", lambda data, out: None, None)
+    with pytest.raises(ValueError, match="lzf and gzip: nothing says how long"):
+        Chain([unbounded, unshuffle(2), inflate()], 100)
+    Chain([unzstd(), unshuffle(2), unbounded], 100)

@@ -1,0 +1,436 @@
+"""Which decoders may a file choose, and what is asked of it before they run?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+import zarr.codecs
+from jax.sharding import AbstractMesh, PartitionSpec
+from zarr.abc.codec import BytesBytesCodec
+
+import shardload
+from benchmarks.fuzz_filter_files import FilterKind, hdf5_kinds
+from shardload.errors import SourceError
+from shardload.formats.hdf5 import chunk_heads as hdf5_heads
+from shardload.formats.hdf5 import filters as hdf5_filters
+from shardload.formats.lookup import list_arrays, open_source
+from shardload.formats.zarr.codecs import checked
+from shardload.planning.region import Region
+from tests.unit.files import flat, read_all, write_hdf5
+
+ASKED = {
+    307: dict(hdf5plugin.BZip2()),
+    32008: dict(hdf5plugin.Bitshuffle()),
+    32013: dict(hdf5plugin.Zfp(reversible=True)),
+    32024: dict(hdf5plugin.SZ3(absolute=1e-9)),
+}
+
+
+@pytest.fixture(scope="module")
+def kinds() -> dict[str, FilterKind]:
+    with tempfile.TemporaryDirectory() as made:
+        return {f"{kind.filter.partition(' (')[0]}: {kind.way}": kind for kind in hdf5_kinds(Path(made))}
+
+
+def values_of(path: str, allow: Any) -> np.ndarray[Any, Any]:
+    source = open_source(path, "/a", allow=allow)
+    try:
+        out = np.empty(source.info.shape, source.dtype)
+        source.read_into(Region.whole(out.shape), out)
+        return out
+    finally:
+        source.close()
+
+
+# --- which
+
+
+@pytest.mark.parametrize("number", ASKED)
+def test_a_filter_that_does_not_survive_damage_needs_a_word(tmp_path: Path, number: int) -> None:
+    data, name = flat((64, 64)), hdf5_filters.NAMES[number]
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 32), **ASKED[number])
+    for allow in ((), {"gzip"}, {"shuffle", "32999"}):
+        with pytest.raises(
+            SourceError, match=rf"'/a' in .* HDF5 filter {number} \({name}\).*damage.*pass allow_filters='{name}'\.$"
+        ):
+            open_source(path, "/a", allow=allow)
+    assert (
+        f"allow_filters='{name}'" in (list_arrays(path)[0].refused or "") and list_arrays(path, allow={name})[0].refused is None
+    )
+    for allow in ({name}, {str(number)}, {"all"}, {"gzip", name}):
+        np.testing.assert_allclose(values_of(path, allow), data, rtol=1e-6)
+
+
+def test_every_call_passes_the_word_on(tmp_path: Path) -> None:
+    data = flat((64, 64))
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(32, 32), **ASKED[32008])
+    mesh, spec = AbstractMesh((2,), ("x",)), PartitionSpec("x")
+    with pytest.raises(SourceError, match="allow_filters='bitshuffle'"):
+        shardload.plan(path, mesh, spec)
+    for word in ("bitshuffle", "BITSHUFFLE, zfp", 32008, ["all"], ("zfp", 32008)):
+        assert shardload.plan(path, mesh, spec, allow_filters=word).shape == (64, 64)
+    with h5py.File(path) as file, pytest.raises(SourceError, match="allow_filters='bitshuffle'"):
+        shardload.plan(file["a"], mesh, spec)  # an open array is no word: its file chose the decoder, too
+
+
+def test_a_file_cannot_call_its_filter_by_an_allowed_name() -> None:
+    kind = h5py.h5t.IEEE_F32LE
+    for label in (b"gzip", b"all", b"zfp", b"40000"):
+        said = hdf5_filters.refuse_filter(40000, label, (), kind, (4,), {"gzip", "zfp", "307"}) or ""
+        assert "filter 40000" in said and "allow_filters='40000'" in said and "not known" in said
+    assert hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), {"40000"}) is None
+    assert "\x1b" not in (hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), ()) or "")
+
+
+def test_a_filter_that_is_refused_is_not_even_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 would load a program from HDF5_PLUGIN_PATH because a file names its number."""
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((64, 64))}, chunks=(32, 32), **ASKED[32008])
+    asked: list[int] = []
+    monkeypatch.setattr(h5py.h5z, "filter_avail", lambda number: bool(asked.append(number)) or True)
+    with pytest.raises(SourceError):
+        open_source(path, "/a")
+    list_arrays(path)
+    assert asked == []
+    open_source(path, "/a", allow={"bitshuffle"}).close()
+    assert asked and set(asked) == {32008}
+
+
+def test_hdf5plugin_is_imported_when_one_of_its_filters_may_be_used(tmp_path: Path) -> None:
+    kinds = {"gzip": {"compression": "gzip"}, "bitshuffle": ASKED[32008], "zstd": dict(hdf5plugin.Zstd())}
+    paths = [write_hdf5(tmp_path / f"{n}.h5", {"a": flat((64, 64))}, chunks=(32, 32), **o) for n, o in kinds.items()]
+    code = (
+        "import sys\nfrom shardload.formats.lookup import list_arrays\n"
+        "for path in sys.argv[1:]:\n    list_arrays(path)\n    print('hdf5plugin' in sys.modules)\n"
+    )
+    folder = str(Path(importlib.util.find_spec("netCDF4").origin).parent)  # type: ignore[union-attr, arg-type]
+    env = {**os.environ, "HDF5_PLUGIN_PATH": f"{folder}/plugins"}  # as netCDF4 sets it: for another copy of HDF5
+    command = [sys.executable, "-c", code, *paths]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env).stdout
+    assert said.split() == ["False", "False", "True"]
+
+
+def test_a_virtual_dataset_does_not_bring_a_filter_in(tmp_path: Path) -> None:
+    data = flat((64, 64))
+    write_hdf5(tmp_path / "part.h5", {"a": data}, chunks=(32, 32), **ASKED[32008])
+    layout = h5py.VirtualLayout((64, 64), "f4")
+    layout[...] = h5py.VirtualSource("part.h5", "a", (64, 64))
+    with h5py.File(tmp_path / "all.h5", "w") as file:
+        file.create_virtual_dataset("a", layout)
+    path = str(tmp_path / "all.h5")
+    with pytest.raises(SourceError, match=r"'/a' in '.*part.h5', which holds .*\(bitshuffle\).*allow_filters='bitshuffle'"):
+        open_source(path, "/a")
+    np.testing.assert_array_equal(values_of(path, {"bitshuffle"}), data)
+
+
+class Mine(numcodecs.abc.Codec):  # type: ignore[misc]
+    """A codec of another package."""
+
+    codec_id = "mine"
+
+    def encode(self, buf: Any) -> Any:
+        return numcodecs.compat.ensure_bytes(buf)
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        return numcodecs.compat.ndarray_copy(buf, out)
+
+
+class Mine3(BytesBytesCodec):
+    """The same for format 3."""
+
+    is_fixed_size = True
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Mine3:
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": "mine", "configuration": {}}
+
+    async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+        return chunk_bytes
+
+    async def _encode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+        return chunk_bytes
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
+        return input_byte_length
+
+
+@pytest.mark.parametrize("where", ["2", "2, a filter", "3", "3, in shards"])
+def test_a_codec_of_another_package_needs_a_word(tmp_path: Path, where: str) -> None:
+    numcodecs.register_codec(Mine)
+    zarr.registry.register_codec("mine", Mine3)
+    shards = zarr.codecs.ShardingCodec(chunk_shape=(4, 4), codecs=[zarr.codecs.BytesCodec(), Mine3()])
+    options: dict[str, dict[str, Any]] = {
+        "2": {"compressors": Mine()},
+        "2, a filter": {"filters": [Mine()], "compressors": numcodecs.Zlib()},
+        "3": {"compressors": [Mine3()]},
+        "3, in shards": {"serializer": shards, "compressors": None},
+    }
+    data, path = flat((8, 8)), str(tmp_path / "a.zarr")
+    root = zarr.open_group(path, mode="w", zarr_format=int(where[0]))  # type: ignore[arg-type]
+    root.create_array("a", shape=data.shape, dtype="f4", chunks=(8, 4) if "shards" not in where else (8, 8), **options[where])[
+        ...
+    ] = data
+    with pytest.raises(SourceError, match=r"codec 'mine', .*not known.*pass allow_filters='mine'\.$"):
+        open_source(path, "/a", allow={"zstd"})
+    assert "allow_filters='mine'" in (list_arrays(path)[0].refused or "")
+    for allow in ({"mine"}, {"all"}):
+        np.testing.assert_array_equal(values_of(path, allow), data)
+    with pytest.raises(SourceError, match="allow_filters='mine'"):
+        open_source(root["a"], "/a")
+
+
+def test_allowing_all_allows_no_program(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.zarr")
+    zarr.open_group(path, mode="w", zarr_format=2).create_array(
+        "a", shape=4, dtype="f4", chunks=2, compressors=numcodecs.Zlib()
+    )
+    told = json.loads((tmp_path / "a.zarr/a/.zarray").read_text())
+    told["filters"] = [{"id": "pickle", "protocol": 5}]
+    (tmp_path / "a.zarr/a/.zarray").write_text(json.dumps(told))
+    with pytest.raises(SourceError, match="pickle"):
+        open_source(path, "/a", allow={"all"})
+
+
+# --- parameters
+
+# Part of the name of a kind; which of its numbers (0: how many there are); another value; what is said.
+WRONG = [
+    ("gzip: float32", 1, 77, "level is 77"),
+    ("gzip: float32", 0, 0, "their number is 0"),
+    ("shuffle: float32", 1, 0, "size of an element is 0, expected 4"),
+    ("shuffle: float32", 1, 2**31, "size of an element"),
+    ("szip: nn, int32", 2, 0, "length of a block"),
+    ("szip: nn, int32", 2, 7, "length of a block"),
+    ("szip: nn, int32", 3, 0, "bits of an element"),
+    ("szip: nn, int32", 4, 0, "length of a line"),
+    ("szip: nn, int32", 1, 0, "the coding"),
+    ("szip: nn, int32", 0, 3, "their number is 3"),
+    ("nbit: int32 of 17 bits", 0, 0, "their number is 0"),
+    ("nbit: int32 of 17 bits", 3, 961, "what they say of type and chunk"),
+    ("nbit: int32 of 17 bits", 7, 2**32 - 1, "what they say of type and chunk"),
+    ("nbit: complex64", 6, 1, "what they say of type and chunk"),
+    ("scaleoffset: int32", 3, 2**32 - 1, "number of elements is 4294967295, expected 960"),
+    ("scaleoffset: int32", 2, 33, "the factor is 33"),
+    ("scaleoffset: int32", 5, 8, "size of an element is 8"),
+    ("scaleoffset: int32", 1, 0, "way of scaling"),
+    ("scaleoffset: float32, 3 digits", 2, 2**31, "the factor"),
+    ("scaleoffset: int32", 0, 2, "their number"),
+    ("lzf: float32", 3, 16, "bytes of a chunk is 16, expected 3840"),
+    ("blosc: lz4, shuffle 1", 0, 0, "their number is 0"),
+    ("blosc: lz4, shuffle 1", 3, 0, "size of an element"),
+    ("blosc2: zstd, filters 3", 4, 2**31 - 1, "bytes of a chunk"),
+    ("blosc2: zstd, filters 3", 8, 9, "shape of a chunk"),
+    ("bitshuffle: lz4, <f4", 3, 3, "size of an element is 3"),
+    ("bitshuffle: lz4, <f4", 4, 12, "length of a block"),
+    ("zfp: rate, float32", 2, 7, "mark of ZFP"),
+    ("zfp: rate, float32", 3, 65, "the type"),
+    ("sz: absolute, float32", 3, 41, "number of elements"),
+    ("sz: absolute, float32", 2, 1, "size of an element is 8"),
+    ("sperr: rate, float32", 4, 2**20, "number of elements"),
+    ("fcidecomp: uint16", 3, 2**20, "number of elements"),
+    ("htj2k: uint16", 2, 1, "size of an element is 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "which", "value", "said"), WRONG)
+def test_parameters_that_do_not_fit(
+    kinds: dict[str, FilterKind], tmp_path: Path, name: str, which: int, value: int, said: str
+) -> None:
+    """Wrong if they were left to the filter, which would crash, loop or write where it should not."""
+    kind = kinds[name]
+    data = bytearray(kind.files["f.h5"])
+    path = tmp_path / "a.h5"
+    path.write_bytes(data)
+    open_source(path, "/a", allow={"all"}).close()
+    at, width = kind.parameters[which]
+    data[at : at + width] = value.to_bytes(width, "little")
+    path.write_bytes(data)
+    own = rf"HDF5 filter \d+ \({name.partition(':')[0]}\), whose parameters .* do not fit.*{said}"
+    with pytest.raises(SourceError, match=rf"{own}|tuple index out of range|Unknown SZIP"):  # h5py 3.12 trips over some
+        open_source(path, "/a", allow={"all"})
+
+
+def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp_path: Path) -> None:
+    for k, kind in enumerate(kinds.values()):
+        path = tmp_path / f"{k}.h5"
+        path.write_bytes(kind.files["f.h5"])
+        np.testing.assert_array_equal(values_of(str(path), {"all"}), kind.values, kind.name)
+
+
+# --- what chunks say of their own length
+
+
+def head(
+    number: int, stored: bytes, values: tuple[int, ...] = (), n: int = 100, size: int = 4, after: tuple[int, ...] = ()
+) -> None:
+    applied = [(number, values), *((other, ()) for other in after)]
+    hdf5_heads._check_chunk(np.frombuffer(stored, dtype=np.uint8), applied, n, size)
+
+
+SCALED = (2, 0, 100, 0, 4, 1, 0, 0, *[0] * 12)
+
+
+def scaled(bits: int, n_bytes: int) -> bytes:
+    return struct.pack("<IB8s8x", bits, 8, b"") + bytes(n_bytes)
+
+
+def test_lengths_that_can_be() -> None:
+    zlib = numcodecs.Zlib()
+    head(4, struct.pack("<I", 400) + b"x")
+    head(5, bytes(50), (8, 0, 100, 1, 4, 0, 4, 0))
+    head(5, bytes(400), (8, 1, 100, 1, 4, 0, 32, 0))
+    head(5, bytes(75), (16, 0, 100, 3, 4, 2, 0, 1, 2, 0, 4, 0, 2, 1, 2, 0, 2, 0))
+    head(6, scaled(8, 100), SCALED)
+    head(6, bytes(400), (2, 32, *SCALED[2:]))
+    head(6, zlib.encode(scaled(8, 101)), SCALED, after=(1,))
+    head(32001, bytes(numcodecs.Blosc("lz4").encode(bytes(400))) + b"sum.", after=(3,))
+    head(32004, struct.pack(">QII", 400, 400, 5) + bytes(5))
+    head(32004, struct.pack(">QII200sI", 400, 200, 200, b"", 3) + bytes(3))
+    head(32015, numcodecs.Zstd().encode(bytes(400)))
+    head(32008, b"", ())  # nothing is known of it
+
+
+@pytest.mark.parametrize(
+    ("number", "stored", "values", "after"),
+    [
+        (4, b"\x90\x01", (), ()),
+        (4, struct.pack("<I", 2**31) + b"x", (), ()),
+        (5, bytes(49), (8, 0, 100, 1, 4, 0, 4, 0), ()),
+        (5, bytes(399), (8, 1, 100, 1, 4, 0, 32, 0), ()),
+        (5, bytes(74), (16, 0, 100, 3, 4, 2, 0, 1, 2, 0, 4, 0, 2, 1, 2, 0, 2, 0), ()),
+        (6, scaled(8, 99), SCALED, ()),
+        (6, scaled(33, 1000), SCALED, ()),
+        (6, bytes(20), SCALED, ()),
+        (6, bytes(399), (2, 32, *SCALED[2:]), ()),
+        (6, numcodecs.Zlib().encode(scaled(8, 99)), SCALED, (1,)),
+        (6, b"no gzip", SCALED, (1,)),
+        (6, scaled(8, 100), SCALED, (32000,)),
+        (6, scaled(8, 100), SCALED, (2,)),
+        (32001, numcodecs.Blosc("lz4").encode(bytes(404)), (), ()),
+        (32001, bytes(numcodecs.Blosc("lz4").encode(bytes(400)))[:-1], (), ()),
+        (32001, b"short", (), ()),
+        (32004, struct.pack(">QII", 2**40, 400, 5) + bytes(5), (), ()),
+        (32004, struct.pack(">QII", 400, 0, 5) + bytes(5), (), ()),
+        (32004, struct.pack(">QII", 400, 400, 6) + bytes(5), (), ()),
+        (32004, struct.pack(">QII", 400, 200, 5) + bytes(5), (), ()),
+        (32015, numcodecs.Zstd().encode(bytes(404)), (), ()),
+        (32015, numcodecs.Zstd().encode(np.random.default_rng(1).bytes(400))[:-9], (), ()),
+        (32015, b"no frame at all", (), ()),
+    ],
+)
+def test_lengths_that_cannot_be(number: int, stored: bytes, values: tuple[int, ...], after: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"declares|stored|compressed twice|hides|damaged|no zstd|gzip"):
+        head(number, bytes(stored), values, after=after)
+    with pytest.raises(ValueError, match="twice"):
+        applied = [(1, ()), (number, values)]
+        hdf5_heads._check_chunk(np.frombuffer(bytes(stored), dtype=np.uint8), applied, 100, 4)
+
+
+SHORT = r"""
+import sys, h5py, numpy as np
+from shardload.planning.region import Region
+from shardload.formats.lookup import open_source
+for path in sys.argv[1:]:
+    for way in ("read_into", "plain"):
+        source = open_source(path, "/a")
+        whole = Region.whole(source.info.shape)
+        try:
+            source.plain(whole) if way == "plain" else source.read_into(whole, np.empty(whole.shape, source.dtype))
+            print("values")
+        except ValueError as error:
+            print("refused", error)
+"""
+
+
+class Asked:
+    """An open dataset's identifier that counts how often it is asked where a chunk is, for which HDF5 walks a list of all."""
+
+    def __init__(self, identifier: Any) -> None:
+        self._identifier, self.n = identifier, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.n += name == "get_chunk_info_by_coord"
+        return getattr(self._identifier, name)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_the_list_of_chunks_is_not_walked_for_each(tmp_path: Path, libver: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", libver=libver) as file:
+        made = file.create_dataset("x", (8, 8), "i4", chunks=(1, 8), scaleoffset=0)
+        made[:] = flat((8, 8), "i4")
+        some = file.create_dataset("some", (8, 8), "i4", chunks=(1, 8), scaleoffset=0)
+        some[2:4] = 1
+    with h5py.File(tmp_path / "a.h5") as file:
+        for name in ("x", "some"):
+            asked = Asked(file[name].id)
+            hdf5_heads.check_heads(SimpleNamespace(id=asked), Region.whole((8, 8)))  # type: ignore[arg-type]
+            assert asked.n == 0 or name == "some", name
+            source = open_source(tmp_path / "a.h5", name)
+            np.testing.assert_array_equal(read_all(source), file[name][:])
+            source.close()
+
+
+def test_chunks_that_are_too_short_do_not_reach_hdf5(tmp_path: Path) -> None:
+    """In a process of its own: HDF5's filters read past the end of memory, which may crash it."""
+    options: dict[str, dict[str, Any]] = {
+        "fletcher32": {"fletcher32": True},
+        "shuffle": {"shuffle": True},
+        "scaleoffset": {"scaleoffset": 0},
+        "blosc": dict(hdf5plugin.Blosc()),
+        "zstd": dict(hdf5plugin.Zstd()),
+    }
+    paths = []
+    for name, more in options.items():
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            made = file.create_dataset("a", data=flat((64, 64), "i4"), chunks=(32, 64), **more)
+            stored = made.id.read_direct_chunk((0, 0))[1]
+            made.id.write_direct_chunk((0, 0), stored[: 2 if name == "fletcher32" else 30])
+        paths.append(str(tmp_path / f"{name}.h5"))
+    found = subprocess.run([sys.executable, "-c", SHORT, *paths], capture_output=True, text=True, timeout=120, check=False)
+    said = found.stdout.splitlines()
+    assert found.returncode == 0 and len(said) == 2 * len(paths), (found.returncode, said, found.stderr[-300:])
+    assert all(line.startswith("refused") for line in said), said
+
+
+@pytest.mark.filterwarnings("ignore:Numcodecs codecs are not in the Zarr version 3")
+@pytest.mark.parametrize("form", ["2", "3", "3, numcodecs", "3, shards"])
+def test_blosc_of_zarr_is_not_believed(tmp_path: Path, form: str) -> None:
+    """zarr-python hands numcodecs a chunk that says that it is longer than it is."""
+    z, data = zarr.codecs, flat((8, 8))
+    make: Any = zarr.registry.get_codec_class("numcodecs.blosc")
+    own = make(cname="lz4") if "numcodecs" in form else z.BloscCodec(cname="lz4", typesize=4)
+    options: dict[str, Any] = {"compressors": numcodecs.Blosc("lz4") if form == "2" else [own]}
+    if "shards" in form:
+        options = {"serializer": z.ShardingCodec(chunk_shape=(4, 8), codecs=[z.BytesCodec(), own]), "compressors": None}
+    made = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=int(form[0]))  # type: ignore[arg-type]
+    made.create_array("a", shape=(8, 8), dtype="f4", chunks=(8, 8), **options)[...] = data
+    file = next(
+        f for f in (tmp_path / "a.zarr/a").rglob("*") if f.is_file() and f.name not in (".zarray", ".zattrs", "zarr.json")
+    )
+    source = open_source(tmp_path / "a.zarr", "/a")
+    np.testing.assert_array_equal(source.plain(Region.whole((8, 8))), data)
+    stored = bytearray(file.read_bytes())
+    at = 12  # of the first chunk, in a shard too: bytes of the whole buffer
+    stored[at : at + 4] = (int.from_bytes(stored[at : at + 4], "little") + 1).to_bytes(4, "little")
+    file.write_bytes(stored)
+    with pytest.raises(ValueError, match="the blosc header declares"):
+        source.plain(Region.whole((8, 8)))
+    source.close()
+    assert type(checked(made["a"].metadata)) is type(made["a"].metadata)

@@ -1,0 +1,519 @@
+"""Does the HDF5 source deliver what was written, decode each chunk once, and say why where it cannot?"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import iris_sample_data
+import netCDF4
+import numpy as np
+import pytest
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.planning.region import Region
+from tests.unit.files import ALONE, DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
+
+CHUNKED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gzip": {"compression": "gzip"},
+    "gzip+shuffle": {"compression": "gzip", "shuffle": True},
+    "shuffle": {"shuffle": True},
+    "lzf": {"compression": "lzf"},
+    "fletcher32": {"fletcher32": True},
+    "lzf+shuffle+fletcher32": {"compression": "lzf", "shuffle": True, "fletcher32": True},
+    "szip": {"compression": "szip"},
+    "blosc": dict(hdf5plugin.Blosc()),
+    "zstd": dict(hdf5plugin.Zstd()),
+    "bitshuffle": dict(hdf5plugin.Bitshuffle()),
+    "blosc2": dict(hdf5plugin.Blosc2()),
+    "lz4": dict(hdf5plugin.LZ4()),
+    "bzip2": dict(hdf5plugin.BZip2()),
+}
+
+
+ASKED = {"szip", "bitshuffle", "blosc2", "lz4", "bzip2"}  # decoded only if the caller says so, or may come to be
+
+
+def info_of(path: str, name: str) -> ArrayInfo:
+    return {info.dataset: info for info in list_arrays(path)}[name]
+
+
+def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
+    source = open_source(path, name, allow=ASKED)
+    check_source(source, expected)
+    source.close()
+    return source.info
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contiguous_and_compact_of_every_type_and_rank(tmp_path: Path, dtype: str) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for shape in SHAPES:
+            data = flat(shape, dtype)
+            file[f"contiguous/r{len(shape)}"] = data
+            compact = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            compact.set_layout(h5py.h5d.COMPACT)
+            file.require_group("compact")
+            space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+            kind = h5py.h5t.py_create(data.dtype, logical=True)
+            made = h5py.h5d.create(file["compact"].id, f"r{len(shape)}".encode(), kind, space, compact)
+            made.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+    for shape in SHAPES:
+        for layout in ("contiguous", "compact"):
+            info = check(str(tmp_path / "a.h5"), f"/{layout}/r{len(shape)}", flat(shape, dtype))
+            assert info.chunks is None and info.codec == "none" and info.shards is None
+            assert info.nbytes_stored == flat(shape, dtype).nbytes
+
+
+@pytest.mark.parametrize("codec", CHUNKED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunked_with_every_filter_type_and_rank(tmp_path: Path, dtype: str, codec: str) -> None:
+    shapes = [shape for shape in SHAPES if shape]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for shape in shapes:
+            if codec == "szip" and np.dtype(dtype).kind in "bc":
+                continue
+            options = CHUNKED[codec] | {"chunks": chunks_of(shape)}
+            if codec == "szip":
+                options["chunks"] = tuple(max(n, 8) if k == len(shape) - 1 else n for k, n in enumerate(shape))
+                options["maxshape"] = (None,) * len(shape)
+            file.create_dataset(f"r{len(shape)}", data=flat(shape, dtype), **options)
+    with h5py.File(tmp_path / "a.h5") as file:
+        written = {name: file[name].chunks for name in file}
+    for shape in shapes:
+        if f"r{len(shape)}" in written:
+            info = check(str(tmp_path / "a.h5"), f"/r{len(shape)}", flat(shape, dtype))
+            assert info.codec == codec and info.chunks == written[f"r{len(shape)}"] and info.format == "HDF5"
+
+
+def test_scaleoffset_and_nbit(tmp_path: Path) -> None:
+    data = flat((7, 5), "int32")
+    path = write_hdf5(tmp_path / "a.h5", {"i": data}, chunks=(3, 2), scaleoffset=0)
+    assert check(path, "/i", data).codec == "scaleoffset"
+    path = write_hdf5(tmp_path / "b.h5", {"i": data}, chunks=(3, 2), scaleoffset=0, compression="gzip")
+    assert check(path, "/i", data).codec == "scaleoffset+gzip"
+    path = write_hdf5(tmp_path / "c.h5", {"f": data / 4}, chunks=(3, 2), scaleoffset=2)
+    assert check(path, "/f", data / 4).codec == "scaleoffset"
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_chunk((3, 2))
+        creation.set_filter(h5py.h5z.FILTER_NBIT, 0)
+        made = h5py.h5d.create(file.id, b"n", h5py.h5t.STD_I32LE, h5py.h5s.create_simple((7, 5)), creation)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, data)
+    assert check(str(tmp_path / "d.h5"), "/n", data).codec == "nbit"
+
+
+@pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64", "bool"])
+def test_virtual_and_external(tmp_path: Path, dtype: str) -> None:
+    data = flat((6, 5, 7), dtype)
+    layout = h5py.VirtualLayout(shape=data.shape, dtype=data.dtype)
+    for part in range(3):
+        write_hdf5(tmp_path / f"part{part}.h5", {"x": data[2 * part : 2 * part + 2]}, chunks=(1, 5, 4), shuffle=True)
+        layout[2 * part : 2 * part + 2] = h5py.VirtualSource(f"part{part}.h5", "x", shape=(2, 5, 7))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_virtual_dataset("virtual", layout)
+        size = data.nbytes
+        raw = [(str(tmp_path / "a.raw"), 0, size // 2), (str(tmp_path / "b.raw"), 16, size - size // 2)]
+        file.create_dataset("external", data=data, external=raw)
+    path = str(tmp_path / "a.h5")
+    info = check(path, "/virtual", data)
+    assert info.chunks is None and info.nbytes_stored is None
+    assert check(path, "/external", data).chunks is None
+    (tmp_path / "part1.h5").unlink()
+    # HDF5 itself would deliver zeros for the missing part, without a word.
+    with pytest.raises(SourceError, match=r"'/virtual' in .* values of another file, 'part1.h5', which is not there"):
+        open_source(path, "/virtual")
+    (tmp_path / "b.raw").unlink()
+    with pytest.raises(SourceError, match=r"'/external' in .* values of another file, '.*b\.raw', which is not there"):
+        open_source(path, "/external")
+
+
+def test_enums_load_as_integers_and_bfloat16_as_float32(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        kind = h5py.enum_dtype({"SEA": 0, "LAND": 1, "ICE": 300}, basetype=">i2")
+        file.create_dataset("enum", data=np.array([[0, 1, 300], [300, 7, 0]], ">i2"), dtype=kind)
+        half = h5py.h5t.IEEE_F32LE.copy()
+        half.set_fields(15, 7, 8, 0, 7)
+        half.set_precision(16)
+        half.set_size(2)
+        half.set_ebias(127)
+        made = h5py.h5d.create(file.id, b"bfloat16", half, h5py.h5s.create_simple((3,)))
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array([1.5, -3e38, 0.25], "float32"))
+        if hasattr(h5py.h5t, "COMPLEX"):  # the complex type of HDF5 2.0, which earlier versions cannot open
+            native = h5py.h5d.create(file.id, b"complex", h5py.h5t.COMPLEX_IEEE_F32BE, h5py.h5s.create_simple((5,)))
+            native.write(h5py.h5s.ALL, h5py.h5s.ALL, flat((5,), "complex64"), h5py.h5t.NATIVE_FLOAT_COMPLEX)
+        else:
+            file["complex"] = flat((5,), "complex64")
+    path = str(tmp_path / "a.h5")
+    check(path, "/enum", np.array([[0, 1, 300], [300, 7, 0]], "int16"))
+    check(path, "/complex", flat((5,), "complex64"))
+    source = open_source(path, "/bfloat16")
+    assert source.dtype == np.float32
+    np.testing.assert_allclose(read_all(source), [1.5, -3e38, 0.25], rtol=2**-8)
+    source.close()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
+def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("plain", data=np.zeros(shape, "f4"))
+        file.create_dataset("chunked", shape=shape, maxshape=(None,) * len(shape), chunks=(2,) * len(shape), dtype="f4")
+    for name in ("/plain", "/chunked"):
+        check(str(tmp_path / "a.h5"), name, np.zeros(shape, "f4"))
+
+
+def test_chunks_never_written_are_the_fill_value(tmp_path: Path) -> None:
+    data = np.full((6, 5), 42, "int32")
+    data[2:4, 2:5] = flat((2, 3), "int32")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("a", shape=(6, 5), chunks=(2, 3), dtype="int32", fillvalue=42, compression="gzip")
+        made[2:4, 2:5] = flat((2, 3), "int32")
+    check(str(tmp_path / "a.h5"), "/a", data)
+
+
+def test_what_is_refused_says_what_it_is(tmp_path: Path) -> None:
+    space = h5py.h5s.create_simple((3,))
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["variable string"] = ["a", "bc", "d"]
+        file["fixed string"] = np.array([b"ab", b"c"])
+        file["object reference"] = np.array([file.ref], dtype=h5py.ref_dtype)
+        file.create_dataset("region reference", (2,), dtype=h5py.regionref_dtype)
+        file["record"] = np.zeros(3, [("mass", "f4"), ("id", "i8")])
+        file["vlen"] = np.array([np.arange(2), np.arange(3)], dtype=h5py.vlen_dtype("i4"))
+        file.create_dataset("subarray", shape=(2,), dtype=np.dtype(("f4", (3,))))
+        file["date"] = np.array(["2020-01-01"], "M8[s]").astype(h5py.opaque_dtype("M8[s]"))
+        file["long double"] = np.zeros(2, "longdouble")
+        file["long complex"] = np.zeros(2, "clongdouble")
+        file["null"] = h5py.Empty("f4")
+        odd = h5py.h5t.STD_I32LE.copy()
+        odd.set_precision(24)
+        odd.set_size(3)
+        types = {"bits": h5py.h5t.STD_B8LE, "time": h5py.h5t.UNIX_D32BE, "quad": h5py.h5t.IEEE_F128BE, "int24": odd}
+        for name, kind in types.items():
+            h5py.h5d.create(file.id, name.encode(), kind.copy(), space)
+        file["good"] = flat((3, 4))
+    expected = {
+        "variable string": ("string", "strings"),
+        "fixed string": ("string", "strings"),
+        "object reference": ("reference", "references"),
+        "region reference": ("reference", "references"),
+        "record": ("compound", "records with fields mass, id"),
+        "vlen": ("vlen", "lists of variable length"),
+        "subarray": ("array", "small arrays"),
+        "date": ("opaque", "opaque bytes"),
+        "long double": ("", "extended precision floats"),
+        "long complex": ("", "extended precision complex"),
+        "null": ("float32", "its dataspace is null"),
+        "bits": ("bitfield", "bit fields"),
+        "time": ("time", "HDF5 times"),
+        "quad": ("128-bit number", "NumPy does not have"),
+        "int24": ("24-bit number", "NumPy does not have"),
+    }
+    path = str(tmp_path / "a.h5")
+    infos = {info.dataset[1:]: info for info in list_arrays(path)}
+    assert set(infos) == {*expected, "good"}
+    for name, (kind, why) in expected.items():
+        info = infos[name]
+        assert info.refused is not None and why in info.refused, name
+        assert not kind or info.dtype == kind
+        for attempt in (find_array, open_source):
+            with pytest.raises(SourceError, match=f"'/{name}' in '.*a.h5' cannot be loaded: it holds .*{why}") as caught:
+                attempt(path, name)
+            assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
+    assert find_array(path, None).dataset == "/good"  # the one array left that can be loaded
+
+
+def test_attributes_are_plain_and_reported(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = file.create_dataset("a", data=flat((3,)))
+        made.attrs["scale_factor"] = np.float32(0.5)
+        made.attrs["add_offset"] = np.array([10], ">i2")
+        made.attrs["_FillValue"] = np.array([-1.0], "f8")
+        made.attrs["missing_value"] = np.array([-1, -2], "i4")
+        made.attrs["units"] = np.bytes_("K")
+        made.attrs["calendar"] = h5py.Empty("S1")
+        made.attrs["comment"] = "not told"
+    attributes = info_of(str(tmp_path / "a.h5"), "/a").attributes
+    expected = {"scale_factor": 0.5, "add_offset": 10, "_FillValue": -1.0, "missing_value": [-1, -2]}
+    assert attributes == {**expected, "units": "K", "calendar": None}
+    assert json.loads(json.dumps(attributes)) == attributes
+
+
+def test_netcdf4_agrees_with_the_netcdf_library(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.nc")
+    data = flat((4, 3, 5), "int16")
+    with netCDF4.Dataset(path, "w") as file:
+        for name, size in (("time", None), ("lat", 3), ("lon", 5)):
+            file.createDimension(name, size)
+            file.createVariable(name, "f8", (name,))[:] = np.arange({"time": 4, "lat": 3, "lon": 5}[name])
+        for k, endian in enumerate(("little", "big")):
+            made = file.createGroup("g").createVariable(
+                f"v{k}",
+                ("<i2", ">i2")[k],
+                ("time", "lat", "lon"),
+                zlib=True,
+                endian=endian,
+                fill_value=-9,
+                chunksizes=(1, 2, 5),
+            )
+            made.set_auto_maskandscale(False)
+            made[:] = data
+            made.scale_factor, made.units = 0.5, "m"
+    infos = {info.dataset: info for info in list_arrays(path)}
+    assert [name for name, info in infos.items() if info.is_coordinate] == ["/lat", "/lon", "/time"]
+    for name in ("/g/v0", "/g/v1"):
+        info = check(path, name, data)
+        assert info.format == "netCDF4" and info.chunks == (1, 2, 5) and info.codec == "gzip+shuffle"
+        assert info.attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
+
+
+def test_real_files_agree_with_the_netcdf_library() -> None:
+    compared = 0
+    for path in sorted(Path(iris_sample_data.path).glob("*.nc")):
+        if path.read_bytes()[:3] == b"CDF":
+            with pytest.raises(SourceError, match=r"netCDF-3 classic.*nccopy -k nc4 in.nc out.nc"):
+                list_arrays(str(path))
+            continue
+        with netCDF4.Dataset(path) as file:
+            file.set_auto_maskandscale(False)
+            for info in list_arrays(str(path)):
+                if info.refused is None and info.dataset[1:] in file.variables:
+                    source = open_source(path, info.dataset)
+                    np.testing.assert_array_equal(read_all(source), file[info.dataset][...])
+                    source.close()
+                    compared += 1
+    assert compared > 10
+
+
+@pytest.fixture
+def counting_filter() -> Iterator[list[int]]:
+    """An HDF5 filter of our own, put into the library that h5py uses, which changes nothing and counts decodes."""
+    number, decodes = 460, [0]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found = {line.split()[-1] for line in maps if "libhdf5" in line and "libhdf5_hl" not in line}
+    (library,) = {name for name in found if "h5py" in name or not any("h5py" in other for other in found)}
+    hdf5 = ctypes.CDLL(library)
+    signature = ctypes.CFUNCTYPE(
+        *(ctypes.c_size_t, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+    )
+
+    def pass_through(flags: int, count: int, values: int, nbytes: int, size: int, buffer: int) -> int:
+        if flags & 0x100:  # H5Z_FLAG_REVERSE: this is a read
+            decodes[0] += 1
+        return nbytes
+
+    class FilterClass(ctypes.Structure):
+        _fields_ = (
+            ("version", ctypes.c_int),
+            ("number", ctypes.c_int),
+            ("encodes", ctypes.c_uint),
+            ("decodes", ctypes.c_uint),
+            ("name", ctypes.c_char_p),
+            ("can_apply", ctypes.c_void_p),
+            ("set_local", ctypes.c_void_p),
+            ("function", signature),
+        )
+
+    entry = FilterClass(1, number, 1, 1, b"counting", None, None, signature(pass_through))
+    assert hdf5.H5Zregister(ctypes.byref(entry)) >= 0
+    yield decodes
+    assert hdf5.H5Zunregister(number) >= 0
+
+
+def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: list[int]) -> None:
+    data = flat((7, 6, 5), ">f8")
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 4, 3), compression=460)
+    source = open_source(path, "/a", allow={"460"})
+    assert source.info.codec == "counting#460"
+    assert counting_filter == [0]  # metadata decodes nothing
+    for region, chunks in (
+        (Region.whole(data.shape), 4 * 2 * 2),
+        (Region((2, 0, 0), (4, 4, 3)), 1),
+        (Region((1, 3, 2), (3, 5, 4)), 2 * 2 * 2),
+        (Region((1, 3, 2), (1, 5, 4)), 0),
+    ):
+        source.close()
+        source = open_source(path, "/a", allow={"460"})  # a new file, so that HDF5's cache of the last read is gone
+        counting_filter[0] = 0
+        out = np.empty(region.shape)
+        source.read_into(region, out)
+        assert counting_filter == [chunks], region
+        np.testing.assert_array_equal(out, data[region.slices()])
+    source.close()
+
+
+def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list[int]) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 5))}, chunks=(2, 2), compression=460)
+    zstd = write_hdf5(tmp_path / "z.h5", {"a": flat((4, 5))}, chunks=(2, 2), **hdf5plugin.Zstd())
+    code = ALONE + (
+        "sys.modules['hdf5plugin'] = None\n"
+        "from shardload.formats.lookup import open_source, list_arrays\n"
+        "for path in sys.argv[1:]:\n"
+        "    assert list_arrays(path)[0].shape == (4, 5)\n"
+        "    try: open_source(path, 'a', allow={'460'})\n"
+        "    except OSError as error: print(type(error).__name__, error)\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, path, zstd],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={"HDF5_PLUGIN_PATH": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+    ).stdout.splitlines()
+    assert said[0].startswith(f"SourceError '/a' in '{path}' cannot be loaded: it holds chunks encoded with HDF5 filter")
+    assert "filter 460 (counting)" in said[0] and "filter 32015 (zstd)" in said[1]
+    assert all("`pip install hdf5plugin`" in line for line in said)
+
+
+def test_damage_surfaces_as_an_error(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 2**31, (8, 40)).astype("int64")
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 40), compression="gzip")
+    with h5py.File(path) as file:
+        stored = file["a"].id.get_chunk_info_by_coord((4, 0))
+    raw = bytearray(Path(path).read_bytes())
+    whole = bytes(raw)
+    for byte in range(stored.byte_offset + 20, stored.byte_offset + 28):
+        raw[byte] ^= 0xFF
+    Path(path).write_bytes(raw)
+    source = open_source(path, "/a")
+    out = np.empty((2, 40), "int64")
+    source.read_into(Region((2, 0), (4, 40)), out)  # the chunk before it is whole
+    np.testing.assert_array_equal(out, data[2:4])
+    with pytest.raises(OSError, match=r"filter returned failure|inflate|checksum"):
+        source.read_into(Region((4, 0), (6, 40)), out)
+    source.close()
+    for size in (9, 100, len(whole) // 2, len(whole) - 1):
+        Path(path).write_bytes(whole[:size])
+        for attempt in (list_arrays, find_array):
+            with pytest.raises(SourceError, match=r"a.h5' is an HDF5 file that cannot be opened: .* HDF5 says: ") as caught:
+                attempt(path)
+            assert caught.value.path == path
+            assert size < 100 or "Copy or write it again" in str(caught.value)
+
+
+def test_fletcher32_finds_a_flipped_bit(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 6), "int32")}, chunks=(2, 6), fletcher32=True)
+    with h5py.File(path) as file:
+        offset = file["a"].id.get_chunk_info_by_coord((2, 0)).byte_offset
+    raw = bytearray(Path(path).read_bytes())
+    raw[offset + 5] ^= 1
+    Path(path).write_bytes(raw)
+    source = open_source(path, "/a")
+    with pytest.raises(OSError, match=r"filter returned failure|inflate|checksum"):
+        read_all(source)
+    source.close()
+
+
+def test_damaged_metadata_never_crashes(tmp_path: Path) -> None:
+    """Every answer to a file with flipped bytes is values or an error of ours; no other exception, no crash."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("g/a", data=flat((4, 6)), chunks=(2, 6), compression="gzip").attrs["units"] = "K"
+        file["soft"] = h5py.SoftLink("/g/a")
+    whole = (tmp_path / "a.h5").read_bytes()
+    path, errors = str(tmp_path / "b.h5"), 0
+    for at in range(8, len(whole), 7):
+        (tmp_path / "b.h5").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            list_arrays(path)
+            open_source(path, "/g/a").close()
+        except SourceError:
+            errors += 1
+    assert errors > 20
+
+
+def test_links(tmp_path: Path) -> None:
+    data = flat((3, 4))
+    write_hdf5(tmp_path / "other.h5", {"b": data})
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["g/rho"] = data
+        file["hard"] = file["g/rho"]
+        file["soft"] = h5py.SoftLink("/g/rho")
+        file["outside"] = h5py.ExternalLink("other.h5", "/b")
+        file["dangling"] = h5py.SoftLink("/nope")
+        file["gone"] = h5py.ExternalLink("nofile.h5", "/x")
+        file["loop"] = h5py.SoftLink("/loop")
+        file["g/up"] = file["/"]
+        file["type"] = np.dtype("f4")
+    path = str(tmp_path / "a.h5")
+    assert [info.dataset for info in list_arrays(path)] == ["/g/rho"]
+    for name in ("/g/rho", "/hard", "/soft", "/outside", "/g/up/g/rho"):
+        assert check(path, name, data).dataset == name
+    for name, target in (("/dangling", "'/nope'"), ("/gone", "'/x' in 'nofile.h5'"), ("/loop", "'/loop'")):
+        with pytest.raises(SourceError, match=f"'{name}' in .* is a link to {target}, which cannot be opened"):
+            find_array(path, name)
+    for name in ("/nope", "/g", "/type", "/g/rho/x", "/g/nope"):
+        with pytest.raises(ConfigError, match=r"'/g/rho' \(3, 4\) float32"):
+            find_array(path, name)
+        with pytest.raises(SourceError, match=f"holds no array '{name}', which was found in it before"):
+            open_source(path, name)
+
+
+def test_what_the_caller_opened_stays_open_and_the_rest_is_closed(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3, 4)), "b": flat((3, 4), first=50)})
+    with h5py.File(path) as mine:
+        theirs = open_source(path, "/a")  # the same file, open a second time
+        handed: Source = open_source(mine["b"], "/b")
+        assert handed.info == find_array(mine["b"]) and handed.info.path == path
+        check_source(handed, flat((3, 4), first=50))
+        theirs.close()
+        theirs.close()
+        handed.close()
+        np.testing.assert_array_equal(mine["b"][...], flat((3, 4), first=50))
+        with pytest.raises(RuntimeError):
+            theirs.read_into(Region.whole((3, 4)), np.empty((3, 4), "f4"))
+        closed = mine["a"]
+        with pytest.raises(ConfigError, match=r"'/' in .*a.h5' is a group.*group\['name'\].*'/a', '/b'"):
+            find_array(mine)
+    with pytest.raises(SourceError, match=r"the h5py.Dataset handed in is closed.*or pass the path"):
+        find_array(closed)
+    with pytest.raises(SourceError, match="closed"):
+        open_source(closed, "/a")
+    with h5py.File(path, "r+") as file:  # nothing of ours holds the file any more
+        file["c"] = 1
+
+
+def test_locks_and_writers(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3, 4))})
+    with open(path, "rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(SourceError, match="HDF5_USE_FILE_LOCKING=FALSE"):
+            find_array(path)
+    assert find_array(path).shape == (3, 4)
+    code = "import h5py, os, sys; f = h5py.File(sys.argv[1], 'w', libver='latest'); f['a'] = 1; f.flush(); os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, path], check=True, timeout=60)  # a writer that died
+    with pytest.raises(SourceError, match=r"if it died, run `h5clear -s` on the file"):
+        find_array(path)
+
+
+def test_a_user_block_is_skipped(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", userblock_size=1024) as file:
+        file["a"] = flat((3, 4))
+    check(str(tmp_path / "a.h5"), "/a", flat((3, 4)))
+
+
+def test_read_into_refuses_another_buffer_or_region(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3, 4))})
+    source = open_source(path, "/a")
+    for region, out in (
+        (Region((0, 0), (4, 4)), np.empty((4, 4), "f4")),
+        (Region((0,), (3,)), np.empty((3,), "f4")),
+        (Region((0, 0), (2, 4)), np.empty((4, 2), "f4")),
+        (Region((0, 0), (2, 4)), np.empty((2, 4), "f8")),
+        (Region((0, 0), (2, 4)), np.empty((4, 2), "f4").T),
+    ):
+        with pytest.raises(ValueError, match=r"region \[.*'/a' in"):
+            source.read_into(region, out)
+    source.close()

@@ -1,0 +1,569 @@
+"""Are chunks that are read and decoded past HDF5 what HDF5 reads itself, and is the library asked where that is not sure?"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import numpy as np
+import pytest
+
+from shardload.formats.base import ChunkReader, Encoded, Source
+from shardload.formats.hdf5 import chunks as hdf5_chunks
+from shardload.formats.lookup import open_source
+from shardload.planning.region import Region
+from tests.unit.files import DTYPES, SHAPES, chunks_of, flat, write_hdf5
+
+LIBVERS: tuple[Any, ...] = ("earliest", "latest")
+
+# Filters in the order in which they are applied. Each is one call on a creation property list.
+FILTERS: dict[str, Any] = {
+    "gzip": lambda p, size: p.set_deflate(4),
+    "shuffle": lambda p, size: p.set_shuffle(),
+    "fletcher32": lambda p, size: p.set_fletcher32(),
+    "zstd": lambda p, size: p.set_filter(32015, h5py.h5z.FLAG_OPTIONAL, (3,)),
+    "blosc": lambda p, size: p.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (0, 0, 0, 0, 5, 1, 1)),
+    "lzf": lambda p, size: p.set_filter(h5py.h5z.FILTER_LZF, h5py.h5z.FLAG_OPTIONAL),
+}
+PIPELINES = (
+    "",
+    *("gzip", "shuffle", "fletcher32", "zstd", "blosc"),
+    *("shuffle gzip", "shuffle zstd", "shuffle blosc", "gzip shuffle", "shuffle fletcher32", "fletcher32 shuffle"),
+    *("fletcher32 gzip", "gzip fletcher32", "shuffle gzip fletcher32", "fletcher32 shuffle gzip", "gzip shuffle fletcher32"),
+    *("blosc fletcher32", "zstd fletcher32 shuffle"),
+)
+
+
+def make(file: h5py.File, name: str, data: np.ndarray[Any, Any], chunk: tuple[int, ...], filters: str, **more: Any) -> Any:
+    """A chunked dataset with these filters in this order."""
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk(chunk)
+    for key in filters.split():
+        FILTERS[key](creation, data.dtype.itemsize)
+    if "fill_value" in more:
+        creation.set_fill_value(np.array(more["fill_value"], data.dtype))
+    if "fill_time" in more:
+        creation.set_fill_time(more["fill_time"])
+    most = more.get("maxshape")
+    space = h5py.h5s.create_simple(data.shape, most and tuple(h5py.h5s.UNLIMITED if n is None else n for n in most))
+    kind = more.get("kind", h5py.h5t.py_create(data.dtype, logical=True))
+    made = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation))
+    if more.get("write", True):
+        made[...] = data
+    return made
+
+
+def grid_of(source: Source) -> list[tuple[int, ...]]:
+    chunks = source.info.chunks
+    assert chunks is not None
+    return list(itertools.product(*(range(-(-n // c)) for n, c in zip(source.info.shape, chunks, strict=True))))
+
+
+def place(source: Source, whole: np.ndarray[Any, Any], index: tuple[int, ...], chunk: np.ndarray[Any, Any]) -> None:
+    """Put a chunk where it belongs, without what reaches over the edge."""
+    where = tuple(slice(k * c, (k + 1) * c) for k, c in zip(index, chunk.shape, strict=True))
+    whole[where] = chunk[tuple(slice(0, n) for n in whole[where].shape)]
+
+
+def assemble(source: Source, reader: ChunkReader) -> np.ndarray[Any, Any]:
+    """The array, put together from single chunks."""
+    whole = np.full(source.info.shape, 99).astype(source.dtype)
+    for index in grid_of(source):
+        chunk = np.full(source.info.chunks or (), 77).astype(source.dtype)
+        reader.decode(reader.fetch(index), chunk)
+        place(source, whole, index, chunk)
+    return whole
+
+
+def native(data: Any) -> np.ndarray[Any, Any]:
+    data = np.asarray(data)
+    return data.astype(data.dtype.newbyteorder("="))
+
+
+def check(path: Path | str, name: str) -> np.ndarray[Any, Any]:
+    """Raise AssertionError unless the chunks of a dataset make up what h5py reads; returns that."""
+    with h5py.File(path) as file:
+        expected = native(file[name][...])
+    source = open_source(str(path), name)
+    reader = source.chunk_reader()
+    assert reader is not None, name
+    np.testing.assert_array_equal(assemble(source, reader), expected, err_msg=name, strict=True)
+    source.close()
+    return expected
+
+
+def is_left_to_hdf5(path: Path | str, name: str) -> bool:
+    source = open_source(str(path), name, allow={"all"})
+    reader = source.chunk_reader()
+    source.close()
+    return reader is None
+
+
+@pytest.fixture(params=["listed", "asked for one by one"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways in which a chunk is found."""
+    if request.param != "listed":
+        monkeypatch.setattr(hdf5_chunks, "_MOST_LISTED", -1)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("filters", PIPELINES)
+def test_every_filter_type_and_rank(tmp_path: Path, filters: str, either_way: str) -> None:
+    path = tmp_path / "a.h5"
+    cases = [(dtype, SHAPES[1 + k % 5]) for at, dtype in enumerate(DTYPES) for k in (at, at + 2)]
+    with h5py.File(path, "w") as file:
+        for dtype, shape in cases:
+            make(file, f"{dtype} {len(shape)}", flat(shape, dtype), chunks_of(shape), filters)
+    for dtype, shape in cases:
+        np.testing.assert_array_equal(check(path, f"{dtype} {len(shape)}"), native(flat(shape, dtype)))
+
+
+@pytest.mark.parametrize("filters", [f for f in PIPELINES if f])
+def test_chunks_that_every_filter_was_applied_to(tmp_path: Path, filters: str) -> None:
+    """Compressors leave out what they cannot shorten: here they can."""
+    path, data = tmp_path / "a.h5", flat((40, 30, 50), ">i4")
+    with h5py.File(path, "w") as file:
+        made = make(file, "a", data, (16, 16, 32), filters)
+        file.flush()
+        assert {made.id.get_chunk_info(k).filter_mask for k in range(made.id.get_num_chunks())} == {0}
+        if {"gzip", "zstd", "blosc"} & set(filters.split()):
+            assert made.id.get_storage_size() < data.nbytes
+    np.testing.assert_array_equal(check(path, "a"), native(data))
+
+
+@pytest.mark.parametrize("libver", LIBVERS)
+@pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14)])
+def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_way: str) -> None:
+    path, data = tmp_path / "a.h5", flat((5, 7), ">i4", first=1000)
+    with h5py.File(path, "w", libver=libver) as file:
+        for filters, chunk in itertools.product(("", "shuffle gzip"), ((2, 3), (5, 7), (1, 1), (4, 14))):
+            if chunk[1] <= ((maxshape or (5, 7))[1] or 14):  # chunks may be larger than the array only where it can grow
+                make(file, f"{filters} {chunk}", data, chunk, filters, maxshape=maxshape and tuple(maxshape))
+        early = h5py.h5p.create(h5py.h5p.DATASET_CREATE)  # with "latest", its chunks need no index
+        early.set_chunk((2, 3))
+        early.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        made = h5py.h5d.create(file.id, b"early", h5py.h5t.STD_I32BE, h5py.h5s.create_simple((5, 7)), early)
+        made.write(h5py.h5s.ALL, h5py.h5s.ALL, native(data))
+        names = list(file)
+    for name in names:
+        np.testing.assert_array_equal(check(path, name), native(data))
+
+
+def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
+    data = flat((3000, 2), "int16")
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(1, 2), compression="gzip")
+    source = open_source(path, "/a")
+    reader = source.chunk_reader()
+    assert isinstance(reader, hdf5_chunks.Hdf5Chunks)
+    out = np.empty((1, 2), "int16")
+    for k in range(3000):
+        reader.decode(reader.fetch((k, 0)), out)
+        np.testing.assert_array_equal(out, data[k : k + 1])
+        assert (reader._listed is None) == (1024 + 64 * (k + 1) < 3000)
+    source.close()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int16", ">f4", ">c16"])
+@pytest.mark.parametrize("libver", LIBVERS)
+@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4)])
+def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
+    path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
+    never = h5py.h5d.FILL_TIME_NEVER
+    with h5py.File(path, "w", libver=libver) as file:
+        for name, more in {"zero": {}, "one": {"fill_value": 1}, "never": {"fill_value": 1, "fill_time": never}}.items():
+            made = make(file, name, data, (2, 3, 4), "shuffle gzip", write=False, maxshape=maxshape, **more)
+            make(file, f"{name} empty", data, (2, 3, 4), "", write=False, maxshape=maxshape, **more)
+            made[2:4, 3:6] = data[2:4, 3:6]
+    for name, fill in {"zero": 0, "one": 1, "never": 0}.items():
+        expected = np.full(data.shape, fill).astype(native(data).dtype)
+        np.testing.assert_array_equal(check(path, f"{name} empty"), expected)
+        expected[2:4, 3:6] = data[2:4, 3:6]
+        np.testing.assert_array_equal(check(path, name), expected)
+
+
+def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
+    """Where HDF5 is asked never to fill, it leaves the buffer as it is, with another block's values."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, options in {"chunked": {"chunks": (2, 3)}, "contiguous": {}}.items():
+            file.create_dataset(name, (4, 6), "int16", fillvalue=5, fill_time="never", **options)
+        undefined = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        undefined.set_chunk((2, 3))
+        library().H5Pset_fill_value(undefined.id, h5py.h5t.STD_I16LE.id, None)
+        for name in ("undefined", "nothing at all"):
+            space = h5py.h5s.create_simple((4, 6))
+            made = h5py.h5d.create(file.id, name.encode(), h5py.h5t.STD_I16LE, space, undefined)
+            if name == "undefined":
+                h5py.Dataset(made)[:2, :3] = 0
+    for name in ("chunked", "contiguous", "undefined"):
+        source = open_source(str(tmp_path / "a.h5"), name)
+        out = np.full((4, 6), 99, "int16")
+        source.read_into(Region.whole(source.info.shape), out)
+        np.testing.assert_array_equal(out, np.zeros((4, 6), "int16"), err_msg=name)
+        source.close()
+    check(tmp_path / "a.h5", "undefined")
+    source = open_source(str(tmp_path / "a.h5"), "nothing at all")
+    assert source.chunk_reader() is None  # HDF5 has something to say
+    with pytest.raises(OSError, match="no data can be read"):
+        source.read_into(Region.whole((4, 6)), np.empty((4, 6), "int16"))
+    source.close()
+
+
+def test_filter_masks_of_single_chunks(tmp_path: Path, either_way: str) -> None:
+    """Bit k of a chunk's mask says that filter k was not applied to it."""
+    path, data = tmp_path / "a.h5", flat((8, 6), "int32", first=70_000)
+
+    def shuffled(raw: bytes) -> bytes:
+        return np.frombuffer(raw, "u1").reshape(-1, 4).T.tobytes()
+
+    with h5py.File(path, "w") as file:
+        made = make(file, "a", data, (2, 6), "shuffle gzip", write=False)
+        for k, mask in enumerate((0b00, 0b01, 0b10, 0b11)):
+            raw = data[2 * k : 2 * k + 2].tobytes()
+            raw = raw if mask & 1 else shuffled(raw)
+            made.id.write_direct_chunk((2 * k, 0), raw if mask & 2 else zlib.compress(raw), mask)
+        noise = np.random.default_rng(0).integers(0, 256, 4096).astype("uint8")
+        make(file, "noise", noise, (1000,), "gzip fletcher32")  # gzip cannot shorten it, so HDF5 leaves it out
+    np.testing.assert_array_equal(check(path, "a"), data)
+    np.testing.assert_array_equal(check(path, "noise"), noise)
+
+
+def library() -> ctypes.CDLL:
+    """The HDF5 library that h5py uses."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found = {line.split()[-1] for line in maps if "libhdf5" in line and "libhdf5_hl" not in line}
+    (name,) = {name for name in found if "h5py" in name or not any("h5py" in other for other in found)}
+    hdf5 = ctypes.CDLL(name)
+    hdf5.H5Pset_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
+    hdf5.H5Pset_fill_value.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    return hdf5
+
+
+@pytest.mark.parametrize("dtype", ["int16", ">f8", "complex64"])
+@pytest.mark.parametrize("filters", [f for f in PIPELINES if f and "blosc" not in f])  # HDF5 fails to write them with it
+def test_edge_chunks_that_are_not_filtered(tmp_path: Path, filters: str, dtype: str, either_way: str) -> None:
+    path, data = tmp_path / "a.h5", flat((5, 7), dtype)
+    with h5py.File(path, "w", libver="latest") as file:
+        for name, most in {"fixed": (5, 7), "grows": (h5py.h5s.UNLIMITED, 7)}.items():
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_chunk((2, 4))
+            assert library().H5Pset_chunk_opts(creation.id, 2) >= 0  # H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS
+            for key in filters.split():
+                FILTERS[key](creation, data.dtype.itemsize)
+            space = h5py.h5s.create_simple(data.shape, most)
+            kind = h5py.h5t.py_create(data.dtype, logical=True)
+            h5py.Dataset(h5py.h5d.create(file.id, name.encode(), kind, space, creation))[...] = data
+        file["grows"].resize((6, 7))
+        file["grows"][5] = flat((7,), dtype, first=2)
+    np.testing.assert_array_equal(check(path, "fixed"), native(data))
+    check(path, "grows")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
+def test_no_chunks_at_all(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("a", shape, maxshape=(None,) * len(shape), chunks=(2,) * len(shape), dtype="f4")
+    assert check(path, "a").shape == shape
+    source = open_source(str(path), "a")
+    reader = source.chunk_reader()
+    assert reader is not None
+    for index in ((0,) * len(shape), (0,) * (len(shape) + 1), (-1,) * len(shape)):
+        with pytest.raises(ValueError, match="there is no chunk"):
+            reader.fetch(index)
+    source.close()
+
+
+def damaged(path: Path, name: str, at: int, change: Any) -> tuple[Source, ChunkReader]:
+    """Change the stored bytes of the chunk at row `at`, then open it."""
+    with h5py.File(path) as file:
+        stored = file[name].id.get_chunk_info_by_coord((at, 0))
+    raw = bytearray(path.read_bytes())
+    raw[stored.byte_offset : stored.byte_offset + stored.size] = change(
+        raw[stored.byte_offset : stored.byte_offset + stored.size]
+    )
+    path.write_bytes(raw)
+    source = open_source(str(path), name)
+    reader = source.chunk_reader()
+    assert reader is not None
+    return source, reader
+
+
+def flip(where: int) -> Any:
+    def change(raw: bytearray) -> bytearray:
+        raw[where] ^= 0x10
+        return raw
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("filters", "change", "message"),
+    [
+        ("fletcher32", flip(3), "Fletcher"),
+        ("fletcher32", flip(-1), "Fletcher"),
+        ("shuffle gzip fletcher32", flip(9), "Fletcher"),
+        ("fletcher32 gzip", flip(-2), "gzip"),  # its Adler-32
+        ("shuffle gzip", flip(-1), "gzip"),
+        ("gzip", flip(0), "gzip"),
+        ("gzip", lambda raw: zlib.compress(b"short").ljust(len(raw), b"\0"), "gzip gives 5 bytes where 480 were stored|gzip"),
+        ("gzip", lambda raw: zlib.compress(bytes(5000)).ljust(len(raw), b"\0"), "gzip"),
+        ("zstd", flip(0), "zstd"),
+        ("zstd", flip(5), "zstd"),
+        ("blosc", flip(4), "blosc"),
+        ("blosc", flip(12), "blosc"),
+    ],
+)
+def test_damage_is_a_value_error_that_says_what(tmp_path: Path, filters: str, change: Any, message: str) -> None:
+    path = tmp_path / "a.h5"
+    data = np.random.default_rng(1).integers(0, 1000, (6, 120)).astype("int32")
+    with h5py.File(path, "w") as file:
+        make(file, "a", data, (1, 120), filters)
+    source, reader = damaged(path, "a", 2, change)
+    out = np.empty((1, 120), "int32")
+    for row in (0, 1, 3):
+        reader.decode(reader.fetch((row, 0)), out)
+        np.testing.assert_array_equal(out, data[row : row + 1])
+    with pytest.raises(ValueError, match=message):
+        reader.decode(reader.fetch((2, 0)), out)
+    source.close()
+
+
+def test_the_checksum_of_old_versions_is_accepted(tmp_path: Path) -> None:
+    """HDF5 before 1.6.3 swapped the bytes of each half of a Fletcher-32."""
+    path, data = tmp_path / "a.h5", flat((6, 5), "int16", first=500)
+    with h5py.File(path, "w") as file:
+        make(file, "a", data, (2, 5), "fletcher32")
+    source, _ = damaged(path, "a", 2, lambda raw: raw[:-4] + bytes([raw[-3], raw[-4], raw[-1], raw[-2]]))
+    source.close()
+    np.testing.assert_array_equal(check(path, "a"), data)
+
+
+@pytest.mark.parametrize("filters", ["", "gzip"])
+def test_a_file_that_lost_its_end(tmp_path: Path, filters: str, either_way: str) -> None:
+    path, data = tmp_path / "a.h5", flat((6, 500), "int32")
+    with h5py.File(path, "w") as file:
+        make(file, "a", data, (2, 500), filters)
+    source = open_source(str(path), "a")
+    reader = source.chunk_reader()
+    assert reader is not None
+    assert isinstance(reader.fetch((0, 0)), Encoded)
+    with h5py.File(path) as file:
+        stored = file["a"].id.get_chunk_info_by_coord((2, 0))
+    os.truncate(path, stored.byte_offset + stored.size - 7)
+    with pytest.raises(OSError, match=r"the file ends at byte \d+, but|the file was cut to \d+ bytes"):
+        reader.fetch((1, 0))
+    source.close()
+
+
+def stored_sizes(path: Path, old: int, new: int) -> None:
+    """Replace the one place where the index of chunks says that a chunk has `old` bytes."""
+    raw, wanted = path.read_bytes(), old.to_bytes(4, "little")
+    tree = raw.index(b"TREE\x01")
+    at = raw.index(wanted, tree)
+    path.write_bytes(raw[:at] + new.to_bytes(4, "little") + raw[at + 4 :])
+
+
+@pytest.mark.parametrize("nbytes", [70_000, 2**32 - 1])
+def test_hostile_sizes(tmp_path: Path, nbytes: int, either_way: str) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        make(file, "a", flat((2, 50), "int32"), (2, 50), "gzip")
+        file["rest"] = np.zeros(100_000, "u1")
+        size = file["a"].id.get_chunk_info_by_coord((0, 0)).size
+    stored_sizes(path, size, nbytes)
+    with h5py.File(path) as file:
+        assert file["a"].id.get_chunk_info_by_coord((0, 0)).size == nbytes
+    source = open_source(str(path), "a")
+    reader = source.chunk_reader()
+    assert reader is not None
+    with pytest.raises(ValueError, match=r"declares more than 66336 stored bytes for a chunk of 400"):
+        reader.fetch((0, 0))
+    source.close()
+
+
+def test_many_threads(tmp_path: Path) -> None:
+    path, data = tmp_path / "a.h5", flat((40, 30, 20), ">f4")
+    with h5py.File(path, "w") as file:
+        make(file, "a", data, (7, 8, 9), "shuffle gzip fletcher32")
+    source = open_source(str(path), "a")
+    reader = source.chunk_reader()
+    assert reader is not None
+    start = threading.Barrier(8)
+
+    def work(k: int) -> np.ndarray[Any, Any]:
+        whole = np.zeros(data.shape, "f4")
+        start.wait()
+        indices = grid_of(source)
+        for index in indices[k:] + indices[:k]:
+            chunk = np.empty((7, 8, 9), "f4")
+            reader.decode(reader.fetch(index), chunk)
+            place(source, whole, index, chunk)
+        return whole
+
+    with ThreadPoolExecutor(8) as pool:
+        for whole in pool.map(work, range(0, 40, 5)):
+            np.testing.assert_array_equal(whole, data)
+    source.close()
+
+
+def test_threads_while_the_chunks_are_being_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5_chunks, "_LIST_AT_ONCE", 0)
+    monkeypatch.setattr(hdf5_chunks, "_LISTED_PER_FETCH", 2)
+    data = flat((300, 4), "int32")
+    source = open_source(write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(1, 4), shuffle=True), "/a")
+    reader = source.chunk_reader()
+    assert reader is not None
+
+    def work(k: int) -> np.ndarray[Any, Any]:
+        out = np.empty((1, 4), "int32")
+        reader.decode(reader.fetch((k, 0)), out)
+        return out
+
+    with ThreadPoolExecutor(8) as pool:
+        np.testing.assert_array_equal(np.concatenate(list(pool.map(work, range(300)))), data)
+    source.close()
+
+
+@pytest.mark.parametrize("name", ["lzf", "szip", "bitshuffle", "lz4", "blosc2", "bzip2", "scaleoffset", "nbit"])
+def test_filters_left_to_hdf5(tmp_path: Path, name: str) -> None:
+    options: dict[str, Any] = {
+        "lzf": {"compression": "lzf"},
+        "szip": {"compression": "szip"},
+        "bitshuffle": dict(hdf5plugin.Bitshuffle()),
+        "lz4": dict(hdf5plugin.LZ4()),
+        "blosc2": dict(hdf5plugin.Blosc2()),
+        "bzip2": dict(hdf5plugin.BZip2()),
+        "scaleoffset": {"scaleoffset": 0},
+    }
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = flat((8, 16), "int32")
+        if name in options:
+            file.create_dataset("a", data=data, chunks=(2, 16), **options[name])
+        else:
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_chunk((2, 16))
+            creation.set_filter(h5py.h5z.FILTER_NBIT, 0)
+            h5py.h5d.create(file.id, b"a", h5py.h5t.STD_I32LE, h5py.h5s.create_simple((8, 16)), creation)
+    assert is_left_to_hdf5(tmp_path / "a.h5", "a")
+
+
+def test_types_left_to_hdf5(tmp_path: Path) -> None:
+    odd = h5py.h5t.STD_I32LE.copy()
+    odd.set_precision(24)
+    half = h5py.h5t.IEEE_F32LE.copy()  # bfloat16, which HDF5 turns into float32
+    half.set_fields(15, 7, 8, 0, 7)
+    half.set_precision(16)
+    half.set_size(2)
+    half.set_ebias(127)
+    vax = h5py.h5t.IEEE_F32LE.copy()
+    vax.set_ebias(129)
+    kinds = {"odd": odd, "half": half, "bias": vax}
+    kinds["enum"] = h5py.h5t.py_create(h5py.enum_dtype({"A": 0, "B": 1}, "i2"), logical=True)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, kind in kinds.items():
+            creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            creation.set_chunk((2, 3))
+            h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple((5, 7)), creation)
+    for name in kinds:
+        assert is_left_to_hdf5(tmp_path / "a.h5", name), name
+
+
+def test_hdf5s_own_complex_type(tmp_path: Path) -> None:
+    if not hasattr(h5py.h5t, "COMPLEX_IEEE_F32LE"):  # before HDF5 2.0
+        return
+    data = flat((5, 7), "complex64")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in ("COMPLEX_IEEE_F32LE", "COMPLEX_IEEE_F32BE"):
+            made = make(file, name, data, (2, 3), "shuffle gzip", kind=getattr(h5py.h5t, name), write=False)
+            made.id.write(h5py.h5s.ALL, h5py.h5s.ALL, data, h5py.h5t.NATIVE_FLOAT_COMPLEX)
+    for name in ("COMPLEX_IEEE_F32LE", "COMPLEX_IEEE_F32BE"):
+        source = open_source(str(tmp_path / "a.h5"), name)
+        reader = source.chunk_reader()
+        assert reader is not None
+        np.testing.assert_array_equal(assemble(source, reader), data)
+        source.close()
+
+
+def test_files_left_to_hdf5(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 6)), "compact": flat((4, 6))}, chunks=(2, 3), compression="gzip")
+    with h5py.File(tmp_path / "block.h5", "w", userblock_size=1024) as file:
+        make(file, "a", flat((4, 6)), (2, 3), "gzip")
+    assert is_left_to_hdf5(tmp_path / "block.h5", "a")
+    for driver in ("core", "stdio"):
+        with h5py.File(path, driver=driver) as file:
+            assert open_source(file["a"], "/a").chunk_reader() is None
+    with open(path, "rb") as stream, h5py.File(stream) as file:
+        assert open_source(file["a"], "/a").chunk_reader() is None
+    with h5py.File(path) as file:
+        source = open_source(file["a"], "/a")
+        assert source.chunk_reader() is not None
+        source.close()
+        assert file["a"][0, 1] == 1
+    with h5py.File(path, "r+") as file:
+        assert open_source(file["a"], "/a").chunk_reader() is None
+        with h5py.File(path) as again:  # shares what the writer has not written yet
+            assert open_source(again["a"], "/a").chunk_reader() is None
+    with h5py.File(tmp_path / "swmr.h5", "w", libver="latest") as writer:
+        make(writer, "a", flat((4, 6)), (2, 3), "gzip")
+        writer.swmr_mode = True
+        with h5py.File(tmp_path / "swmr.h5", swmr=True) as file:
+            assert open_source(file["a"], "/a").chunk_reader() is None
+    write_hdf5(tmp_path / "plain.h5", {"a": flat((4, 6))})
+    assert is_left_to_hdf5(tmp_path / "plain.h5", "a")  # it has no chunks
+
+
+def test_a_dataset_behind_an_external_link(tmp_path: Path) -> None:
+    data = flat((4, 6), first=100)
+    write_hdf5(tmp_path / "other.h5", {"b": data}, chunks=(2, 3), shuffle=True)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["decoy"] = np.zeros(1000)
+        file["outside"] = h5py.ExternalLink("other.h5", "/b")
+    np.testing.assert_array_equal(check(tmp_path / "a.h5", "outside"), data)
+
+
+def open_descriptors(path: Path) -> int:
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.realpath(link) == str(path.resolve()) for link in links)
+
+
+@pytest.fixture
+def chunked(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "a.h5"
+    write_hdf5(path, {"a": flat((4, 6))}, chunks=(2, 3), compression="gzip")
+    yield path
+    assert open_descriptors(path) == 0
+
+
+def test_the_file_is_the_one_that_hdf5_has_open(chunked: Path) -> None:
+    """Not another one of the same name; and it is given back."""
+    source = open_source(str(chunked), "a")
+    other = write_hdf5(chunked.with_name("b.h5"), {"a": flat((4, 6), first=500)}, chunks=(2, 3), compression="gzip")
+    os.replace(other, chunked)
+    reader = source.chunk_reader()
+    assert reader is not None
+    np.testing.assert_array_equal(assemble(source, reader), flat((4, 6)))
+    source.close()
+    with pytest.raises((OSError, RuntimeError, ValueError)):
+        reader.fetch((0, 0))
+    source.close()
+
+
+def test_the_caller_closes_the_file(chunked: Path) -> None:
+    file = h5py.File(chunked)
+    source = open_source(file["a"], "/a")
+    reader = source.chunk_reader()
+    assert reader is not None
+    first = reader.fetch((0, 0))
+    file.close()
+    again = reader.fetch((0, 0))  # where it is was told before, and the descriptor is our own
+    assert first is not None and again is not None and bytes(again.data) == bytes(first.data)
+    source.close()

@@ -1,0 +1,365 @@
+"""Is the file, and the one array in it, found that was meant, and does each error say what to do?"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.api import _describe_path
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import lookup as sources
+from shardload.formats.base import ArrayInfo, Format, Source, json_value
+from shardload.formats.hdf5 import source as hdf5_module
+from shardload.formats.lookup import find_array, list_arrays, open_source, read_small, refusal, split_path
+from shardload.formats.memory import FORMAT, MemorySource
+from shardload.planning.region import Region
+from tests.unit.files import ALONE, DTYPES, SHAPES, check_source, flat, write_hdf5, write_zarr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_every_type_rank_and_stride(dtype: str) -> None:
+    for shape in SHAPES:
+        data = flat(shape, dtype)
+        doubled = np.repeat(np.repeat(data, 2, axis=-1), 3, axis=0) if shape else data
+        strided = [data, data.T.copy().T]
+        strided += [doubled[(slice(None, None, 3), *(slice(None),) * (len(shape) - 1))][..., ::2]] if shape else []
+        strided += [np.flip(np.flip(data).copy())] if shape else []
+        for array in strided:
+            source = MemorySource(array)
+            check_source(source, data)
+            for region in (Region.whole(shape), Region(tuple(n // 2 for n in shape), shape)):
+                view = source.view(region)
+                if data.dtype.isnative:
+                    assert view is not None and view.dtype == array.dtype and np.shares_memory(view, array)
+                    np.testing.assert_array_equal(view, data[region.slices()], strict=True)
+                else:
+                    assert view is None
+            assert source.info.chunks is None and source.info.format == "memory"
+
+
+def test_memory_by_name_and_bounds() -> None:
+    data = flat((3, 4))
+    info = find_array(data)
+    assert str(info) == "'/array' in '<memory>'" and info.nbytes_stored == 48
+    check_source(open_source(data, info.dataset), data)
+    source = MemorySource(data)
+    assert isinstance(source, Source)
+    for attempt in (source.view, lambda region: source.read_into(region, np.empty(region.shape, "f4"))):
+        with pytest.raises(ValueError, match=r"region \[2:4, 0:4\] reaches outside '/array' in '<memory>'"):
+            attempt(Region((2, 0), (4, 4)))
+    assert FORMAT.list_arrays("x") == []
+    with pytest.raises(KeyError):
+        FORMAT.open_path("x", "/a")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int4"])
+def test_ml_dtypes_are_accepted(name: str) -> None:
+    data = np.arange(-6, 6).reshape(3, 4).astype(getattr(ml_dtypes, name))
+    source = MemorySource(data)
+    assert source.info.dtype == name and source.dtype == data.dtype
+    out = np.zeros((2, 4), data.dtype)
+    source.read_into(Region((1, 0), (3, 4)), out)
+    np.testing.assert_array_equal(out.astype("f4"), data[1:].astype("f4"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "why"),
+    [
+        ("O", "Python objects"),
+        ("S3", "strings"),
+        ("U3", "strings"),
+        (np.dtypes.StringDType(), "variable-length strings"),
+        ("V4", "raw bytes"),
+        ([("a", "f4"), ("b", "i8")], "records with fields a, b"),
+        ("M8[s]", "dates"),
+        ("m8[s]", "time spans"),
+        ("longdouble", "extended precision floats"),
+        ("clongdouble", "extended precision complex"),
+    ],
+)
+def test_other_types_are_refused(dtype: Any, why: str) -> None:
+    assert why in str(refusal(np.dtype(dtype)))
+    with pytest.raises(SourceError, match=f"array of shape .2, 3. in memory holds {why}") as caught:
+        find_array(np.zeros((2, 3), dtype))
+    assert caught.value.path == "<memory>"
+    assert refusal(np.dtype(("f4", (3,)))) == "small arrays of shape (3,) as elements"
+
+
+def test_attribute_values_become_plain() -> None:
+    record = np.zeros(1, [("a", "i4")])[0]
+    assert json_value(np.array([b"K", b"m"])) == ["K", "m"]
+    assert json_value(np.float32(0.5)) == 0.5 and type(json_value(np.float32(0.5))) is float
+    assert json_value(np.array([[1, 2]])) == [[1, 2]] and json_value(np.array(3 + 1j)) == "(3+1j)"
+    assert json_value(record) == [0] and json_value(np.bool_(True)) is True
+    assert json_value(b"\xff") == "\ufffd" and json_value(None) is None
+
+
+def test_split_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("file.h5", "odd:name.h5", "file.h5:rho2"):
+        Path(name).touch()
+    Path("store.zarr").mkdir()
+    for path, expected in {
+        "file.h5": ("file.h5", None),
+        "file.h5:/group/rho": ("file.h5", "/group/rho"),
+        "file.h5:rho": ("file.h5", "rho"),
+        "file.h5:rho2": ("file.h5:rho2", None),  # exists as it stands
+        "file.h5:": ("file.h5", None),
+        "file.h5:/a:/b": ("file.h5", "/a:/b"),
+        "odd:name.h5:/a": ("odd:name.h5", "/a"),
+        "odd:name.h5": ("odd:name.h5", None),
+        "store.zarr:/a/b": ("store.zarr", "/a/b"),
+        f"{tmp_path}/store.zarr:a": (f"{tmp_path}/store.zarr", "a"),
+        "gone.h5:/a": ("gone.h5", "/a"),
+        "gone.h5:a": ("gone.h5:a", None),
+        "s3://bucket/a.zarr": ("s3://bucket/a.zarr", None),
+        "s3://bucket/a.zarr:/g/rho": ("s3://bucket/a.zarr", "/g/rho"),
+        "http://host:8080/a.zarr": ("http://host:8080/a.zarr", None),
+        "http://host:8080/a.zarr:/g": ("http://host:8080/a.zarr", "/g"),
+        "simplecache::s3://b/a.zarr:/g": ("simplecache::s3://b/a.zarr", "/g"),
+        ":/a": (":/a", None),
+        "": ("", None),
+    }.items():
+        assert split_path(path) == expected, path
+
+
+@pytest.fixture(params=["h5", "zarr"])
+def write(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str, Any]], str]:
+    writer = {"h5": write_hdf5, "zarr": write_zarr}[request.param]
+    return lambda arrays: writer(tmp_path / f"data.{request.param}", arrays)
+
+
+Write = Callable[[dict[str, Any]], str]
+
+
+def test_the_only_array_needs_no_name(write: Write) -> None:
+    path = write({"g/rho": flat((3, 4))})
+    infos = [find_array(path), find_array(Path(path)), *(find_array(path, n) for n in ("g/rho", "/g/rho", "/g/rho/"))]
+    assert infos == [find_array(path + ":/g/rho")] * 5 == list_arrays(path) * 5
+    assert infos[0].path == path and infos[0].dataset == "/g/rho" and infos[0].shape == (3, 4)
+    for where in (path, Path(path), path + ":g/rho"):
+        source = open_source(where, "g/rho")
+        check_source(source, flat((3, 4)))
+        assert source.info == infos[0]
+        source.close()
+
+
+def test_several_arrays_are_listed_largest_first(write: Write) -> None:
+    path = write({f"v{k}": flat((k + 1, 3)) for k in range(10)} | {"w": flat((10, 3), "float64")})
+    with pytest.raises(ConfigError) as caught:
+        find_array(path)
+    named = ", ".join(f"'/v{k}' ({k + 1}, 3) float32" for k in range(9, 2, -1))
+    assert str(caught.value) == (
+        f"'{path}' holds 11 arrays; pass dataset='...' (largest first): '/w' (10, 3) float64, {named} and 3 more."
+    )
+
+
+def test_a_wrong_name_lists_those_near_it(write: Write) -> None:
+    path = write({"density": flat((2, 3)), "g/velocity": flat((4,)), "g/pressure": flat((5,))})
+    with pytest.raises(ConfigError, match=r"holds no array '/velocty'.*\(nearest first\): '/g/velocity' \(4,\) float32, "):
+        find_array(path, "velocty")
+    with pytest.raises(ConfigError, match=r"holds no array '/DENSITY'.*nearest first\): '/density'"):
+        find_array(path, "DENSITY")
+    with pytest.raises(ConfigError, match=r"'/g' in .* is a group, not an array. .*: '/g/[pv].*, '/g/[pv][^']*' [^']*\.$"):
+        find_array(path, "g")
+    with pytest.raises(SourceError, match=r"holds no array '/nope', which was found in it before.*all ranks share") as caught:
+        open_source(path, "nope")
+    assert (caught.value.path, caught.value.dataset) == (path, "/nope")
+
+
+def test_no_array_to_load(write: Write, tmp_path: Path) -> None:
+    path = write({})
+    with pytest.raises(SourceError, match=r"holds no array that can be loaded.*It holds none at all"):
+        find_array(path)
+    with pytest.raises(ConfigError, match="holds no array '/a', nor any other"):
+        find_array(path, "a")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["lat"] = flat((3,))
+        file["lat"].make_scale("lat")
+        file["text"] = "abc"
+    with pytest.raises(SourceError, match=r"It holds '/lat' \(3,\) float32: a coordinate, '/text' \(\) string: strings"):
+        find_array(tmp_path / "x.h5")
+    assert find_array(tmp_path / "x.h5", "lat").is_coordinate
+
+
+def test_no_such_file_names_those_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_hdf5("density.h5", {"a": flat((3,))})
+    for attempt in (list_arrays, find_array, lambda path: open_source(path, "a")):
+        with pytest.raises(SourceError, match=r"there is no file 'densty.h5'. Near it: 'density.h5'\.") as caught:
+            attempt("densty.h5")
+        assert caught.value.path == "densty.h5"
+    with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/x/densty.h5', nor a folder '{tmp_path}/x'"):
+        find_array(tmp_path / "x" / "densty.h5")
+    with pytest.raises(SourceError, match=f"there is no file 'zzz'. The working folder is '{tmp_path}'"):
+        find_array("zzz")
+    with pytest.raises(SourceError, match=r"there is no file 'gone\.h5'"):
+        find_array("gone.h5:/rho")
+    with pytest.raises(SourceError, match=r"there is no file 'density\.h5/a'"):
+        find_array("density.h5/a")
+    Path("link.h5").symlink_to("nowhere.h5")
+    with pytest.raises(SourceError, match=r"'link\.h5' is a symbolic link to 'nowhere.h5', which does not exist"):
+        find_array("link.h5")
+    for odd in ("", "a\0b"):
+        with pytest.raises(SourceError, match=r"no file|cannot be read"):
+            find_array(odd)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (
+            b"CDF\x01" + b"\0" * 40,
+            "netCDF-3 classic file, which cannot be loaded. Convert it: `nccopy -k nc4 in.nc out.nc`",
+        ),
+        (b"CDF\x02" + b"\0" * 40, "netCDF-3 classic"),
+        (b"\x93NUMPY\x01\x00", "NumPy .npy file.*numpy.load"),
+        (b"SIMPLE  =                    T", "FITS file"),
+        (b"GRIB\0\0\0\x02", "GRIB file.*cdo"),
+        (b"MATLAB 5.0 MAT-file", "MATLAB file before version 7.3.*-v7.3"),
+        (b"\x1f\x8b\x08", "gzip file.*gunzip"),
+        (b"\0" * 257 + b"ustar", "tar archive"),
+        (b"PK\x03\x04", "zip file without a Zarr store"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"", r"is empty \(0 bytes\)"),
+        (b"what is this", r"unknown format: it starts with b'what is '"),
+    ],
+)
+def test_files_of_other_formats_are_named(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "a.dat"
+    path.write_bytes(content)
+    for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
+        with pytest.raises(SourceError, match=f"{text}(.|\n)* Formats that can be loaded here: HDF5, Zarr\\.$") as caught:
+            attempt(str(path))
+        assert caught.value.path == str(path)
+
+
+def test_a_folder_that_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"is a folder, but not a Zarr store.*Formats"):
+        find_array(tmp_path)
+    write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
+    with pytest.raises(SourceError, match=rf"is a folder, but not a Zarr store.* In it: '{tmp_path}/a\.zarr'\."):
+        find_array(tmp_path)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder, and a user who is not root for the time of the test: root may read everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_a_file_that_may_not_be_read(unprivileged: Path) -> None:
+    paths = [
+        write_hdf5(unprivileged / "a.h5", {"a": flat((3,))}),
+        write_zarr(unprivileged / "a.zarr", {"a": flat((3,))}),
+    ]
+    for path in paths:
+        os.chmod(path, 0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        for path in paths:
+            with pytest.raises(SourceError, match=f"'{path}' may not be read by this user .Permission denied"):
+                find_array(path)
+    finally:
+        os.seteuid(user)
+        for path in paths:
+            os.chmod(path, 0o755)
+
+
+def test_other_objects_are_refused() -> None:
+    for odd in (3, [1.0], None, b"a.h5"):
+        with pytest.raises(ConfigError, match=re.escape(f"an object of type builtins.{type(odd).__name__}. Pass a path")):
+            find_array(odd)
+
+
+def test_formats_are_found_by_their_modules_and_imported_only_when_needed(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
+    code = ALONE + (
+        "from shardload.formats import lookup as sources\n"
+        "assert 'h5py' not in sys.modules\n"
+        "sources.find_array(sys.argv[1])\n"
+        "assert 'h5py' in sys.modules and 'zarr' not in sys.modules and 'jax' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code, path], check=True, timeout=60, cwd=Path(__file__).parents[3])
+
+
+def test_a_new_format_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "xyz.py").write_text(
+        "from shardload.formats.base import ArrayInfo\n"
+        "class XyzFormat:\n"
+        "    name = 'XYZ'\n"
+        "    def claims_path(self, path): return path.endswith('.xyz')\n"
+        "    def claims_object(self, obj): return False\n"
+        "    def list_arrays(self, path, outside=False, texts=True, most=None, like='', allow=()):\n"
+        "        return [ArrayInfo(path, '/x', 'XYZ', (3,), 'float32')]\n"
+        "FORMAT = XyzFormat()\n"
+    )
+    (tmp_path / "broken.py").write_text("import a_library_that_is_not_installed\n")
+    (tmp_path / "a.xyz").write_text("data")
+    monkeypatch.setattr(sources, "__path__", [*sources.__path__, str(tmp_path)])
+    try:
+        assert find_array(tmp_path / "a.xyz").format == "XYZ"
+        (tmp_path / "a.dat").write_text("data")
+        with pytest.raises(SourceError, match=r"Formats that can be loaded here: HDF5, XYZ, Zarr\."):
+            find_array(tmp_path / "a.dat")
+    finally:
+        sys.modules.pop("shardload.formats.lookup.xyz", None)
+
+
+def test_any_exception_of_a_library_becomes_a_source_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
+    hdf5: Format = hdf5_module.FORMAT
+    for error in (KeyError("codec"), ValueError("v"), RuntimeError("r"), TypeError("t"), AttributeError("a")):
+
+        def fail(*_: Any, raised: Exception = error) -> list[ArrayInfo]:
+            raise raised
+
+        monkeypatch.setattr(type(hdf5), "list_arrays", fail)
+        monkeypatch.setattr(type(hdf5), "open_path", fail)
+        for attempt in (list_arrays, find_array, lambda p: open_source(p, "a")):
+            with pytest.raises(SourceError, match=f"'{path}' cannot be opened: .*{type(error).__name__}: ") as caught:
+                attempt(path)
+            assert caught.value.__cause__ is error and caught.value.path == path
+
+
+def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if ``~`` were read in the one call and not in the other, or in the middle of a name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = str(tmp_path / "a~.h5")
+    with h5py.File(path, "w") as file:
+        file["rho"] = np.arange(4.0)
+    assert split_path("~/a~.h5:/rho") == (path, "/rho")
+    assert split_path("~/no.h5:/rho") == (str(tmp_path / "no.h5"), "/rho")
+    for given in ("~/a~.h5", "~/a~.h5:/rho", "~/a~.h5:rho", Path("~/a~.h5"), Path("~") / "a~.h5", Path("~/a~.h5:/rho")):
+        info = find_array(given)
+        assert (info.path, info.dataset) == (path, "/rho")
+        assert read_small(given, info) == np.arange(4.0).tobytes()
+        source = open_source(given, info.dataset)
+        assert source.info == info
+        source.close()
+    assert find_array("~/a~.h5", "rho").path == path
+    with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/b.h5'"):
+        find_array("~/b.h5")
+    with pytest.raises(SourceError, match=r"no file '~nobody-of-this-name/b\.h5'"):
+        find_array("~nobody-of-this-name/b.h5")
+    mesh = AbstractMesh((2,), ("a",))
+    assert shardload.plan("~/a~.h5:/rho", mesh, P("a")).info.path == path
+    assert _describe_path(Path("~/a~.h5")) == repr(path), "what ranks compare, whose homes may differ"

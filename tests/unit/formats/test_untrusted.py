@@ -1,0 +1,412 @@
+"""Is a file refused that leads elsewhere, that was cut, that would fill the memory, or that brings a program with it?"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import tracemalloc
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.containment import Fence
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.planning.region import Region
+from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+
+SHAPE = (6, 5, 4)
+DATA = flat(SHAPE)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder for the file, and one outside of it that has a file of its own."""
+    for name in ("home", "home/deeper", "else"):
+        (tmp_path / name).mkdir()
+    for name in ("home/deeper/in.h5", "else/out.h5"):
+        write_hdf5(tmp_path / name, {"x": DATA})
+    return tmp_path / "home", tmp_path / "else"
+
+
+def refused(path: Path | str, name: str, match: str) -> None:
+    """Neither found nor opened by default, and both if it is allowed."""
+    for attempt in (find_array, open_source):
+        with pytest.raises(SourceError, match=match):
+            attempt(str(path), name)
+    assert find_array(str(path), name, True).shape == SHAPE
+    source = open_source(str(path), name, True)
+    np.testing.assert_array_equal(read_all(source), DATA)
+    source.close()
+
+
+# --- HDF5: links
+
+
+def test_external_links(places: tuple[Path, Path]) -> None:
+    home, other = places
+    (home / "door").symlink_to(other)
+    (home / "door.h5").symlink_to(other / "out.h5")
+    with h5py.File(home / "a.h5", "w") as file:
+        file["inside"] = h5py.ExternalLink("deeper/in.h5", "/x")
+        file["round"] = h5py.ExternalLink("deeper/../deeper/in.h5", "/x")
+        file["up"] = h5py.ExternalLink("../else/out.h5", "/x")
+        file["absolute"] = h5py.ExternalLink(str(other / "out.h5"), "/x")
+        file["folder"] = h5py.ExternalLink("door/out.h5", "/x")
+        file["file"] = h5py.ExternalLink("door.h5", "/x")
+        file["soft"] = h5py.SoftLink("/up")
+        file["g/relative"] = h5py.SoftLink("h/hard")
+        file["g/h/hard"] = h5py.ExternalLink("../else/out.h5", "/")
+        file["middle"] = h5py.ExternalLink("middle.h5", "/next")
+    with h5py.File(home / "middle.h5", "w") as file:
+        file["next"] = h5py.ExternalLink("../else/out.h5", "/x")
+    for name in ("/inside", "/round"):
+        source = open_source(home / "a.h5", name)
+        np.testing.assert_array_equal(read_all(source), DATA)
+        source.close()
+    for name in ("/up", "/absolute", "/folder", "/file", "/soft", "/middle", "/g/h/hard/x", "/g/relative/x"):
+        refused(home / "a.h5", name, "outside the folder of this file; pass outside=True")
+
+
+def test_a_file_that_is_a_link_itself_is_where_both_are(places: tuple[Path, Path]) -> None:
+    """What the caller named may lead anywhere; what is in it, only beside the name or beside the file."""
+    home, other = places
+    with h5py.File(other / "a.h5", "w") as file:
+        file["a"] = h5py.ExternalLink("out.h5", "/x")
+    (home / "b.h5").symlink_to(other / "a.h5")
+    for path in (other / "a.h5", home / "b.h5"):
+        source = open_source(path, "/a")
+        np.testing.assert_array_equal(read_all(source), DATA)
+        source.close()
+
+
+def test_links_in_a_circle_or_to_no_file(places: tuple[Path, Path]) -> None:
+    home, _ = places
+    with h5py.File(home / "a.h5", "w") as file:
+        file["one"] = h5py.SoftLink("/two")
+        file["two"] = h5py.SoftLink("/one")
+        file["self"] = h5py.ExternalLink("a.h5", "/self")
+        file["device"] = h5py.ExternalLink("/dev/zero", "/x")
+        file["folder"] = h5py.ExternalLink("deeper", "/x")
+    for name, match in (
+        ("/one", "links"),
+        ("/self", "links"),
+        ("/device", "outside the folder"),
+        ("/folder", "a folder, expected a file"),
+    ):
+        with pytest.raises((SourceError, ConfigError), match=match):
+            open_source(home / "a.h5", name)
+
+
+# --- HDF5: virtual datasets and external storage
+
+
+def virtual(path: Path, name: str, *sources: tuple[str, str]) -> None:
+    layout = h5py.VirtualLayout(shape=SHAPE, dtype="f4")
+    n = SHAPE[0] // len(sources)
+    for k, (file, inside) in enumerate(sources):
+        layout[k * n : (k + 1) * n] = h5py.VirtualSource(file, inside, shape=SHAPE)[k * n : (k + 1) * n]
+    with h5py.File(path, "a") as file:
+        file.create_virtual_dataset(name, layout)
+
+
+def test_virtual_datasets(places: tuple[Path, Path]) -> None:
+    home, other = places
+    inside, path = ("deeper/in.h5", "x"), home / "a.h5"
+    virtual(path, "fine", inside, inside)
+    virtual(path, "up", inside, ("../else/out.h5", "x"))
+    virtual(path, "absolute", inside, (str(other / "out.h5"), "x"))
+    virtual(path, "again", (".", "fine"), (".", "up"))
+    with h5py.File(home / "middle.h5", "w") as file:
+        file["x"] = h5py.ExternalLink("../else/out.h5", "/x")
+    virtual(path, "linked", inside, ("middle.h5", "x"))
+    virtual(home / "second.h5", "x", inside, ("../else/out.h5", "x"))
+    virtual(path, "nested", inside, ("second.h5", "x"))
+    source = open_source(path, "/fine")
+    np.testing.assert_array_equal(read_all(source), DATA)
+    source.close()
+    names = ("/up", "/absolute", "/again", "/linked", "/nested")
+    for name in names:
+        refused(path, name, "outside the folder of this file")
+    found = {info.dataset: info.refused for info in list_arrays(str(path))}
+    assert found["/fine"] is None and all("outside" in str(found[name]) for name in names)
+    with h5py.File(path) as file, pytest.raises(SourceError, match="outside the folder"):
+        open_source(file["up"], "/up")
+
+
+def test_virtual_datasets_whose_parts_cannot_be_had(places: tuple[Path, Path]) -> None:
+    """HDF5 delivers fill values for some of these, without a word."""
+    home, _ = places
+    path, fine = home / "a.h5", ("deeper/in.h5", "x")
+    (home / "text.h5").write_text("no HDF5")
+    write_hdf5(home / "cut.h5", {"x": DATA})
+    (home / "cut.h5").write_bytes((home / "cut.h5").read_bytes()[:-10])
+    for name, source in (("gone", "gone.h5"), ("text", "text.h5"), ("cut", "cut.h5"), ("empty", "deeper/in.h5")):
+        virtual(path, name, fine, (source, "nothing" if name == "empty" else "x"))
+        if name in ("gone", "empty"):
+            with h5py.File(path) as file:
+                assert (file[name][3:] == 0).all()
+        with pytest.raises(SourceError, match=r"values of another file, .* \(HDF5 (would|may) deliver fill values"):
+            open_source(path, name)
+
+
+def test_a_virtual_dataset_of_a_pattern_of_files(places: tuple[Path, Path]) -> None:
+    home, other = places
+    plain = (home / "p0.h5", home / "p1.h5")
+    for k, part in enumerate(plain):
+        write_hdf5(part, {"x": DATA[3 * k : 3 * k + 3]})
+    space = h5py.h5s.create_simple(SHAPE, (h5py.h5s.UNLIMITED, *SHAPE[1:]))
+    space.select_hyperslab((0, 0, 0), (h5py.h5s.UNLIMITED, 1, 1), (3, 1, 1), (3, *SHAPE[1:]))
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_virtual(space, b"p%b.h5", b"x", h5py.h5s.create_simple((3, *SHAPE[1:])))
+    with h5py.File(home / "a.h5", "w", libver="latest") as file:
+        h5py.h5d.create(
+            file.id, b"v", h5py.h5t.IEEE_F32LE, h5py.h5s.create_simple(SHAPE, (h5py.h5s.UNLIMITED, *SHAPE[1:])), creation
+        )
+    source = open_source(home / "a.h5", "/v")
+    np.testing.assert_array_equal(read_all(source), DATA)
+    source.close()
+    plain[1].rename(other / "p1.h5")
+    plain[1].symlink_to(other / "p1.h5")
+    refused(home / "a.h5", "/v", "outside the folder of this file")
+
+
+def test_external_storage(places: tuple[Path, Path]) -> None:
+    home, other = places
+    for folder in places:
+        (folder / "raw").write_bytes(bytes(8) + DATA.tobytes())
+    with h5py.File(home / "a.h5", "w") as file:
+        for name, folder in (("inside", home), ("outside", other)):
+            file.create_dataset(name, SHAPE, "f4", external=[(str(folder / "raw"), 8, h5py.h5f.UNLIMITED)])
+        long = home / ("n" * 180)
+        long.write_bytes(DATA.tobytes())
+        file.create_dataset("long", SHAPE, "f4", external=[(str(long), 0, DATA.nbytes)])
+    source = open_source(home / "a.h5", "/inside")
+    np.testing.assert_array_equal(read_all(source), DATA)
+    refused(home / "a.h5", "/outside", "outside the folder of this file")
+    with pytest.raises(SourceError, match="a name that is too long"):
+        open_source(home / "a.h5", "/long", True)
+    with open(home / "raw", "r+b") as raw:
+        raw.truncate(DATA.nbytes - 4)
+    with pytest.raises(OSError, match="was cut to 476 bytes from 488"):
+        read_all(source)
+    source.close()
+    with pytest.raises(SourceError, match="has 476 bytes where 488 are needed"):
+        open_source(home / "a.h5", "/inside")
+
+
+# --- HDF5: cut while it is open, and bombs
+
+
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}, {"scaleoffset": 3}])
+def test_a_file_cut_after_it_was_opened(tmp_path: Path, filters: dict[str, Any]) -> None:
+    """HDF5 compares a file with its header when it opens it, and delivers zeros for what is cut off later."""
+    rng = np.random.default_rng(1)
+    data = rng.integers(1, 100, (64, 50)).astype("f4")
+    path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(8, 25), **filters)
+    source = open_source(path, "/a")
+    with open(path, "r+b") as file:
+        file.truncate(Path(path).stat().st_size // 2)
+    with pytest.raises((OSError, ValueError), match=r"cut to|file ends"):
+        read_all(source)
+    chunks = source.chunk_reader()
+    if chunks is not None:
+        with pytest.raises(OSError, match=r"cut to|file ends"):
+            for i in range(8):
+                for j in range(2):
+                    chunks.fetch((i, j))
+    source.close()
+
+
+def _peak(run: Callable[[], Any]) -> int:
+    """The most memory that Python's allocators gave meanwhile."""
+    tracemalloc.start()
+    run()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_a_gzip_bomb_in_hdf5(tmp_path: Path) -> None:
+    """A chunk of 1 KiB stored as a stream of 64 MiB: HDF5's own filter would make all of it."""
+    bomb = zlib.compress(bytes(64 << 20), 9)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, more in (("known", {}), ("unknown", {"scaleoffset": 0})):
+            made = file.create_dataset(name, (4, 256), "i4", chunks=(1, 256), compression="gzip", **more)
+            made[...] = flat((4, 256), "i4")
+            made.id.write_direct_chunk((2, 0), bomb)
+    for name in ("/known", "/unknown"):
+        source = open_source(tmp_path / "a.h5", name)
+        with pytest.raises(ValueError, match="declares a stored chunk of"):
+            read_all(source)
+        source.close()
+
+
+@pytest.mark.parametrize("number", [32015, 32001])
+def test_a_frame_that_declares_what_it_likes_in_hdf5(tmp_path: Path, number: int) -> None:
+    import hdf5plugin
+
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        options = hdf5plugin.Zstd() if number == 32015 else hdf5plugin.Blosc("zstd")
+        made = file.create_dataset("a", (4, 256), "i4", chunks=(1, 256), **options)
+        made[...] = flat((4, 256), "i4")
+        codec = numcodecs.Zstd() if number == 32015 else numcodecs.Blosc("zstd")
+        made.id.write_direct_chunk((2, 0), codec.encode(bytes(64 << 20)))
+    source = open_source(tmp_path / "a.h5", "/a")
+    out = np.empty((2, 256), "i4")
+    source.read_into(Region((0, 0), (2, 256)), out)
+    np.testing.assert_array_equal(out, flat((4, 256), "i4")[:2])
+
+    def read() -> None:
+        with pytest.raises(ValueError, match=r"declares|bytes"):
+            source.read_into(Region((2, 0), (3, 256)), np.empty((1, 256), "i4"))
+
+    assert _peak(read) < 4 << 20
+    source.close()
+
+
+def test_a_chunk_that_is_too_short_in_hdf5(tmp_path: Path) -> None:
+    """HDF5 would deliver whatever was in its memory for the rest of it."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, more in (("plain", {}), ("masked", {"compression": "lzf"})):
+            made = file.create_dataset(name, (4, 256), "i4", chunks=(1, 256), **more)
+            made[...] = flat((4, 256), "i4")
+            made.id.write_direct_chunk((2, 0), bytes(1000), filter_mask=len(more))
+    for name in ("/plain", "/masked"):
+        source = open_source(tmp_path / "a.h5", name)
+        with pytest.raises(ValueError, match=r"declares (4 chunks of 1024 bytes|a stored chunk of 1000 bytes)"):
+            read_all(source)
+        source.close()
+
+
+# --- Zarr
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("what", ["chunk", "folder", "metadata", "array"])
+def test_links_out_of_a_store(tmp_path: Path, zarr_format: int, order: str, what: str) -> None:
+    """By position, and by zarr-python (arrays in Fortran order)."""
+    more: dict[str, Any] = {"order": "F"} if order == "F" else {}
+    if order == "F" and zarr_format == 3:
+        more = {"filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}
+    if zarr_format == 2:
+        more["chunk_key_encoding"] = {"name": "v2", "separator": "/"}
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA, "b": DATA}, zarr_format, **more))
+    np.testing.assert_array_equal(read_all(open_source(path, "a")), DATA)
+    key = {2: "a/1/0", 3: "a/c/1/0"}[zarr_format]
+    victim = {"chunk": key + "/1", "folder": key, "metadata": "a/.zarray" if zarr_format == 2 else "a/zarr.json", "array": "a"}
+    (path / victim[what]).rename(tmp_path / "stolen")
+    (path / victim[what]).symlink_to(tmp_path / "stolen")
+    with pytest.raises((SourceError, OSError), match=r"outside the store; pass outside=True if you trust it"):
+        read_all(open_source(path, "a"))
+    listed = {info.dataset: info.refused for info in list_arrays(str(path))}
+    assert listed["/b"] is None and (what in ("chunk", "folder") or listed.get("/a", "not followed") is not None)
+    source = open_source(path, "a", True)
+    np.testing.assert_array_equal(read_all(source), DATA)
+    source.close()
+    if what == "chunk":  # a link inside the store is no business of anybody's
+        (path / victim[what]).unlink()
+        (tmp_path / "stolen").rename(path / "kept")
+        (path / victim[what]).symlink_to(path / "kept")
+        np.testing.assert_array_equal(read_all(open_source(path, "a")), DATA)
+        (path / "kept").unlink()
+        with pytest.raises(OSError, match="which is not there"):
+            read_all(open_source(path, "a"))
+
+
+def test_a_store_that_is_a_link_itself(tmp_path: Path) -> None:
+    write_zarr(tmp_path / "far" / "a.zarr", {"a": DATA})
+    (tmp_path / "b.zarr").symlink_to(tmp_path / "far" / "a.zarr")
+    np.testing.assert_array_equal(read_all(open_source(tmp_path / "b.zarr", "a")), DATA)
+
+
+def test_links_in_a_circle_in_a_store(tmp_path: Path) -> None:
+    path = Path(write_zarr(tmp_path / "a.zarr", {"g/a": DATA}))
+    (path / "g" / "up").symlink_to(path)
+    (path / "g" / "self").symlink_to(path / "g")
+    assert [info.dataset for info in list_arrays(str(path))] == ["/g/a"]
+
+
+def test_keys_that_lead_upwards(tmp_path: Path) -> None:
+    """Consolidated metadata may name members anywhere."""
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA}, 2))
+    write_zarr(tmp_path / "else.zarr", {"x": DATA}, 2)
+    zarr.consolidate_metadata(path, zarr_format=2)
+    found = json.loads((path / ".zmetadata").read_text())
+    found["metadata"]["../else.zarr/x/.zarray"] = found["metadata"]["a/.zarray"]
+    (path / ".zmetadata").write_text(json.dumps(found))
+    for name in ("../else.zarr/x", "/../else.zarr/x"):
+        with pytest.raises((SourceError, ConfigError), match=r"holds no array|leads out"):
+            open_source(path, name)
+    assert [info.dataset for info in list_arrays(str(path))] == ["/a"]
+
+
+class Program:
+    """Something that acts when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("was-unpickled"),))
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "|O"])
+@pytest.mark.parametrize("codec", ["pickle", "json2", "msgpack2"])
+@pytest.mark.parametrize("where", ["filters", "compressor"])
+def test_nothing_is_unpickled(tmp_path: Path, dtype: str, codec: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA}, 2, compressors=None))
+    found = json.loads((path / "a/.zarray").read_text())
+    found |= {"dtype": dtype, "fill_value": base64.b64encode(pickle.dumps(Program())).decode() if dtype == "|O" else 0}
+    found |= {where: [{"id": codec}] if where == "filters" else {"id": codec}}
+    (path / "a/.zarray").write_text(json.dumps(found))
+    for chunk in (path / "a").glob("[0-9]*"):
+        chunk.write_bytes(pickle.dumps(Program()))
+    for attempt in (find_array, open_source):
+        with pytest.raises(SourceError, match=r"Python objects|metadata"):
+            attempt(str(path), "/a")
+    assert all(info.refused for info in list_arrays(str(path)))
+    assert not (tmp_path / "was-unpickled").exists()
+
+
+@pytest.mark.parametrize("how", ["gzip", "entry", "folder"])
+def test_bombs_in_zarr(tmp_path: Path, how: str) -> None:
+    """64 MiB in the place of a chunk of 160 bytes: a gzip stream in a zip file or a folder, and an entry of a zip file."""
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": DATA}, 3, compressors=zarr.codecs.GzipCodec()))
+    files = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    big = bytes(64 << 20)
+    files["a/c/1/0/1"] = big if how == "entry" else zlib.compress(big, 9, wbits=31)
+    target = path if how == "folder" else tmp_path / "a.zip"
+    if how == "folder":
+        (path / "a/c/1/0/1").write_bytes(files["a/c/1/0/1"])
+    else:
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+    del big, files
+    source = open_source(str(target), "a")
+
+    def read() -> None:
+        with pytest.raises((OSError, ValueError), match=r"longer than|damaged|at most"):
+            read_all(source)
+
+    assert _peak(read) < 4 << 20
+    source.close()
+
+
+def test_the_fence(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "ab").mkdir()
+    fence = Fence.around_store(str(tmp_path / "a"))
+    assert fence.holds(str(tmp_path / "a")) and fence.holds(str(tmp_path / "a/x/../y")) and fence.holds(str(tmp_path / "a/./b"))
+    assert not fence.holds(str(tmp_path / "ab")) and not fence.holds(str(tmp_path / "a/../ab")) and not fence.holds("/")
+    assert Fence().holds("/anywhere") and Fence.around_file("/x/y", True).holds("/")
+    assert Fence(("/",)).holds("/etc")

@@ -1,0 +1,525 @@
+"""Does a file that crashes, loops or lies reach only the helper process that opened it, and is a good file read right by it?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import hdf5plugin
+import netCDF4
+import numpy as np
+import psutil
+import pytest
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import untrusted_process
+from shardload.formats.base import ArrayInfo
+from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.lookup import find_array, find_small, list_arrays, open_source
+from shardload.formats.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of, find
+from shardload.planning.region import Region
+from tests.unit.fakes import fetch, reader_of, whole
+from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
+
+SHAPE, CHUNKS = (7, 10), (4, 4)
+DATA = flat(SHAPE, "int32")
+LIMITS = Limits()
+ONE = Limits(memory_nbytes=1 << 20)  # so little that there is one helper
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No helper outlives its test, nor is one left as a zombie."""
+    before = set(psutil.Process().children())
+    yield
+    assert set(psutil.Process().children()) == before
+
+
+# --- good files
+
+
+def gzip(path: Path) -> str:
+    """A chunk was never written."""
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("x", SHAPE, "i4", chunks=CHUNKS, compression="gzip", fillvalue=-3)
+        made[:4] = DATA[:4]
+        made[4:, 4:] = DATA[4:, 4:]
+    return str(path)
+
+
+def scale_offset(path: Path) -> str:
+    return write_hdf5(path, {"x": DATA}, chunks=CHUNKS, scaleoffset=0)
+
+
+def virtual(path: Path) -> str:
+    write_hdf5(path.with_name("part.h5"), {"x": DATA})
+    layout = h5py.VirtualLayout(shape=SHAPE, dtype="i4")
+    layout[...] = h5py.VirtualSource("part.h5", "x", shape=SHAPE)
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("x", layout)
+    return str(path)
+
+
+def netcdf(path: Path) -> str:
+    with netCDF4.Dataset(path, "w") as file:
+        for name, n in zip("ab", SHAPE, strict=True):
+            file.createDimension(name, n)
+        file.createVariable("x", "i4", ("a", "b"), zlib=True, chunksizes=CHUNKS)[...] = DATA
+    return str(path)
+
+
+def zarr_zip(path: Path) -> str:
+    write_zarr(path.with_suffix(".zarr"), {"x": DATA}, chunks=CHUNKS)
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(path.with_suffix(".zarr").rglob("*")):
+            archive.write(file, file.relative_to(path.with_suffix(".zarr")))
+    return str(path)
+
+
+GOOD: dict[str, Callable[[Path], str]] = {
+    "contiguous": lambda path: write_hdf5(path, {"x": DATA.astype(">i4")}),
+    "gzip with a hole": gzip,
+    "scale-offset, by the library": scale_offset,
+    "virtual": virtual,
+    "netCDF": netcdf,
+    "Zarr 2": lambda path: write_zarr(path, {"x": DATA}, 2, chunks=CHUNKS),
+    "Zarr 3": lambda path: write_zarr(path, {"x": DATA}, chunks=CHUNKS),
+    "Zarr 3 with shards": lambda path: write_zarr(path, {"x": DATA}, chunks=CHUNKS, shards=(8, 8)),
+    "Zarr in a zip file": zarr_zip,
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
+    """Wrong if a region, a chunk at the edge, a hole, or what is known of the array were another."""
+    path = GOOD[kind](tmp_path / "file")
+    mine, other = open_source(path, "x"), open_source(path, "/x/", untrusted=LIMITS)
+    assert (other.info, other.dtype, other.state()) == (mine.info, mine.dtype, mine.state())
+    for region in (Region.whole(SHAPE), Region((3, 1), (6, 9)), Region((4, 0), (5, 4)), Region((2, 2), (2, 5))):
+        expected, found = np.empty(region.shape, "i4"), np.full(region.shape, -1, "i4")
+        mine.read_into(region, expected)
+        other.read_into(region, found)
+        np.testing.assert_array_equal(found, expected)
+        assert list(other.missing(region)) == list(mine.missing(region))
+        np.testing.assert_array_equal(other.plain(region), mine.plain(region))
+    if kind != "gzip with a hole":
+        np.testing.assert_array_equal(read_all(other), DATA)
+    reader = other.chunk_reader()
+    assert (reader is None) == (mine.info.chunks is None)
+    for index in ((0, 0), (1, 0), (1, 2)) if reader is not None else ():
+        out = np.full(CHUNKS, -1, "i4")
+        encoded = reader.fetch(index)
+        reader.decode(encoded, out)
+        region = Region(tuple(4 * k for k in index), tuple(min(4 * k + 4, n) for k, n in zip(index, SHAPE, strict=True)))
+        expected = np.empty(region.shape, "i4")
+        mine.read_into(region, expected)
+        np.testing.assert_array_equal(out[: region.shape[0], : region.shape[1]], expected)
+        assert (encoded is None) == (kind == "gzip with a hole" and index == (1, 0))
+    mine.close()
+    other.close()
+
+
+def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
+    assert list_arrays(path, untrusted=LIMITS) == list_arrays(path)
+    assert find_small(path, "a", False, LIMITS) == (find_array(path, "a"), DATA.tobytes())
+    with pytest.raises(ConfigError) as mine:
+        find_array(path, "c")
+    with pytest.raises(ConfigError) as other:
+        find_array(path, "c", untrusted=LIMITS)
+    assert str(other.value) == str(mine.value)
+    with pytest.raises(SourceError, match="there is no file") as error:
+        find_array(str(tmp_path / "none.h5"), untrusted=LIMITS)
+    assert error.value.path == str(tmp_path / "none.h5")
+    with h5py.File(path) as file, pytest.raises(ConfigError, match="Pass the path of the file"):
+        find_array(file["a"], untrusted=LIMITS)
+
+
+def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other by one helper; where there is much to read, by several."""
+    path = write_hdf5(tmp_path / "a.h5", {"x": flat((12, 16), "int32")}, chunks=(2, 4), compression="gzip")
+    with h5py.File(path, "a") as file:
+        file["x"].attrs["_FillValue"] = np.nan  # which is not itself: no sign that the file was changed
+    source = open_source(path, "x", untrusted=LIMITS)
+    reader = source.chunk_reader()
+    assert isinstance(source, UntrustedSource) and reader is not None
+    start = threading.Barrier(3)
+
+    def read(k: int) -> np.ndarray[Any, Any]:
+        start.wait(60)
+        found = np.empty((6, 4, 2, 4), "i4")
+        for index in np.ndindex(6, 4):
+            reader.decode(reader.fetch(tuple(int(i) for i in index)), found[index])
+        return found.transpose(0, 2, 1, 3).reshape(12, 16)
+
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(read, range(3)):
+            np.testing.assert_array_equal(found, flat((12, 16), "int32"))
+    monkeypatch.setattr(source, "_worth_from", 0.0)
+    with source._a_helper() as first, source._a_helper() as second:
+        assert first is not second and {first.pid, second.pid} <= {child.pid for child in psutil.Process().children()}
+    source.close()
+
+
+# --- files that crash libraries
+
+
+@pytest.fixture
+def careless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers from now on leave parameters and chunks unchecked: what was seen to crash, and is refused now, does it again."""
+    text = Path(untrusted_process.__file__).read_text()
+    known = "        import shardload.formats.lookup  # noqa: F401\n"
+    unchecked = (
+        "        from shardload.formats.hdf5 import filters, source\n"
+        "        filters._unfit = lambda *_: None\n"
+        "        source.check_heads = lambda *_: None\n"
+    )
+    assert text.count(known) == 1
+    (tmp_path / "careless.py").write_text(text.replace(known, known + unchecked))
+    monkeypatch.setattr(untrusted_process, "__file__", str(tmp_path / "careless.py"))
+
+
+def cut_bzip2(path: Path) -> str:
+    """A chunk that ends before its stream does: the filter waits for the rest."""
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("x", data=np.arange(64, dtype="i4").reshape(8, 8), chunks=(4, 8), **hdf5plugin.BZip2())
+        made.id.write_direct_chunk((4, 0), made.id.read_direct_chunk((4, 0))[1][:20])
+    return str(path)
+
+
+BAD: dict[str, tuple[Callable[[Path], str], str]] = {
+    "scale-offset, beyond its buffer": (lambda path: spoiled(path, 2, 1 << 24, scaleoffset=0), "ended by SIGSEGV"),
+    "scale-offset, all memory": (lambda path: spoiled(path, 2, 0xFFFFFFFF, scaleoffset=0), "."),
+    "szip, division by zero": (lambda path: spoiled(path, 1, 0, compression="szip"), "ended by SIGFPE"),
+    "SZ, exit": (lambda path: spoiled(path, 1, 0xFFFFFFFF, "f4", **hdf5plugin.SZ(absolute=0.1)), "by itself, with status 0"),
+    "bzip2, without an end": (cut_bzip2, "loop without an end"),
+}
+
+
+@pytest.mark.usefixtures("careless")
+@pytest.mark.parametrize(
+    ("kind", "chunk_by_chunk"),
+    [*((kind, True) for kind in BAD), ("szip, division by zero", False), ("scale-offset, all memory", False)],
+)
+def test_a_chunk_that_harms_whoever_decodes_it(
+    kind: str, chunk_by_chunk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process each of them would be the end of this test, and of all that come after."""
+    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 0 if chunk_by_chunk else 1 << 30)
+    make, words = BAD[kind]
+    path = make(tmp_path / "bad.h5")
+    source = open_source(path, "x", untrusted=Limits(cpu_seconds=1.0))
+    with reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
+        fetch(reader, whole(Region((4, 0), (8, 8)), rank=1))
+    assert error.value.chunk == (1, 0) and error.value.dataset == "/x" and error.value.path == path
+    assert f"chunk (1, 0) of '/x' in '{path}'" in str(error.value)
+    source.close()
+
+
+@pytest.mark.usefixtures("careless")
+def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
+    path = spoiled(tmp_path / "bad.h5", 1, 0, compression="szip")
+    with h5py.File(path, "a") as file:  # the second chunk as it is, without the filter
+        file["x"].id.write_direct_chunk((4, 0), bytes(range(128)), 1)
+    source = open_source(path, "x", untrusted=ONE)
+    out = np.empty((4, 8), "i4")
+    for _ in range(3):
+        with pytest.raises(HelperError, match="SIGFPE"):
+            source.read_into(Region((0, 0), (4, 8)), out)
+        if _ < 2:
+            source.read_into(Region((4, 0), (8, 8)), out)
+            assert out.tobytes() == bytes(range(128))
+    with pytest.raises(HelperError, match=r"3 helper processes were lost in this file before; of the last: .*SIGFPE"):
+        source.read_into(Region((4, 0), (8, 8)), out)
+    assert source.state() is None
+    source.close()
+
+
+def test_memory_is_limited(tmp_path: Path) -> None:
+    """32 MiB where all helpers have 1 MiB and their base: the values themselves do not fit."""
+    path = write_zarr(tmp_path / "a.zarr", {"x": np.zeros((64, 1 << 20), "u1")}, chunks=(64, 1 << 20))
+    array = zarr.open_group(path)["x"]
+    array.resize((512, 1 << 20))
+    source = open_source(path, "x", untrusted=ONE)
+    with pytest.raises(HelperError, match=r"more memory than a helper process may have .1\.0 MiB"):
+        source.read_into(Region((0, 0), (512, 1 << 20)), np.empty((512, 1 << 20), "u1"))
+    source.close()
+
+
+def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
+    """Wrong if it came as any OSError, which is called damage."""
+    path = write_zarr(tmp_path / "a.zarr", {"x": np.arange(8)}, chunks=(4,))
+    chunk = tmp_path / "a.zarr" / "x" / "c" / "1"
+    for there, kind in ((tmp_path / "stolen", OutsideError), (tmp_path / "a.zarr" / "x", NotAFileError)):
+        chunk.rename(tmp_path / "stolen") if not chunk.is_symlink() else chunk.unlink()
+        chunk.symlink_to(there)
+        source = open_source(path, "x", untrusted=ONE)
+        with pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error:
+            source.read_into(Region((4,), (8,)), np.empty(4, "i8"))
+        source.close()
+        assert type(error.value) is kind
+
+
+# --- helpers that lie
+
+INFO = ArrayInfo("f.h5", "/x", "HDF5", SHAPE, "int32", CHUNKS, "gzip")
+
+FAKE = """
+import json, mmap, os, socket, struct, sys, time
+channel, values = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+def receive():
+    head = channel.recv(4, socket.MSG_WAITALL)
+    return json.loads(channel.recv(struct.unpack("<I", head)[0], socket.MSG_WAITALL)) if head else None
+def raw(data, nbytes=None):
+    channel.sendall(struct.pack("<I", len(data) if nbytes is None else nbytes) + data)
+def say(**what):
+    raw(json.dumps(what).encode())
+def put(*numbers, at=0, kind="q"):
+    struct.pack_into(f"<{len(numbers)}{kind}", mmap.mmap(values, 0), at, *numbers)
+receive(), say()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Helpers from now on do this, one for each request."""
+
+    def make(*actions: str) -> None:
+        steps = "".join(f"request = receive()\n{action}\n" for action in actions)
+        (tmp_path / "fake.py").write_text(f"{FAKE}{steps}receive()\n")
+        monkeypatch.setattr(untrusted_process, "__file__", str(tmp_path / "fake.py"))
+
+    return make
+
+
+OPEN = f"say(info={json.loads(INFO.to_json())!r}, state=[1, 2])"
+AT = -(-4 * DATA.size // 8) * 8
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        *(f"say(n_missing={n})" for n in ("7", "-1", "True", "1.0", "None", "'1'", "[]", "2**70")),
+        "say()",
+        f"put(6, at={AT}); say(n_missing=1)",
+        f"put(-1, at={AT}); say(n_missing=1)",
+        f"put(2, 2, at={AT}); say(n_missing=2)",
+        f"put(2, 1, at={AT}); say(n_missing=2)",
+        "raw(b'[]')",
+        "raw(b'{')",
+        "raw(bytes([255]))",
+        "raw(b'[' * 500_000)",
+        "raw(b'', 2**32 - 1)",
+        "raw(b'{', 9); os._exit(0)",
+        "os._exit(3)",
+        "say(error=[], text='')",
+        "say(error='OSError')",
+        "say(error='MemoryError', text='')",
+    ],
+)
+def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> None:
+    fake(OPEN, lie)
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    with pytest.raises(HelperError):
+        source.read_into(Region.whole(SHAPE), np.empty(SHAPE, "i4"))
+    assert source._all == [], "who lies once is asked no more"
+    source.close()
+
+
+@pytest.mark.parametrize("stored", ["-1", "True", "2**64", "'1'", "1.5"])
+def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., None]) -> None:
+    fake(OPEN, f"say(nbytes_stored={stored})")
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    with pytest.raises(HelperError, match="cannot be right"):
+        source.chunk((0, 0), np.empty(CHUNKS, "i4"))
+    source.close()
+
+
+@pytest.mark.parametrize("state", ["'x'", "[1.5, 2]", "[True]", "[2**80]", "[0] * 9", "{}"])
+def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> None:
+    fake(OPEN.replace("[1, 2]", state))
+    with pytest.raises(HelperError, match="state"):
+        UntrustedSource("f.h5", "/x", False, ONE)
+
+
+def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
+    fake(OPEN)
+    with pytest.raises(
+        SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
+    ):
+        open_source("f.h5", "y", untrusted=ONE)
+    fake("say(info=None, nbytes=None)")
+    with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
+        find_array("f.h5", "x", untrusted=ONE)
+    fake(OPEN.replace("state", "nbytes"))
+    assert find_small("f.h5", "x", False, ONE) == (INFO, None), "values of another size: whoever reads them says so"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            {"shape": value}
+            for value in (None, 7, [7, -1], [7, 2.0], [7, True], [2**63, 1], [2**40, 2**40], ["7", 1], [1] * 65)
+        ),
+        *({"chunks": value} for value in ([4], [4, 0], [4, 4, 4], [4, "4"], [2**62, 4], "44")),
+        *({"shards": value} for value in ([8], [0, 8])),
+        *({"dtype": value} for value in (None, "object", "O", "V8", "S4", ">i4", "datetime64", "i4,i4", "no", "f" * 99, "int")),
+        *({"dataset": value} for value in (None, 1, "/" + "x" * 99999)),
+        *({"nbytes_stored": value} for value in (-1, 1.5, "1", 2**70)),
+        *({"attributes": value} for value in (None, [], {"a": {"b": 1}}, {"a": [[{}]]})),
+        *({name: 1} for name in ("format", "codec", "refused")),
+    ],
+    ids=str,
+)
+def test_a_description_that_cannot_be_right(wrong: dict[str, Any]) -> None:
+    good = json.loads(INFO.to_json())
+    assert _info_of(good, "f.h5") == INFO
+    with pytest.raises(HelperError, match="cannot be right"):
+        _info_of(good | wrong, "f.h5")
+    with pytest.raises(HelperError, match="cannot be right"):
+        _info_of([good], "f.h5")
+
+
+def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to_say() -> None:
+    good = json.loads(INFO.to_json())
+    found = _info_of(good | {"path": "/etc/passwd", "codec": "\x1b[2J", "attributes": {"a\n": ["\x07"]}}, "f.h5")
+    assert (found.path, found.codec, found.attributes) == ("f.h5", "\\x1b[2J", {"a\\n": ["\\x07"]})
+
+
+def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None:
+    """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
+    shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
+    fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(n_missing=0)")
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    np.testing.assert_array_equal(read_all(source), DATA)
+    source.close()
+
+
+def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
+    """As in this process: it is 1 where it is not 0, before NumPy or JAX see it."""
+    info = json.loads(dataclasses.replace(INFO, shape=(3, 1), chunks=(3, 1), dtype="bool").to_json())
+    put = "put(0, 2, 255, kind='B'); "
+    given = f"say(info={info!r}, state=[1, 2])"
+    fake(given, f"{put}say(n_missing=0)", f"{put}say()", f"{put}say(nbytes_stored=3)", f"{put}say()")
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    chunks = source.chunk_reader()
+    expected = [0, 1, 1]
+    assert read_all(source).view("u1").ravel().tolist() == expected
+    assert source.plain(Region.whole((3, 1))).view("u1").ravel().tolist() == expected
+    assert chunks is not None
+    encoded, out = chunks.fetch((0, 0)), np.empty((3, 1), bool)
+    chunks.decode(encoded, out)
+    assert out.view("u1").ravel().tolist() == expected
+    source.close()
+    fake(f"{put}say(info={info!r}, nbytes=3)")
+    assert find("f.h5", "f.h5", "/x", False, ONE, values=True)[1] == bytes(expected)
+
+
+def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
+    fake("os.write(2, b'one\\n\\x1b[2J two\\n\\n'); os._exit(7)")
+    with pytest.raises(SourceError, match=r"with status 7; it had printed '\\x1b\[2J two'"):
+        open_source("f.h5", "x", untrusted=ONE)
+
+
+# --- when helpers end
+
+
+def test_no_answer_in_time(fake: Callable[..., None]) -> None:
+    fake(OPEN, "time.sleep(600)")
+    source = UntrustedSource("f.h5", "/x", False, Limits(1 << 20, seconds=0.0))
+    with pytest.raises(HelperError, match="no answer for 0 s"):
+        read_all(source)
+    source.close()
+
+
+def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable[..., None], tmp_path: Path) -> None:
+    """As after a stall, or Ctrl-C in the thread that calls MPI. Wrong if the thread waited on, or the next had a turn."""
+    os.mkfifo(tmp_path / "begun")
+    fake(OPEN, f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(600)")
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(read_all, source)
+        (tmp_path / "begun").read_bytes()  # waits for the helper
+        waiting = pool.submit(read_all, source)
+        source.close()
+        for future in (reading, waiting):
+            assert isinstance(future.exception(60), HelperError)
+    with pytest.raises(HelperError, match="the file was closed"):
+        read_all(source)
+    source.close()
+
+
+def test_ctrl_c(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(OPEN, "os.kill(os.getppid(), 2); time.sleep(600)")
+    source = UntrustedSource("f.h5", "/x", False, ONE)
+    with pytest.raises(KeyboardInterrupt):
+        read_all(source)
+    assert source._all == []
+    source.close()
+
+
+def test_a_thread_that_ends_takes_no_helper_with_it() -> None:
+    """The system ends a process that asked for it with the thread that started it, not with that thread's process."""
+    with ThreadPoolExecutor(1) as pool:
+        helper = pool.submit(Helper, LIMITS).result()
+    with pytest.raises(SourceError, match="there is no file"):
+        helper.ask("find", path="none.h5", dataset=None, outside=False, values=False)
+    for number in (signal.SIGINT, signal.SIGTERM):  # for all processes of a job, which are the ranks' to answer
+        os.kill(helper.pid, number)
+    with pytest.raises(SourceError, match="there is no file"):
+        helper.ask("find", path="none.h5", dataset=None, outside=False, values=False)
+    helper.end()
+
+
+def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Callable[..., None], tmp_path: Path) -> None:
+    """The file is not to blame."""
+    fake()
+    (tmp_path / "fake.py").write_text("raise RuntimeError('no NumPy here')")
+    with pytest.raises(ConfigError, match=r"could not be started here.*no NumPy here"):
+        find_array("f.h5", untrusted=LIMITS)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="could not be started here"):
+        Helper(LIMITS)
+
+
+def test_a_helper_takes_itself_for_no_rank(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_PROCID", "MPI_LOCALRANKID", "PYTHONPATH"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/hdf5")
+    out = str(tmp_path / "environ")
+    fake(f"open({out!r}, 'w').write(json.dumps([dict(os.environ), os.listdir('/proc/self/fd')])); say(infos=[])")
+    assert list_arrays("f.h5", untrusted=LIMITS) == []
+    environ, descriptors = json.loads(Path(out).read_text())
+    assert environ["LD_LIBRARY_PATH"] == "/opt/hdf5" and environ["MPI4PY_RC_INITIALIZE"] == "0"
+    assert not [name for name in environ if name.startswith(("PMI", "OMPI", "SLURM", "MPI_", "PYTHONPATH"))]
+    assert len(descriptors) <= 7, "0, 1, 2, the socket, the memory, what is written, and the folder that is listed"
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exit", "SIGKILL"])
+def test_a_process_that_ends_leaves_no_helper(end: str) -> None:
+    """Wrong if a rank that dies left one behind, which a batch system then waits for."""
+    script = (
+        f"{ALONE}import os, signal, sys\nfrom shardload.formats.untrusted import Helper, Limits\n"
+        f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n"
+        f"os.kill(helper.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == (0 if end == "pass" else -signal.SIGKILL), done.stderr
+    try:
+        helper = psutil.Process(int(done.stdout))
+    except psutil.NoSuchProcess:
+        return
+    helper.wait(60)  # the kernel has killed it, if it is still there

@@ -1,0 +1,495 @@
+"""Does a file lead out of its folder, by whatever name? And is a pipe waited for?
+
+One file is made anew for each case, with names put together from what HDF5, the system or this package may take for something
+else. What is loaded must never have a value of the files outside, nor a fill value in the place of a source that is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+import shardload.formats.lookup as sources_module
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.containment import Fence, OutsideError
+from shardload.formats.hdf5 import links as hdf5_links
+from shardload.formats.hdf5 import source as hdf5_module
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.zarr import store as zarr_store
+from shardload.planning.region import Region
+from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+
+N = 4
+FILL, SECRET = -5, 0x5EC2E7
+GOOD = range(1, 1000)  # what the files inside hold
+
+NAMES = ("x", "x0", "x%", "x%b", "x%%b", "x%0", "%b", "%", "g/x", "g/x%b", "..", "ü")
+FILES = ("in.h5", "p0.h5", "p%b.h5", "p%.h5", "p.h5", "%b", "deeper/in.h5", "deeper/p0.h5")
+
+
+def write_all(folder: Path, value: int, names: tuple[str, ...] = FILES) -> None:
+    """Files of all these names, each with datasets of all those, and values of their own."""
+    for k, name in enumerate(names):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        with h5py.File(folder / name, "w") as file:
+            for j, inside in enumerate(NAMES):
+                file[inside] = np.full(N, value if value == SECRET else 1 + k * len(NAMES) + j, "i8")
+    for name in ("raw", "raw%b", "deeper/raw"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_bytes(np.full(N, min(value, 999 if value != SECRET else SECRET), "i8").tobytes())
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the file; beside it one that must not be read, which is the working folder, too."""
+    top = tmp_path_factory.mktemp("links")
+    write_all(top / "home", 1)
+    write_all(top / "else", SECRET, (*FILES, "s.h5", "broken.h5"))
+    (top / "home" / "broken.h5").write_text("no HDF5, unlike the one in the working folder")
+    (top / "home" / "door").symlink_to("../else")
+    (top / "home" / "door.h5").symlink_to("../else/in.h5")
+    (top / "home" / "window.h5").symlink_to("deeper/in.h5")
+    os.mkfifo(top / "home" / "pipe.h5")
+    before = os.getcwd()
+    os.chdir(top / "else")
+    yield top / "home"
+    os.chdir(before)
+
+
+def names_of(*known: str) -> st.SearchStrategy[str]:
+    """Known names, their relatives with percent signs, and what is put together from parts."""
+    parts = (
+        "..",
+        ".",
+        "",
+        "home",
+        "else",
+        "deeper",
+        "door",
+        "%",
+        "%%",
+        "%b",
+        "%%b",
+        "%%%b",
+        "%d",
+        "x",
+        "in.h5",
+        "s.h5",
+        "\udcff",
+    )
+    made = st.lists(st.sampled_from(parts), min_size=1, max_size=4).map("/".join)
+    doubled = st.sampled_from(known).map(lambda name: name.replace("%", "%%"))
+    return st.one_of(st.sampled_from(known), doubled, made)
+
+
+file_names = names_of(
+    *FILES, "broken.h5", "door.h5", "window.h5", "pipe.h5", "nothing.h5", "../else/in.h5", "../else/p%b.h5", "door/in.h5",
+    "s.h5", "../home/in.h5", ".", "evil.h5", "deeper", "/TOP/else/in.h5", "/TOP/home/in.h5", "/TOP/home/broken.h5",
+    "/nowhere/s.h5", "p%b.h5", "deeper/p%b.h5",
+)  # fmt: skip
+inside_names = names_of(*NAMES, "a", "a%b", "a%%b", "b", "b%b", "s\udcff", "l/x", "/x", "x/", "//x", "./x", "nothing")
+raw_names = names_of(
+    "raw", "raw%b", "deeper/raw", "/TOP/home/raw", "/TOP/else/raw", "../home/raw", "../else/raw", "pipe.h5", "s.h5"
+)
+kinds = st.sampled_from(["soft", "external", "storage", "virtual", "pattern", "unlimited", "group", "data"])
+made_names = ("a", "a%b", "a0", "b", "b%b", "s\udcff", "l", "v")
+cases = st.dictionaries(
+    st.sampled_from(made_names), st.tuples(kinds, file_names, inside_names, raw_names), min_size=1, max_size=5
+)
+
+
+def make(file: h5py.File, name: str, kind: str, other: str, inside: str, raw: str) -> None:
+    """One link or dataset; what h5py does not write is left out."""
+    top = os.path.dirname(os.path.dirname(file.filename))
+    stored, other, raw = os.fsencode(name), other.replace("/TOP", top), raw.replace("/TOP", top)
+    whole = h5py.h5s.create_simple((N,), (h5py.h5s.UNLIMITED,))
+    if kind == "soft":
+        file.id.links.create_soft(stored, os.fsencode(inside))
+    elif kind == "external":
+        file.id.links.create_external(stored, os.fsencode(other), os.fsencode(inside))
+    elif kind == "group":
+        file.create_group(stored).create_dataset("x", data=np.full(N, 999, "i8"))
+    elif kind == "data":
+        file.create_dataset(stored, data=np.full(N, 998, "i8"))
+    else:
+        creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        creation.set_fill_value(np.array(FILL, "i8"))
+        source = h5py.h5s.create_simple((N,))
+        if kind == "storage":
+            creation.set_external(os.fsencode(raw), 0, 8 * N)
+            whole = h5py.h5s.create_simple((N,))
+        elif kind == "virtual":
+            creation.set_virtual(h5py.h5s.create_simple((N,)), os.fsencode(other), os.fsencode(inside), source)
+            whole = h5py.h5s.create_simple((N,))
+        elif kind == "pattern":
+            selected = whole.copy()
+            selected.select_hyperslab((0,), (h5py.h5s.UNLIMITED,), (N,), (N,))
+            creation.set_virtual(selected, os.fsencode(other), os.fsencode(inside), source)
+        else:
+            selected, endless = whole.copy(), h5py.h5s.create_simple((N,), (h5py.h5s.UNLIMITED,))
+            for space in (selected, endless):
+                space.select_hyperslab((0,), (1,), (1,), (h5py.h5s.UNLIMITED,))
+            creation.set_virtual(selected, os.fsencode(other), os.fsencode(inside), endless)
+        h5py.h5d.create(file.id, stored, h5py.h5t.NATIVE_INT64, whole, creation)
+
+
+def load(path: Path, name: str) -> np.ndarray[Any, Any] | None:
+    """The values; None where there is an error of ours."""
+    try:
+        info = find_array(path, name)
+        source = open_source(path, info.dataset)
+    except (SourceError, ConfigError):
+        return None
+    try:
+        return read_all(source)
+    except OSError:
+        return None
+    finally:
+        source.close()
+
+
+@settings(max_examples=int(os.environ.get("SHARDLOAD_FUZZ_CASES", "250")), deadline=None, derandomize=True)
+@given(cases)
+def test_no_name_leads_outside_and_no_fill_value_replaces_a_source(home: Path, case: dict[str, tuple[str, ...]]) -> None:
+    path = home / "evil.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        for name, more in case.items():
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                make(file, name, *more)
+    for name in (*case, "l/x", "l/x0"):
+        values = load(path, name)
+        if values is not None:
+            event(f"{case.get(name, ('below a group',))[0]} loaded")  # shown by --hypothesis-show-statistics
+            assert SECRET not in values and FILL not in values and 0 not in values, (name, values)
+            assert set(values.tolist()) <= set(GOOD)
+    listed = {info.dataset: info.refused for info in list_arrays(str(path))}
+    assert set(listed) <= {f"/{name}" for name in (*made_names, "l/x", *(f"{name}/x" for name in made_names))}
+
+
+# --- HDF5: names that were taken for something else
+
+
+def refused(path: Path, name: str, match: str) -> None:
+    for attempt in (find_array, open_source):
+        with pytest.raises(SourceError, match=match):
+            attempt(str(path), name)
+
+
+def virtual(file: h5py.File, name: str, other: str, inside: str) -> None:
+    make(file, name, "virtual", other, inside, "")
+
+
+def test_a_percent_sign_in_the_name_of_a_source(home: Path) -> None:
+    """HDF5 reads ``%%b`` as the name ``%b``, not as a pattern."""
+    with h5py.File(home / "a.h5", "w", libver="latest") as file:
+        make(file, "x%b", "storage", "", "", "/TOP/else/raw")
+        file["y%b"] = file["z%"] = np.arange(1, N + 1)
+        virtual(file, "storage", ".", "x%%b")
+        virtual(file, "gone", "part%%b.h5", "x")
+        virtual(file, "good", ".", "y%%b")
+        virtual(file, "end", "a.h5", "z%%")
+        make(file, "numbers", "pattern", "p%b.h5", "x", "")
+        make(file, "inside", "pattern", "in.h5", "x%b", "")
+        make(file, "none", "pattern", "q%b.h5", "x", "")
+    refused(home / "a.h5", "/storage", "else/raw', which is outside the folder")
+    refused(home / "a.h5", "/gone", r"'part%b.h5', which is not there .* fill values")
+    refused(home / "a.h5", "/none", r"'x' in 'q0.h5', which is not there .* an empty array")
+    for name in ("/good", "/end", "/numbers", "/inside"):
+        values = load(home / "a.h5", name)
+        with h5py.File(home / "a.h5") as file:
+            np.testing.assert_array_equal(values, file[name][...])
+
+
+def test_a_number_that_is_not_there_before_the_end(home: Path) -> None:
+    """A pattern ends at the first number that is not there; where the dataset goes on, HDF5 delivers fill values."""
+    with h5py.File(home / "a.h5", "w", libver="latest") as file:
+        creation, endless = h5py.h5p.create(h5py.h5p.DATASET_CREATE), (h5py.h5s.UNLIMITED,)
+        for start, count, name in ((0, h5py.h5s.UNLIMITED, b"p%b.h5"), (3 * N, 1, b"in.h5")):
+            space = h5py.h5s.create_simple((4 * N,), endless)
+            space.select_hyperslab((start,), (count,), (N,), (N,))
+            creation.set_virtual(space, name, b"x", h5py.h5s.create_simple((N,)))
+        h5py.h5d.create(file.id, b"v", h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple((4 * N,), endless), creation)
+    refused(home / "a.h5", "/v", r"'x' in 'p1.h5', which is not there \(HDF5 would deliver fill values")
+
+
+def test_links_with_names_that_are_no_text(home: Path) -> None:
+    with h5py.File(home / "a.h5", "w") as file:
+        file.id.links.create_soft(b"out", b"\xff\xfe")
+        file.id.links.create_external(b"\xff\xfe", b"../else/in.h5", b"/x")
+        file.id.links.create_soft(b"in", b"g\xff/\xfd")
+        made = h5py.h5g.create(file.id, b"g\xff")
+        h5py.h5d.create(made, b"\xfd", h5py.h5t.NATIVE_INT64, h5py.h5s.create_simple((N,)))
+        virtual(file, "over", ".", "out")
+    refused(home / "a.h5", "/out", r"'/\\udcff\\udcfe' in .* is a link to '/x' in '../else/in.h5', which is outside")
+    refused(home / "a.h5", "/over", "outside the folder")
+    assert {info.dataset for info in list_arrays(str(home / "a.h5"))} == {"/g\udcff/\udcfd", "/over"}
+    for name in ("/in", "/g\udcff/\udcfd"):
+        np.testing.assert_array_equal(load(home / "a.h5", name), np.zeros(N))
+
+
+def test_external_storage_under_another_layout(home: Path) -> None:
+    """HDF5 reads the other file whatever the layout says: here the contiguous dataset's is made a compact one."""
+    with h5py.File(home / "a.h5", "w") as file:
+        make(file, "x", "storage", "", "", "/TOP/else/raw")
+    whole = (home / "a.h5").read_bytes()
+    at = whole.index(b"\x03\x01" + b"\xff" * 8 + struct.pack("<Q", 8 * N))
+    (home / "a.h5").write_bytes(whole[:at] + b"\x03\x00" + struct.pack("<H", 12) + bytes(12) + whole[at + 16 :])
+    with h5py.File(home / "a.h5") as file:
+        assert SECRET in file["x"][...]
+    refused(home / "a.h5", "/x", "values of other files, and values of its own")
+
+
+def test_where_the_first_place_holds_no_file_that_can_be_opened(home: Path) -> None:
+    """Some versions of HDF5 go on to the next place: here the working folder, which is outside."""
+    with h5py.File(home / "a.h5", "w") as file:
+        file["beside"] = h5py.ExternalLink("broken.h5", "/x")
+        file["absolute"] = h5py.ExternalLink(str(home / "broken.h5"), "/x")
+        virtual(file, "virtual", "broken.h5", "x")
+    for name in ("/beside", "/absolute", "/virtual"):
+        refused(home / "a.h5", name, "cannot be opened")
+
+
+def test_prefixes_lead_nowhere_else(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(home / "a.h5", "w") as file:
+        file["link"] = h5py.ExternalLink("in.h5", "/x")
+        virtual(file, "virtual", "in.h5", "x")
+    for name, variable in (("/link", "HDF5_EXT_PREFIX"), ("/virtual", "HDF5_VDS_PREFIX")):
+        monkeypatch.setenv(variable, f"/nowhere:{home.parent / 'else'}")
+        refused(home / "a.h5", name, "outside the folder")
+        monkeypatch.setenv(variable, "/nowhere:" + str(home / "deeper"))
+        np.testing.assert_array_equal(load(home / "a.h5", name), 1 + FILES.index("deeper/in.h5") * len(NAMES) + np.zeros(N))
+
+
+def test_what_the_library_opened_is_compared(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this package understands a name in another way than HDF5, the open files tell."""
+    with h5py.File(home / "a.h5", "w", libver="latest") as file:
+        virtual(file, "v", "in.h5", "x")
+        make(file, "longer", "unlimited", "in.h5", "x", "")
+    fence = Fence.around_file(str(home / "a.h5"))
+    with hdf5_links.nothing_else_opened(fence), h5py.File(home / "in.h5"), open(home.parent / "else" / "raw", "rb"):
+        pass  # inside, and no HDF5 file
+    with monkeypatch.context() as patched:
+        patched.setattr(hdf5_links, "_place", lambda name, *_: str(home / name))
+        patched.setenv("HDF5_VDS_PREFIX", str(home.parent / "else"))
+        for read in (read_all, lambda source: source.plain(Region.whole((N,)))):
+            source = open_source(home / "a.h5", "/v")
+            with pytest.raises(OutsideError, match=r"else/in.h5', as the HDF5 library says"):
+                read(source)
+            source.close()
+        refused(home / "a.h5", "/longer", r"else/in.h5', as the HDF5 library says")  # opened to say how long it is
+    for name in ("/v", "/longer"):
+        np.testing.assert_array_equal(load(home / "a.h5", name), np.ones(N))
+
+
+def test_the_working_folder_is_changed_under_an_open_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(home / "a.h5", "w") as file:
+        virtual(file, "v", "in.h5", "x")
+    monkeypatch.chdir(home)
+    with h5py.File("a.h5") as file:
+        monkeypatch.chdir(home.parent / "else")
+        np.testing.assert_array_equal(read_all(open_source(file["v"], "/v")), np.ones(N))
+
+
+# --- what is no file
+
+
+KINDS = {"a pipe": "fifo", "a socket": "socket", "a folder": "folder", "a device": "/dev/zero"}
+
+
+def replace(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # a path may have 107 bytes there
+            bound.bind(path.name)
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("told", KINDS)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str) -> None:
+    kind, expected = KINDS[told], f"{told}, expected a file"
+    (tmp_path / "h").mkdir()
+    for name in ("f", "f.h5", "f.zip"):
+        replace(tmp_path / "h" / name, kind)
+        for attempt in (find_array, list_arrays):
+            with pytest.raises(SourceError, match=f"is {expected} or folder|is a folder, but not a Zarr store"):
+                attempt(str(tmp_path / "h" / name))
+    replace(tmp_path / "h/o", kind)
+    with h5py.File(tmp_path / "h/a.h5", "w", libver="latest") as file:
+        for name in ("external", "virtual", "unlimited", "pattern", "storage"):
+            make(
+                file,
+                name,
+                name,
+                "%%b" if name == "pattern" else "o",
+                "x%b" if name == "pattern" else "x",
+                str(tmp_path / "h/o"),
+            )
+    replace(tmp_path / "h/%b", kind)
+    for name in ("/external", "/virtual", "/unlimited", "/pattern", "/storage"):
+        with pytest.raises(SourceError, match=expected):
+            open_source(tmp_path / "h/a.h5", name, True)
+    assert all(expected in str(info.refused) for info in list_arrays(str(tmp_path / "h/a.h5"), True))
+    for number, keys in ((2, ("a/.zarray", "a/.zattrs", ".zgroup")), (3, ("a/zarr.json", "zarr.json"))):
+        for key in keys:
+            path = Path(write_zarr(tmp_path / f"{number}{key.replace('/', '-')}.zarr", {"a": flat((4, 4))}, number))
+            replace(path / key, kind)
+            if "/" in key:
+                with pytest.raises(SourceError, match=expected):
+                    find_array(str(path), "a", True)
+                assert expected in str(list_arrays(str(path), True)[0].refused)
+            else:
+                with pytest.raises(SourceError, match=expected):
+                    find_array(str(path), "/", True)
+    for name, more in (("chunk", {}), ("order", {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]})):
+        path = Path(write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 4))}, 3, **more))
+        replace(path / "a/c/1/0", kind)
+        with pytest.raises(OSError, match=expected):
+            read_all(open_source(path, "a", True))
+
+
+# --- Zarr: URLs
+
+
+def test_urls_of_this_machine_are_paths(tmp_path: Path) -> None:
+    """Their symbolic links are looked at as those of any folder; fsspec is not needed."""
+    path = Path(write_zarr(tmp_path / "a.zarr", {"a": flat((4, 4))}))
+    write_hdf5(tmp_path / "a.h5", {"x": flat((4,))})
+    for scheme in ("file", "local", "FILE"):
+        assert find_array(f"{scheme}://{tmp_path}/a.h5:/x").path == f"{tmp_path}/a.h5"
+        assert list_arrays(f"{scheme}://{path}")[0].dataset == "/a"
+        np.testing.assert_array_equal(read_all(open_source(f"{scheme}://{path}", "a")), flat((4, 4)))
+    (path / "a/c/1/0").rename(tmp_path / "stolen")
+    (path / "a/c/1/0").symlink_to(tmp_path / "stolen")
+    with pytest.raises(OutsideError, match="outside the store"):
+        read_all(open_source(f"file://{path}", "a"))
+    np.testing.assert_array_equal(read_all(open_source(f"file://{path}", "a", True)), flat((4, 4)))
+
+
+class LocalFileSystem:
+    """In place of fsspec's, known by its name."""
+
+
+class ReferenceFileSystem:
+    """In place of fsspec's."""
+
+
+class Layer:
+    """One file system over another, as fsspec has them."""
+
+    def __init__(self, **below: Any) -> None:
+        self.__dict__.update(below)
+
+
+def test_stores_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, straight, has a fence; through a cache it is refused, and so are references. fsspec itself is not needed."""
+
+    def store(fs: Any, path: str = str(tmp_path)) -> Any:
+        made = zarr.storage.FsspecStore.__new__(zarr.storage.FsspecStore)
+        made.fs, made.path = fs, path
+        return made
+
+    straight = store(Layer(sync_fs=LocalFileSystem()))
+    assert zarr_store.local_folder(straight) == str(tmp_path)
+    assert zarr_store._fence_of(straight, "s", False) == Fence.around_store(str(tmp_path))
+    for fs, match in (
+        (Layer(sync_fs=Layer(fs=LocalFileSystem())), "through another layer"),
+        (Layer(fs=Layer(fs=LocalFileSystem())), "through another layer"),
+        (ReferenceFileSystem(), "which may be anywhere"),
+        (Layer(sync_fs=ReferenceFileSystem()), "which may be anywhere"),
+    ):
+        with pytest.raises(SourceError, match=match):
+            zarr_store._fence_of(store(fs), "s", False)
+        assert zarr_store._fence_of(store(fs), "s", True) == Fence()
+    assert zarr_store._fence_of(store(Layer(fs=Layer())), "s", False) == Fence()  # a network
+    for url in ("reference://x", "simplecache::reference://x", "Reference::file:///x"):
+        with pytest.raises(SourceError, match="which may be anywhere"):
+            find_array(url, "a")
+
+
+class Elsewhere(zarr.storage.WrapperStore[Any]):
+    """In place of stores that keep chunks in another place: of zarr-python's own cache, or a program's."""
+
+
+@pytest.mark.parametrize("wrap", [zarr.storage.LoggingStore, zarr.storage.WrapperStore, Elsewhere])
+def test_links_behind_a_wrapped_store_that_was_handed_in(tmp_path: Path, wrap: Any) -> None:
+    data = flat((4,), "int32")
+    for name in ("in", "else"):
+        write_zarr(tmp_path / f"{name}.zarr", {"a": data}, 2, chunks=(2,), compressors=None)
+    chunk = tmp_path / "in.zarr" / "a" / "0"
+    chunk.unlink()
+    chunk.symlink_to("../../else.zarr/a/0")
+    array = zarr.open_array(wrap(zarr.storage.LocalStore(tmp_path / "in.zarr", read_only=True)), path="a", mode="r")
+    with pytest.raises((SourceError, OutsideError), match=r"outside the store|may read files anywhere"):
+        read_all(open_source(array, "/a"))
+    np.testing.assert_array_equal(read_all(open_source(array, "/a", True)), data)
+    chunk.unlink()
+    chunk.write_bytes((tmp_path / "else.zarr" / "a" / "0").read_bytes())
+    if wrap is not Elsewhere:
+        np.testing.assert_array_equal(read_all(open_source(array, "/a")), data)
+    memory = zarr.create_array(zarr.storage.LoggingStore(zarr.storage.MemoryStore()), shape=(4,), chunks=(2,), dtype="i4")
+    memory[:] = data
+    np.testing.assert_array_equal(read_all(open_source(memory, "/")), data)
+
+
+# --- names, and many of them
+
+
+def test_escape_codes_in_names_are_shown_and_not_printed(tmp_path: Path) -> None:
+    bad, shown = "rho\x1b[2J\nerror: \u202e", r"rho\x1b[2J\nerror: \u202e"
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file[bad], file["b"] = np.arange(3), np.arange(4)
+        file["soft"] = h5py.SoftLink("/\x1b]0;title\x07\n")
+        file["out"] = h5py.ExternalLink("../\x1b[1m", "/x")
+        virtual(file, "v", "gone\n\x1b[1m.h5", "x")
+    path = str(tmp_path / "a.h5")
+    messages = [str(find_array(path, bad))]
+    for name in (None, "/nothing", "/soft", "/out", "/v"):
+        with pytest.raises((ConfigError, SourceError)) as caught:
+            find_array(path, name)
+        messages.append(str(caught.value))
+    assert all(message.isprintable() for message in messages), messages
+    assert shown in messages[0] and shown in messages[1] and r"\x1b]0;title\x07" in messages[3]
+    assert str(SourceError("a\x1b\nb\tc\x85")) == "a\\x1b\nb\tc\\x85"
+
+
+def test_a_name_among_many_is_looked_up_and_few_are_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for k in range(300):
+            file.create_dataset(f"g{k // 100}/d{k:03}", (2,), "f4")
+        file.create_dataset("z/last", (3,), "f4")
+    described: list[str] = []
+    plain = hdf5_module.describe
+    monkeypatch.setattr(hdf5_module, "describe", lambda *args: described.append(args[2]) or plain(*args))
+    monkeypatch.setattr(sources_module, "_MOST_LISTED", 20)
+    path = str(tmp_path / "a.h5")
+    assert find_array(path, "/z/last").shape == (3,) and described == ["/z/last"]
+    for name, match in (
+        (None, r"holds more than 20 arrays; pass dataset='...' \(of the first 20, largest first\): .* and many more"),
+        ("/z/lost", r"nearest first\): '/z/last' .* and many more"),
+        ("/g2", r"'/g2' in .* is a group.*: '/g2/d200'.*'/g2/d207'"),
+    ):
+        described.clear()
+        with pytest.raises(ConfigError, match=match):
+            find_array(path, name)
+        assert len(described) == 21
+    with h5py.File(path) as file, pytest.raises(ConfigError, match=r"'/g0/d007' and 1 more|and many more"):
+        find_array(file["g0"])
+    described.clear()
+    assert len(list_arrays(path)) == len(described) == 301

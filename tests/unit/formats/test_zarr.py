@@ -1,0 +1,432 @@
+"""Does the Zarr source deliver what was written, decode each chunk once, and say why where it cannot?"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numcodecs
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+import zarr.abc.codec
+import zarr.codecs
+import zarr.registry
+import zarr.storage
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.base import ArrayInfo
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.planning.region import Region
+from tests.unit.files import DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_zarr
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The data type",
+    "ignore:The codec",
+    "ignore:Consolidated metadata",
+    "ignore:Object at",
+)
+
+CODECS_V3: dict[str, dict[str, Any]] = {
+    "none": {"compressors": None},
+    "zstd": {"compressors": zarr.codecs.ZstdCodec(level=1)},
+    "gzip": {"compressors": zarr.codecs.GzipCodec()},
+    "blosc": {"compressors": zarr.codecs.BloscCodec(cname="lz4")},
+    "gzip+crc32c": {"compressors": [zarr.codecs.GzipCodec(), zarr.codecs.Crc32cCodec()]},
+}
+CODECS_V2: dict[str, dict[str, Any]] = {
+    "none": {"compressors": None},
+    "zstd": {"compressors": numcodecs.Zstd()},
+    "zlib": {"compressors": numcodecs.Zlib()},
+    "blosc": {"compressors": numcodecs.Blosc()},
+}
+
+
+def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
+    source = open_source(path, name)
+    check_source(source, expected)
+    source.close()
+    return source.info
+
+
+def open_files() -> set[str]:
+    return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {f"r{len(s)}": flat(s, dtype) for s in SHAPES}, zarr_format)
+    for shape in SHAPES:
+        info = check(path, f"/r{len(shape)}", flat(shape, dtype))
+        assert info.chunks == chunks_of(shape) and info.shards is None and info.nbytes_stored is None
+        assert info.format == f"Zarr v{zarr_format}"
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("codec", CODECS_V2)
+def test_format_2_codecs_and_orders(tmp_path: Path, codec: str, order: str) -> None:
+    data = flat((5, 7, 3), ">i4")
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, order=order, **CODECS_V2[codec])
+    assert check(path, "/a", data).codec == codec
+
+
+def test_format_2_filters(tmp_path: Path) -> None:
+    data = flat((5, 7), "int32")
+    options = {"filters": [numcodecs.Delta("i4")], "compressors": numcodecs.Zlib()}
+    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, 2, **options), "/a", data).codec == "zlib+delta"
+
+
+@pytest.mark.parametrize("codec", CODECS_V3)
+def test_format_3_codecs_with_and_without_shards(tmp_path: Path, codec: str) -> None:
+    data = flat((5, 7, 11), "float64")
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, **CODECS_V3[codec])
+    assert check(path, "/a", data).codec == codec
+    path = write_zarr(tmp_path / "b.zarr", {"a": data}, chunks=(1, 2, 3), shards=(2, 4, 6), **CODECS_V3[codec])
+    info = check(path, "/a", data)
+    assert (info.codec, info.chunks, info.shards) == (codec, (1, 2, 3), (2, 4, 6))
+
+
+def test_format_3_transposed_and_big_endian(tmp_path: Path) -> None:
+    data = flat((5, 7, 3), "int32")
+    options = {
+        "filters": [zarr.codecs.TransposeCodec(order=(2, 0, 1))],
+        "serializer": zarr.codecs.BytesCodec(endian="big"),
+    }
+    assert check(write_zarr(tmp_path / "a.zarr", {"a": data}, **options), "/a", data).codec == "zstd+transpose"
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "float32", "float64", "complex64", "bool"])
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_arrays_that_tensorstore_wrote(tmp_path: Path, driver: str, dtype: str) -> None:
+    data = flat((5, 7, 3), dtype)
+    metadata: dict[str, Any] = {"shape": data.shape}
+    if driver == "zarr":
+        metadata |= {"chunks": [2, 3, 2], "dtype": data.dtype.newbyteorder(">").str, "order": "F"}
+    else:
+        inner = [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "zstd", "configuration": {"level": 1}}]
+        grid = {"name": "regular", "configuration": {"chunk_shape": [4, 6, 2]}}
+        sharding = {"name": "sharding_indexed", "configuration": {"chunk_shape": [2, 3, 2], "codecs": inner}}
+        metadata |= {"chunk_grid": grid, "data_type": dtype, "codecs": [sharding]}
+    spec = {"driver": driver, "kvstore": f"file://{tmp_path}/a.zarr/", "metadata": metadata, "create": True}
+    tensorstore.open(spec).result().write(data).result()
+    info = check(str(tmp_path / "a.zarr"), "/", data)
+    assert info.chunks == (2, 3, 2) and info.shards == (None if driver == "zarr" else (4, 6, 2))
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_agrees_with_tensorstore_on_regions(tmp_path: Path, zarr_format: int) -> None:
+    data = flat((9, 7, 5), "int64")
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format)
+    spec = {"driver": {2: "zarr", 3: "zarr3"}[zarr_format], "kvstore": f"file://{path}/a/"}
+    theirs, source = tensorstore.open(spec).result(), open_source(path, "a")
+    for region in (Region((2, 1, 3), (8, 4, 5)), Region((8, 0, 0), (9, 7, 5))):
+        out = np.empty(region.shape, "int64")
+        source.read_into(region, out)
+        np.testing.assert_array_equal(out, theirs[region.slices()].read().result())
+    source.close()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
+def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
+    data = np.zeros(shape, "float32")
+    info = check(write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format), "/a", data)
+    assert info.chunks is not None and min(info.chunks) >= 1
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_a_missing_chunk_is_the_fill_value(tmp_path: Path, zarr_format: Any) -> None:
+    data = flat((6, 5), "int32")
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
+    group.create_array("a", shape=(6, 5), dtype="int32", chunks=(2, 3), fill_value=42)[:] = data
+    (tmp_path / "a.zarr" / "a" / {2: "1.0", 3: "c/1/0"}[zarr_format]).unlink()
+    data[2:4, :3] = 42
+    check(str(tmp_path / "a.zarr"), "/a", data)
+
+
+def test_zip_stores_and_urls(tmp_path: Path) -> None:
+    data = {"g/a": flat((5, 7)), "b": flat((3,))}
+    write_zarr(tmp_path / "a.zarr", data)
+    path = shutil.make_archive(str(tmp_path / "a"), "zip", tmp_path / "a.zarr")
+    (tmp_path / "link.zarr").symlink_to("a.zarr")
+    for where in (path, str(tmp_path / "a.zarr"), str(tmp_path / "link.zarr")):
+        assert [info.dataset for info in list_arrays(where)] == ["/b", "/g/a"]
+        check(where, "/g/a", data["g/a"])
+        assert find_array(where + ":/b").dataset == "/b"
+        with pytest.raises(ConfigError, match=r"'/g' in .* is a group"):
+            find_array(where, "/g")
+    above = shutil.make_archive(str(tmp_path / "above"), "zip", tmp_path, "a.zarr")
+    with pytest.raises(SourceError, match=r"zip file without a Zarr store at its root.*zip it from inside the store"):
+        list_arrays(above)
+    source = open_source(path, "b")
+    assert path in open_files()
+    source.close()
+    assert path not in open_files()  # by `close`, while the source is alive
+    for attempt in (list_arrays, find_array):
+        with pytest.raises(SourceError, match=r"'s3://bucket/a.zarr' cannot be opened.*(fsspec|s3)"):
+            attempt("s3://bucket/a.zarr")
+
+
+def test_the_store_is_one_array(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.zarr")
+    zarr.create_array(path, data=flat((5, 7)), chunks=(2, 3))
+    assert find_array(path) == list_arrays(path)[0] == find_array(path, "/")
+    assert check(path, "/", flat((5, 7))).dataset == "/"
+    with pytest.raises(ConfigError, match=r"holds no array '/rho'.*'/' \(5, 7\) float32"):
+        find_array(path, "rho")
+    for odd in ("..", "a//b", "./a"):
+        with pytest.raises(ConfigError, match="holds no array"):
+            find_array(path, odd)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_nested_groups_consolidated_and_stray_files(tmp_path: Path, zarr_format: Any) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"g/h/x": flat((2, 3)), "g/y": flat((3,)), "z": flat((4,))}, zarr_format)
+    (tmp_path / "a.zarr" / "g" / "notes").mkdir()
+    (tmp_path / "a.zarr" / ".DS_Store").write_text("stray")
+    (tmp_path / "a.zarr" / "g" / "notes" / "read.me").write_text("stray")
+    assert [info.dataset for info in list_arrays(path)] == ["/g/h/x", "/g/y", "/z"]
+    assert [info.dataset for info in list_arrays(path + "/g")] == ["/h/x", "/y"]
+    zarr.consolidate_metadata(path)
+    assert [info.dataset for info in list_arrays(path)] == ["/g/h/x", "/g/y", "/z"]
+    check(path, "/g/h/x", flat((2, 3)))
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_attributes_and_coordinates(tmp_path: Path, zarr_format: Any) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
+    for name, dimensions in (("lat", ["lat"]), ("rho", ["time", "lat"])):
+        named = {"dimension_names": dimensions} if zarr_format == 3 else {}
+        made = group.create_array(name, data=flat((3,) * len(dimensions)), **named)
+        made.attrs["_ARRAY_DIMENSIONS"] = dimensions
+    made.attrs.update({"scale_factor": 0.5, "_FillValue": -9, "units": "m", "comment": "not told"})
+    infos = {info.dataset: info for info in list_arrays(str(tmp_path / "a.zarr"))}
+    assert (infos["/lat"].is_coordinate, infos["/rho"].is_coordinate) == (True, False)
+    assert infos["/rho"].attributes == {"scale_factor": 0.5, "_FillValue": -9, "units": "m"}
+    assert find_array(tmp_path / "a.zarr").dataset == "/rho"
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "stored", "told"),
+    [
+        ("f4", "E5eYAQAAnkc=", 9.96921e36),  # as xarray writes it: base64 of the bytes of a little-endian float64
+        ("f8", "AAAAAAAA+H8=", math.nan),
+        ("f2", "AAAAAAAA8P8=", -math.inf),
+        ("c8", ["AAAAAAAA8D8=", "AAAAAAAAAMA="], [1.0, -2.0]),
+        ("f4", -9.5, -9.5),
+        ("f4", "NaN", "NaN"),
+        ("f4", "no base64!", "no base64!"),
+        ("i2", -9, -9),
+        ("i2", "E5eYAQAAnkc=", "E5eYAQAAnkc="),
+    ],
+)
+def test_fill_values_are_numbers(tmp_path: Path, dtype: str, stored: Any, told: Any, zarr_format: Any) -> None:
+    """Wrong if people were shown letters, as xarray writes them, or another number."""
+    made = zarr.create_array(str(tmp_path / "a.zarr"), shape=(3,), dtype=dtype, zarr_format=zarr_format)
+    made.attrs.update({"_FillValue": stored, "missing_value": stored})
+    found = find_array(tmp_path / "a.zarr").attributes
+    assert repr(found["_FillValue"]) == repr(told) and type(found["_FillValue"]) is type(told)
+    assert found["missing_value"] == stored, "which xarray writes as it is"
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_what_is_refused_says_what_it_is(tmp_path: Path, zarr_format: Any) -> None:
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=zarr_format)
+    group.create_array("variable", shape=(3,), dtype=str)
+    group.create_array("fixed", shape=(3,), dtype="U4")
+    group.create_array("date", shape=(3,), dtype="M8[s]")
+    group.create_array("span", shape=(3,), dtype="m8[s]")
+    group.create_array("record", shape=(3,), dtype=[("mass", "f4"), ("id", "i8")])
+    group.create_array("raw", shape=(3,), dtype="V5")
+    group.create_array("good", data=flat((3,)))
+    path = str(tmp_path / "a.zarr")
+    expected = {
+        "variable": "variable-length strings|Python objects",
+        "fixed": "strings",
+        "date": "dates: load them as the integers",
+        "span": "time spans",
+        "record": "records with fields mass, id",
+        "raw": "raw bytes without a type",
+    }
+    for name, why in expected.items():
+        for attempt in (find_array, open_source):
+            with pytest.raises(SourceError, match=f"'/{name}' in '.*' cannot be loaded: it holds .*({why})") as caught:
+                attempt(path, name)
+            assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
+    assert find_array(path).dataset == "/good"
+
+
+def test_broken_metadata_is_a_source_error_and_hides_no_other_array(tmp_path: Path) -> None:
+    data = {"a": flat((3, 4)), "b": flat((5,)), "c": flat((6,))}
+    path = write_zarr(tmp_path / "a.zarr", data)
+    (tmp_path / "a.zarr" / "b" / "zarr.json").write_text('{"zarr_format": 3, "node_')
+    file = tmp_path / "a.zarr" / "c" / "zarr.json"
+    metadata = json.loads(file.read_text())
+    metadata["chunk_grid"] = {"name": "rectilinear", "configuration": {"kind": "inline", "chunk_shapes": [[1, 5]]}}
+    file.write_text(json.dumps(metadata))
+    infos = {info.dataset: info for info in list_arrays(path)}
+    assert [name for name, info in infos.items() if info.refused is None] == ["/a"]
+    assert "metadata that zarr-python cannot read" in str(infos["/b"].refused)
+    assert "grid" in str(infos["/c"].refused)
+    assert find_array(path).dataset == "/a"
+    check(path, "/a", data["a"])
+    for name in ("b", "c"):
+        for attempt in (find_array, open_source):
+            with pytest.raises(SourceError, match=f"'/{name}' in '{path}' c") as caught:
+                attempt(path, name)
+            assert (caught.value.path, caught.value.dataset) == (path, "/" + name)
+    for text in ('{"zarr_format": 3, "node_', "[]", '{"zarr_format": 3, "node_type": "array"}'):
+        (tmp_path / "a.zarr" / "zarr.json").write_text(text)
+        with pytest.raises(SourceError, match=f"'{path}' cannot be opened: its metadata is damaged") as caught:
+            list_arrays(path)
+        assert caught.value.path == path
+
+
+@pytest.mark.parametrize("where", ["2", "3", "3, in shards"])
+@pytest.mark.parametrize("name", ["/a", "/"])
+def test_a_codec_that_is_not_installed_is_named(tmp_path: Path, where: str, name: str) -> None:
+    """Wrong if it were called damage, or the package that has it went unsaid."""
+    path, version = str(tmp_path / "s.zarr"), int(where[0])
+    if name == "/a":
+        zarr.open_group(path, mode="w", zarr_format=version)  # type: ignore[arg-type]
+    array = zarr.create_array(
+        str(tmp_path / "s.zarr" / name.strip("/")),
+        shape=(8,),
+        dtype="f4",
+        chunks=(2,),
+        shards=(4,) if "shards" in where else None,
+        zarr_format=version,  # type: ignore[arg-type]
+        compressors=numcodecs.Zlib() if where == "2" else zarr.codecs.ZstdCodec(),
+    )
+    array[...] = 1
+    file = tmp_path / "s.zarr" / name.strip("/") / (".zarray" if where == "2" else "zarr.json")
+    file.write_text(file.read_text().replace('"zlib"' if where == "2" else '"zstd"', '"my/codec"'))
+    said = "chunks encoded with the codec 'my/codec', which is not installed here: install the package"
+    for call in (find_array, open_source):
+        with pytest.raises(SourceError, match=rf"^'{name}' in '{path}' cannot be loaded: it holds {said}") as error:
+            call(path, name)
+        assert (error.value.path, error.value.dataset) == (path, name)
+    (info,) = list_arrays(path)
+    assert info.dataset == name and str(info.refused).startswith(said)
+
+
+def test_a_damaged_chunk_surfaces_as_an_error(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))}, chunks=(2, 6))
+    chunk = tmp_path / "a.zarr" / "a" / "c" / "1" / "0"
+    whole = chunk.read_bytes()
+    source = open_source(path, "a")
+    for damaged in (whole[: len(whole) // 2], b"", bytes([whole[0] ^ 0xFF]) + whole[1:]):
+        chunk.write_bytes(damaged)
+        with pytest.raises(Exception, match=r"."):
+            read_all(source)
+    chunk.write_bytes(whole)
+    np.testing.assert_array_equal(read_all(source), flat((4, 6)))
+    source.close()
+
+
+def test_open_arrays_of_any_store(tmp_path: Path) -> None:
+    store = zarr.storage.MemoryStore()
+    group = zarr.create_group(store)
+    array = group.create_array("g/a", data=flat((5, 7)), chunks=(2, 3))
+    info = find_array(array)
+    assert info == find_array(array, "g/a") and info.dataset == "/g/a" and info.path == "<MemoryStore>"
+    source = open_source(array, info.dataset)
+    check_source(source, flat((5, 7)))
+    source.close()
+    np.testing.assert_array_equal(array[...], flat((5, 7)))
+    with pytest.raises(ConfigError, match=r"'/' in '<MemoryStore>' is a group.*group\['name'\].*'/g/a'"):
+        find_array(group)
+    with pytest.raises(ConfigError, match=r"'/g' in '<MemoryStore>' is a group.*: '/g/a'"):
+        find_array(group["g"])
+    with pytest.raises(ConfigError, match=r"the array handed in is '/g/a' .* dataset='b' names another"):
+        find_array(array, "b")
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
+    found = find_array(zarr.open_array(path, path="a"))
+    assert (found.path, found.dataset) == (path, "/a")
+    archive = shutil.make_archive(str(tmp_path / "a"), "zip", path)
+    with zarr.storage.ZipStore(archive, read_only=True) as zipped:
+        array = zarr.open_array(zipped, path="a", mode="r")
+        found = find_array(array)
+        assert (found.path, found.dataset) == (archive, "/a")
+        np.testing.assert_array_equal(array[...], flat((3,)))  # still open
+
+
+@dataclass(frozen=True)
+class CountingCodec(zarr.abc.codec.BytesBytesCodec):
+    """Changes nothing, and counts the chunks decoded."""
+
+    is_fixed_size: ClassVar[bool] = True
+    decodes: ClassVar[list[int]] = [0]
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CountingCodec:
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": "counting", "configuration": {}}
+
+    def compute_encoded_size(self, input_byte_length: int, _chunk_spec: Any) -> int:
+        return input_byte_length
+
+    async def _decode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
+        self.decodes[0] += 1
+        return chunk_data
+
+    async def _encode_single(self, chunk_data: Any, chunk_spec: Any) -> Any:
+        return chunk_data
+
+
+@pytest.fixture
+def counter() -> Iterator[list[int]]:
+    zarr.registry.register_codec("counting", CountingCodec)
+    CountingCodec.decodes[0] = 0
+    yield CountingCodec.decodes
+
+
+@pytest.mark.parametrize("shards", [None, (4, 8, 3)])
+def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counter: list[int], shards: Any) -> None:
+    data = flat((7, 6, 5), "float64", first=1)  # from 1: Zarr does not store a chunk of fill values
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 4, 3), shards=shards, compressors=[CountingCodec()])
+    counter[0] = 0
+    source = open_source(path, "/a", allow={"counting"})
+    assert source.info.codec == "counting" and source.info.chunks == (2, 4, 3) and source.info.shards == shards
+    listed = list_arrays(path, allow={"counting"})
+    assert listed == [find_array(path, allow={"counting"})] and counter == [0]  # metadata decodes nothing
+    for region, chunks in (
+        (Region.whole(data.shape), 4 * 2 * 2),
+        (Region((2, 0, 0), (4, 4, 3)), 1),
+        (Region((1, 3, 2), (3, 5, 4)), 2 * 2 * 2),
+        (Region((1, 3, 2), (1, 5, 4)), 0),
+    ):
+        counter[0] = 0
+        out = np.empty(region.shape)
+        source.read_into(region, out)
+        assert counter == [chunks], region
+        np.testing.assert_array_equal(out, data[region.slices()])
+    source.close()
+
+
+def test_read_into_fills_the_buffer_it_is_given(tmp_path: Path) -> None:
+    """The values arrive in the caller's own memory, also where that is a part of a larger buffer."""
+    data = flat((6, 4, 3), "int32")
+    source = open_source(write_zarr(tmp_path / "a.zarr", {"a": data}), "a")
+    large = np.full((10, 4, 3), -1, "int32")
+    source.read_into(Region((1, 0, 0), (5, 4, 3)), large[3:7])
+    np.testing.assert_array_equal(large[3:7], data[1:5])
+    assert (large[:3] == -1).all() and (large[7:] == -1).all()
+    for region, out in (
+        (Region((4, 0, 0), (8, 4, 3)), np.empty((4, 4, 3), "i4")),
+        (Region((0, 0, 0), (2, 4, 3)), np.empty((2, 4, 3), "i8")),
+        (Region((0, 0, 0), (1, 4, 3)), np.empty((2, 4, 3), "i4")),
+    ):
+        with pytest.raises(ValueError, match=r"region \[.*'/a' in"):
+            source.read_into(region, out)
+    source.close()

@@ -1,0 +1,730 @@
+"""Does reading Zarr chunk by chunk give what zarr-python and TensorStore give, once each, and never believe a damaged file?"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import tensorstore
+import zarr
+import zarr.codecs
+import zarr.storage
+
+from shardload.formats.base import Encoded, Source
+from shardload.formats.codecs import Chain
+from shardload.formats.lookup import open_source
+from shardload.formats.zarr import chunks as zarr_chunks
+from shardload.formats.zarr import metadata as zarr_layout
+from shardload.formats.zarr.metadata import NotCovered, layout_of
+from tests.unit.files import DTYPES, SHAPES, flat, read_all, write_zarr
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The data type", "ignore:The codec", "ignore:Numcodecs codecs", "ignore:Combining"
+)
+
+MISSING = 2**64 - 1
+ZSTD = {"name": "zstd", "configuration": {"level": 1, "checksum": True}}
+GZIP = {"name": "gzip", "configuration": {"level": 5}}
+BLOSC = {
+    "name": "blosc",
+    "configuration": {"cname": "zstd", "clevel": 3, "shuffle": "shuffle", "typesize": 4, "blocksize": 0},
+}
+BITS = {
+    "name": "blosc",
+    "configuration": {"cname": "lz4", "clevel": 5, "shuffle": "bitshuffle", "typesize": 4, "blocksize": 0},
+}
+CRC = {"name": "crc32c"}
+BYTES_TO_BYTES: dict[str, list[dict[str, Any]]] = {
+    "none": [],
+    "zstd": [ZSTD],
+    "gzip": [GZIP],
+    "blosc": [BLOSC],
+    "bitshuffle": [BITS],
+    "crc32c": [CRC],
+    "gzip+crc32c": [GZIP, CRC],
+    "crc32c+zstd+crc32c": [CRC, ZSTD, CRC],
+}
+
+
+def chunk_indices(source: Source) -> list[tuple[int, ...]]:
+    assert source.info.chunks is not None
+    return list(np.ndindex(*(-(-n // m) for n, m in zip(source.info.shape, source.info.chunks, strict=True))))
+
+
+def reader_of(source: Source) -> zarr_chunks.ZarrChunks:
+    reader = source.chunk_reader()
+    assert isinstance(reader, zarr_chunks.ZarrChunks)
+    return reader
+
+
+def place(source: Source, out: np.ndarray[Any, Any], index: tuple[int, ...]) -> None:
+    """Fetch and decode one chunk, and put what is inside the array in its place."""
+    reader, chunks = reader_of(source), source.info.chunks
+    assert chunks is not None
+    buffer = np.frombuffer(b"\xa5" * (int(np.prod(chunks)) * source.dtype.itemsize), source.dtype).reshape(chunks).copy()
+    reader.decode(reader.fetch(index), buffer)
+    region = tuple(slice(i * m, min((i + 1) * m, n)) for i, m, n in zip(index, chunks, source.info.shape, strict=True))
+    out[region] = buffer[tuple(slice(0, s.stop - s.start) for s in region)]
+
+
+def read_chunks(source: Source) -> np.ndarray[Any, Any]:
+    """The whole array, one chunk after the other, the last one first."""
+    out = np.empty(source.info.shape, source.dtype)
+    for index in reversed(chunk_indices(source)):
+        place(source, out, index)
+    return out
+
+
+def check(path: str | Path, name: str, expected: np.ndarray[Any, Any]) -> None:
+    """Chunk by chunk, and by zarr-python, comes what was written, to the bit."""
+    source = open_source(path, name)
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    found = read_chunks(source)
+    np.testing.assert_array_equal(found, native, strict=True)
+    assert found.tobytes() == read_all(source).tobytes()
+    source.close()
+
+
+def write_tensorstore(path: str | Path, data: np.ndarray[Any, Any], driver: str = "zarr3", **metadata: Any) -> None:
+    if driver == "zarr3":
+        metadata["data_type"] = data.dtype.name
+    spec = {"driver": driver, "kvstore": f"file://{path}/", "metadata": {"shape": data.shape, **metadata}, "create": True}
+    tensorstore.open(spec).result().write(data).result()
+
+
+def regular(*shape: int) -> dict[str, Any]:
+    return {"name": "regular", "configuration": {"chunk_shape": shape}}
+
+
+def sharding(chunk_shape: tuple[int, ...], codecs: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, CRC]
+    configuration = {"chunk_shape": chunk_shape, "codecs": codecs, "index_codecs": index_codecs, **more}
+    return {"name": "sharding_indexed", "configuration": configuration}
+
+
+def serial(endian: str = "little") -> dict[str, Any]:
+    return {"name": "bytes", "configuration": {"endian": endian}}
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_and_rank(tmp_path: Path, dtype: str, zarr_format: int) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {f"r{len(s)}": flat(s, dtype) for s in SHAPES}, zarr_format)
+    for shape in SHAPES:
+        check(path, f"/r{len(shape)}", flat(shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if np.dtype(name).isnative and np.dtype(name).itemsize > 1])
+def test_big_endian_in_format_3(tmp_path: Path, dtype: str) -> None:
+    data = flat((5, 7), dtype)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, serializer=zarr.codecs.BytesCodec(endian="big"))
+    check(path, "a", data)
+    assert reader_of(open_source(path, "a")).stages == ("zstd", "byte order")
+
+
+@pytest.mark.parametrize("endian", ["little", "big"])
+@pytest.mark.parametrize("codec", BYTES_TO_BYTES)
+def test_format_3_codecs_in_chunks_and_shards(tmp_path: Path, codec: str, endian: str) -> None:
+    data, codecs = flat((5, 7, 11), "float32"), [serial(endian), *BYTES_TO_BYTES[codec]]
+    bare_index = [serial()]
+    ways = {
+        "plain": {"chunk_grid": regular(2, 4, 3), "codecs": codecs},
+        "end": {"chunk_grid": regular(2, 4, 6), "codecs": [sharding((1, 2, 3), codecs)]},
+        "start": {"chunk_grid": regular(4, 6, 6), "codecs": [sharding((2, 6, 3), codecs, index_location="start")]},
+        "bare": {"chunk_grid": regular(5, 8, 4), "codecs": [sharding((5, 4, 2), codecs, index_codecs=bare_index)]},
+    }
+    for name, metadata in ways.items():
+        write_tensorstore(tmp_path / name, data, **metadata)
+        check(tmp_path / name, "/", data)
+
+
+@pytest.mark.parametrize("index_location", ["start", "end"])
+@pytest.mark.parametrize("codec", ["none", "zstd", "gzip+crc32c"])
+def test_shards_that_zarr_python_wrote(tmp_path: Path, codec: str, index_location: Any) -> None:
+    data = flat((5, 7, 11), "float64", first=1)
+    write_tensorstore(tmp_path / "t", data, chunk_grid=regular(1, 2, 3), codecs=[serial(), *BYTES_TO_BYTES[codec]])
+    inner = zarr.open_array(tmp_path / "t", mode="r").metadata.codecs
+    made = zarr.codecs.ShardingCodec(chunk_shape=(1, 2, 3), codecs=inner, index_location=index_location)
+    path = write_zarr(tmp_path / "a", {"a": data}, chunks=(2, 4, 6), serializer=made, compressors=None, filters=None)
+    check(path, "a", data)
+    theirs = tensorstore.open({"driver": "zarr3", "kvstore": f"file://{path}/a/"}).result().read().result()
+    np.testing.assert_array_equal(read_chunks(open_source(path, "a")), theirs)
+
+
+COMPRESSORS_2 = (None, numcodecs.Zstd(3), numcodecs.Zlib(1), numcodecs.GZip(1), numcodecs.Blosc("lz4", shuffle=2))
+
+
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("compressor", COMPRESSORS_2, ids=str)
+def test_format_2(tmp_path: Path, compressor: Any, separator: str) -> None:
+    for dtype, filters in itertools.product(("<i4", ">i4", ">c16", "bool"), (None, [numcodecs.Shuffle(4)])):
+        if filters and np.dtype(dtype).itemsize == 1:
+            filters = [numcodecs.Shuffle(1)]
+        data = flat((5, 7, 3), dtype)
+        options = {"filters": filters, "compressors": compressor}
+        encoding = {"name": "v2", "separator": separator}
+        path = write_zarr(tmp_path / "a.zarr", {"a": data}, 2, chunk_key_encoding=encoding, **options)
+        check(path, "a", data)
+    assert (tmp_path / "a.zarr" / "a" / separator.join("110")).exists()
+
+
+@pytest.mark.parametrize("compressor", [None, "zlib", "gzip", "zstd", "blosc"])
+def test_format_2_that_tensorstore_wrote(tmp_path: Path, compressor: str | None) -> None:
+    data = flat((5, 7, 3), "int64")
+    chosen = None if compressor is None else {"id": compressor}
+    write_tensorstore(tmp_path / "a", data, "zarr", dtype=">i8", chunks=[2, 3, 2], compressor=chosen, dimension_separator="/")
+    check(tmp_path / "a", "/", data)
+
+
+@pytest.mark.parametrize("separator", [".", "/"])
+@pytest.mark.parametrize("name", ["default", "v2"])
+def test_names_of_chunk_files(tmp_path: Path, name: str, separator: str) -> None:
+    arrays = {"a": flat((5, 7, 3), first=1), "scalar": np.float32(3.5)}
+    path = write_zarr(tmp_path / "a.zarr", arrays, chunk_key_encoding={"name": name, "separator": separator})
+    for array, data in arrays.items():
+        check(path, array, np.asarray(data))
+    assert (tmp_path / "a.zarr" / "a" / separator.join("c110"[name == "v2" :])).is_file()
+    assert (tmp_path / "a.zarr" / "scalar" / {"default": "c", "v2": "0"}[name]).is_file()
+    (tmp_path / "a.zarr" / "scalar" / {"default": "c", "v2": "0"}[name]).unlink()
+    check(path, "scalar", np.asarray(np.float32(0)))
+
+
+def test_codecs_of_numcodecs_in_format_3(tmp_path: Path) -> None:
+    data = flat((5, 7, 3), "int32", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3, 2), compressors=None)
+    file = tmp_path / "a.zarr" / "a" / "zarr.json"
+    metadata = json.loads(file.read_text())
+    metadata["codecs"] += [
+        {"name": "numcodecs.shuffle", "configuration": {"elementsize": 4}},
+        {"name": "numcodecs.zlib", "configuration": {"level": 3}},
+    ]
+    file.write_text(json.dumps(metadata))
+    for chunk in (tmp_path / "a.zarr" / "a" / "c").glob("*/*/*"):
+        chunk.write_bytes(numcodecs.Zlib(3).encode(numcodecs.Shuffle(4).encode(chunk.read_bytes())))
+    source = open_source(path, "a")
+    assert reader_of(source).stages == ("gzip", "shuffle")
+    np.testing.assert_array_equal(read_chunks(source), data)
+
+
+FILLS = {
+    "bool": [True, False],
+    "int8": [-128, 5],
+    "uint64": [2**64 - 1, 0],
+    "int64": [-(2**63), 2**53 + 1],
+    "float16": [0.5, float("nan")],
+    "float32": [float("nan"), float("-inf"), -0.0, 0.1],
+    "float64": [float("inf"), 0.1, float("nan")],
+    "complex64": [1 - 2j, complex(float("nan"), -0.0), complex(float("-inf"), 3)],
+    "complex128": [0.1 + 1j],
+}
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", FILLS)
+def test_fill_values(tmp_path: Path, dtype: str, zarr_format: Any) -> None:
+    group = zarr.open_group(tmp_path, mode="w", zarr_format=zarr_format)
+    orders = ("<", ">") if zarr_format == 2 else ("<",)
+    for k, (fill, order) in enumerate(itertools.product(FILLS[dtype], orders)):
+        stored = np.dtype(dtype).newbyteorder(order)
+        made = group.create_array(f"a{k}", shape=(4, 5), chunks=(2, 3), dtype=stored, fill_value=fill)
+        made[1:3, 4:] = flat((2, 1), dtype, first=1)
+        source = open_source(tmp_path, f"a{k}")
+        assert sum(reader_of(source).fetch(index) is None for index in chunk_indices(source)) >= 2
+        found = read_chunks(source)
+        expected = zarr.open_array(tmp_path, path=f"a{k}", mode="r")[...]
+        assert found.tobytes() == expected.astype(source.dtype).tobytes()
+        np.testing.assert_array_equal(found[0], np.full(5, fill, dtype))
+    assert k + 1 == len(FILLS[dtype]) * len(orders)
+
+
+def test_fill_values_as_bits_and_none(tmp_path: Path) -> None:
+    bits = 0x7FC00123
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
+    group.create_array("a", shape=(4, 5), chunks=(2, 3), dtype="float32")
+    file = tmp_path / "a.zarr" / "a" / "zarr.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fill_value": f"{bits:#x}"}))
+    source = open_source(tmp_path / "a.zarr", "a")
+    np.testing.assert_array_equal(read_chunks(source).view("u4"), bits)
+    assert read_chunks(source).tobytes() == read_all(source).tobytes()
+    for dtype in ("<f4", ">i8", "bool", "<c8"):
+        zarr.create_array(
+            tmp_path / "b.zarr", shape=(4, 5), chunks=(2, 3), dtype=dtype, zarr_format=2, fill_value=None, overwrite=True
+        )
+        assert json.loads((tmp_path / "b.zarr" / ".zarray").read_text())["fill_value"] is None
+        check(tmp_path / "b.zarr", "/", np.zeros((4, 5), dtype))
+
+
+@pytest.mark.parametrize("index_location", ["start", "end"])
+def test_missing_inner_chunks_and_shards(tmp_path: Path, index_location: str) -> None:
+    data = np.full((8, 12), 42, "int32")
+    data[0, 3:7] = flat((4,), "int32")
+    data[5, 11] = -1
+    codecs = [sharding((2, 3), [serial(), ZSTD], index_location=index_location)]
+    write_tensorstore(tmp_path / "a", data, chunk_grid=regular(4, 6), codecs=codecs, fill_value=42)
+    source = open_source(tmp_path / "a", "/")
+    there = {index for index in chunk_indices(source) if reader_of(source).fetch(index) is not None}
+    assert there == {(0, 1), (0, 2), (2, 3)}
+    check(tmp_path / "a", "/", data)
+    (tmp_path / "a" / "c" / "0" / "0").unlink()
+    data[:4, :6] = 42
+    check(tmp_path / "a", "/", data)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0, 7)])
+def test_axes_of_length_zero(tmp_path: Path, shape: tuple[int, ...], zarr_format: int) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": np.zeros(shape, "float32")}, zarr_format)
+    source = open_source(path, "a")
+    assert chunk_indices(source) == []
+    reader = source.chunk_reader()
+    if reader is not None:  # None where the chunks, too, have no length
+        with pytest.raises(ValueError, match="there is no chunk"):
+            reader.fetch((0,) * len(shape))
+
+
+def write_shards(path: Path, index_codecs: list[dict[str, Any]] | None = None) -> tuple[Path, np.ndarray[Any, Any]]:
+    """Four shards of four chunks of 2 x 3; the path of the first one's file."""
+    data = flat((8, 12), "int32", first=1)
+    more = {} if index_codecs is None else {"index_codecs": index_codecs}
+    write_tensorstore(path, data, chunk_grid=regular(4, 6), codecs=[sharding((2, 3), [serial(), ZSTD], **more)])
+    return path / "c" / "0" / "0", data
+
+
+def test_a_damaged_index_is_found_by_its_checksum(tmp_path: Path) -> None:
+    file, data = write_shards(tmp_path / "a")
+    whole = file.read_bytes()
+    for position in range(len(whole) - 4 * 16 - 4, len(whole)):
+        file.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        source = open_source(tmp_path / "a", "/")
+        for _ in range(2):  # and again, for the next thread that asks
+            with pytest.raises(ValueError, match=r"the index of '.*c/0/0' is damaged: CRC-32C is [0-9a-f]{8}, stored is"):
+                reader_of(source).fetch((0, 0))
+        out = np.empty((8, 12), "int32")
+        place(source, out, (2, 2))
+        np.testing.assert_array_equal(out[4:6, 6:9], data[4:6, 6:9])
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [(2**40, 10), (0, 2**40), (2**63, 2**63), (2**64 - 2, 2), (MISSING, 5), (0, MISSING), (0, 10**9), (10, 2**64 - 5)],
+)
+def test_an_index_that_points_outside_its_shard(tmp_path: Path, entry: tuple[int, int]) -> None:
+    file, _ = write_shards(tmp_path / "a", [serial()])
+    whole = file.read_bytes()
+    file.write_bytes(whole[: -4 * 16] + np.array(entry, "<u8").tobytes() + whole[-3 * 16 :])
+    reader = reader_of(open_source(tmp_path / "a", "/"))
+    with pytest.raises(ValueError, match=rf"has chunk \(0, 0\) at byte {entry[0]}, {entry[1]} bytes long; the file has"):
+        reader.fetch((0, 0))
+    assert reader.fetch((0, 1)) is not None
+
+
+def test_a_chunk_that_claims_most_of_a_large_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the file, and still nothing is allocated: no chunk of 24 bytes is that long."""
+    file, _ = write_shards(tmp_path / "a", [serial()])
+    index = np.full((4, 2), MISSING, "<u8")
+    index[0] = (0, 2**30)
+    with file.open("wb") as opened:
+        opened.seek(2**31)
+        opened.write(index.tobytes())
+    reader = reader_of(open_source(tmp_path / "a", "/"))
+    assert reader.fetch((0, 1)) is None
+    monkeypatch.setattr(os, "preadv", None)
+    with pytest.raises(ValueError, match=f"{2**30} bytes long; .* and a stored chunk {2 * 24 + 2**16} at most"):
+        reader.fetch((0, 0))
+
+
+def test_shards_too_short_for_their_index(tmp_path: Path) -> None:
+    file, _ = write_shards(tmp_path / "a")
+    whole = file.read_bytes()
+    for n in (0, 1, 3, 67):
+        file.write_bytes(whole[:n])
+        with pytest.raises(ValueError, match=f"has {n} bytes, its index alone would take 68"):
+            reader_of(open_source(tmp_path / "a", "/")).fetch((0, 0))
+
+
+def test_damaged_and_truncated_chunks(tmp_path: Path) -> None:
+    data = flat((4, 6), "int32")
+    for k, codec in enumerate(("none", "zstd", "gzip", "blosc", "crc32c", "gzip+crc32c")):
+        for endian in ("little", "big"):
+            path = tmp_path / f"{k}{endian}"
+            write_tensorstore(path, data, chunk_grid=regular(4, 6), codecs=[serial(endian), *BYTES_TO_BYTES[codec]])
+            file = path / "c" / "0" / "0"
+            whole = file.read_bytes()
+            reader, out = reader_of(open_source(path, "/")), np.empty((4, 6), "int32")
+            for n in (*range(len(whole)), len(whole) + 4):
+                if n > len(whole) and codec in ("zstd", "gzip", "blosc"):
+                    continue  # some libraries ignore what follows; the values are right then
+                file.write_bytes((whole + b"\0\0\0\0")[:n])
+                with pytest.raises(ValueError, match=r"."):
+                    reader.decode(reader.fetch((0, 0)), out)
+            if codec in ("crc32c", "gzip+crc32c"):
+                for position in range(len(whole)):
+                    file.write_bytes(whole[:position] + bytes([whole[position] ^ 64]) + whole[position + 1 :])
+                    with pytest.raises(ValueError, match=r"CRC-32C"):
+                        reader.decode(reader.fetch((0, 0)), out)
+            file.write_bytes(whole)
+            check(path, "/", data)
+
+
+def test_a_damaged_inner_chunk(tmp_path: Path) -> None:
+    file, data = write_shards(tmp_path / "a")
+    whole = bytearray(file.read_bytes())
+    index = np.frombuffer(whole[-68:-4], "<u8").reshape(2, 2, 2)
+    offset, nbytes = (int(n) for n in index[1, 0])
+    whole[offset + nbytes - 1] ^= 0xFF  # in the frame's own checksum
+    file.write_bytes(whole)
+    source, out = open_source(tmp_path / "a", "/"), np.zeros((8, 12), "int32")
+    with pytest.raises(ValueError, match="zstd data is damaged"):
+        place(source, out, (1, 0))
+    for index in set(chunk_indices(source)) - {(1, 0)}:
+        place(source, out, index)
+    expected = data.copy()
+    expected[2:4, :3] = 0
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_frame_that_declares_another_size(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6), "int32")}, chunks=(4, 6))
+    file = tmp_path / "a.zarr" / "a" / "c" / "0" / "0"
+    reader, out = reader_of(open_source(path, "a")), np.empty((4, 6), "int32")
+    for n in (0, 4, 92, 100, 2**30):
+        file.write_bytes(numcodecs.Zstd().encode(bytes(n)))
+        with pytest.raises(ValueError, match=f"declares {n} bytes, the chunk has 96"):
+            reader.decode(reader.fetch((0, 0)), out)
+
+
+def test_what_is_no_chunk_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6), "int32", first=1)}, chunks=(2, 6))
+    file = tmp_path / "a.zarr" / "a" / "c" / "1" / "0"
+    reader = reader_of(open_source(path, "a"))
+    with file.open("wb") as opened:
+        opened.truncate(2**40)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", None)  # it is not read
+        with pytest.raises(
+            ValueError, match=f"c/1/0' has {2**40} bytes, a stored chunk of this array {2 * 48 + 2**16} at most"
+        ):
+            reader.fetch((1, 0))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(OSError, match=r"c/1/0' is .*, expected a file"):
+        reader.fetch((1, 0))
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(OSError, match=r"c/1/0' is .*, expected a file"):
+        reader.fetch((1, 0))
+    file.rmdir()
+    assert reader.fetch((1, 0)) is None
+    file.parent.rmdir()
+    assert reader.fetch((1, 0)) is None
+    assert reader.fetch((0, 0)) is not None
+
+
+@pytest.mark.parametrize("shards", [None, (4, 6)])
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: Any) -> None:
+    data = flat((8, 12), "int32", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3), shards=shards)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:7]], offset))
+    check(path, "a", data)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0)
+    with pytest.raises(OSError, match=r"the file ends at byte \d+, \d+ from \d+ were expected.*c/0/0"):
+        reader_of(open_source(path, "a")).fetch((0, 0))
+
+
+def test_requests_that_make_no_sense(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((5, 7), "int32")}, chunks=(2, 3), shards=(2, 6))
+    reader = reader_of(open_source(path, "a"))
+    for index in ((3, 0), (0, 3), (-1, 0), (0,), (0, 0, 0)):
+        with pytest.raises(ValueError, match=r"there is no chunk .* in a grid of \(3, 3\)"):
+            reader.fetch(index)
+    found = reader.fetch((1, 2))
+    for out in (np.empty((2, 1), "i4"), np.empty((3, 2), "i4"), np.empty((2, 3), "u4"), np.empty((3, 2), "i4").T):
+        for encoded in (found, None):
+            with pytest.raises(ValueError, match=r"a buffer of .* for a chunk of \(2, 3\) int32"):
+                reader.decode(encoded, out)
+    with pytest.raises(ValueError, match="no zstd frame"):
+        reader.decode(Encoded(b""), np.empty((2, 3), "i4"))
+
+
+@pytest.mark.parametrize("shards", [None, (4, 6, 8)])
+def test_many_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: Any) -> None:
+    monkeypatch.setattr(zarr_chunks, "_MOST_SHARDS", 2)  # so that shards come and go
+    data = flat((15, 17, 19), "float64", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3, 4), shards=shards)
+    source = open_source(path, "a")
+    reader_of(source)
+    with ThreadPoolExecutor(8) as pool:
+        for seed in range(3):
+            out = np.full(data.shape, -1.0)
+            indices = chunk_indices(source)
+            np.random.default_rng(seed).shuffle(indices)
+            list(pool.map(lambda index, out=out: place(source, out, tuple(index)), indices))
+            np.testing.assert_array_equal(out, data)
+    source.close()
+    assert not any(path in str(file) for file in open_files())
+
+
+def open_files() -> list[Path]:
+    return [link.resolve() for link in Path("/proc/self/fd").iterdir()]
+
+
+class Reads:
+    """Every positional read and every file opened, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.parts: list[tuple[str, int, int]] = []
+        self.opened: list[str] = []
+        preadv, opens = os.preadv, os.open
+
+        def counted_preadv(fd: int, buffers: Any, offset: int) -> int:
+            name = os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), folder)
+            got = preadv(fd, buffers, offset)
+            self.parts.append((name, offset, got))
+            return got
+
+        def counted_open(path: Any, *args: Any, **kwargs: Any) -> int:
+            if str(path).startswith(str(folder)):
+                self.opened.append(os.path.relpath(path, folder))
+            return opens(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, "preadv", counted_preadv)
+        monkeypatch.setattr(os, "open", counted_open)
+
+
+@pytest.mark.parametrize("index_location", ["start", "end"])
+def test_each_index_and_each_inner_chunk_is_read_and_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index_location: str
+) -> None:
+    data = flat((15, 17), "float32", first=1)
+    codecs = [sharding((2, 3), [serial(), ZSTD], index_location=index_location)]
+    write_tensorstore(tmp_path / "a", data, chunk_grid=regular(4, 6), codecs=codecs)
+    (tmp_path / "a" / "c" / "1" / "1").unlink()
+    data[4:8, 6:12] = 0
+    source, out, decoded = open_source(tmp_path / "a", "/"), np.empty_like(data), []
+    decode = Chain.decode
+    monkeypatch.setattr(Chain, "decode", lambda self, *args: (decoded.append(self.nbytes), decode(self, *args))[1])
+    reads = Reads(monkeypatch, tmp_path / "a" / "c")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda index: place(source, out, index), chunk_indices(source)))
+    np.testing.assert_array_equal(out, data)
+    # 4 x 3 shards, one of them gone; 8 x 6 chunks inside the array, 2 x 2 of them in the one that is gone
+    assert len(reads.opened) == len(set(reads.opened)) == 12
+    assert len(reads.parts) == len(set(reads.parts)) == 11 + 44
+    indices = [part for part in reads.parts if part[2] == 4 * 16 + 4]
+    assert len({name for name, _, _ in indices}) == len(indices) == 11
+    assert sorted(decoded) == [2 * 3 * 4] * 44 + [4 * 16] * 11
+    source.close()
+
+
+def test_each_whole_chunk_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = flat((5, 7), "float32", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 3))
+    source = open_source(path, "a")
+    reads = Reads(monkeypatch, tmp_path / "a.zarr" / "a")
+    np.testing.assert_array_equal(read_chunks(source), data)
+    assert sorted(reads.opened) == [f"c/{i}/{j}" for i in range(3) for j in range(3)]
+    assert len(reads.parts) == 9
+    assert not any(path in str(file) for file in open_files())
+
+
+def test_only_the_last_few_shards_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zarr_chunks, "_MOST_SHARDS", 2)
+    data = flat((12, 6), "int16", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(1, 2), shards=(3, 6))
+    source = open_source(path, "a")
+    reader = reader_of(source)
+    for row in range(12):
+        reader.fetch((row, 1))
+        names = sorted(file.parent.name for file in open_files() if path in str(file))
+        assert names == [str(k) for k in range(max(0, row // 3 - 1), row // 3 + 1)]
+    reader.close()
+    for row in (0, 3, 0, 6):  # the one that was not used for longest has to go
+        reader.fetch((row, 1))
+    assert sorted(file.parent.name for file in open_files() if path in str(file)) == ["0", "2"]
+    monkeypatch.setattr(zarr_chunks, "MOST_INDEX_NBYTES", 9 * 16)  # room for one index
+    reader = reader_of(open_source(path, "a"))
+    source.close()
+    for row in (0, 3, 6):
+        reader.fetch((row, 1))
+        assert [file.parent.name for file in open_files() if path in str(file)] == [str(row // 3)]
+
+
+def test_a_shard_that_is_replaced_meanwhile(tmp_path: Path) -> None:
+    """The index is never used on another file's bytes."""
+    first, second = flat((4, 6), "int32", first=1), flat((4, 6), "int32", first=1000)
+    for name, data in (("a", first), ("b", second)):
+        codecs = [sharding((2, 3), [serial(), ZSTD])]
+        write_tensorstore(tmp_path / name, data, chunk_grid=regular(4, 6), codecs=codecs)
+    source, out = open_source(tmp_path / "a", "/"), np.empty((4, 6), "int32")
+    place(source, out, (0, 0))
+    os.replace(tmp_path / "b" / "c" / "0" / "0", tmp_path / "a" / "c" / "0" / "0")
+    for index in chunk_indices(source):
+        place(source, out, index)
+    np.testing.assert_array_equal(out, first)
+    source.close()
+    check(tmp_path / "a", "/", second)
+
+
+class Derived(zarr.storage.LocalStore):
+    """May do anything."""
+
+
+def test_stores_other_than_plain_folders_are_left_to_zarr_python(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
+    archive = shutil.make_archive(str(tmp_path / "a"), "zip", path)
+    memory = zarr.create_array(zarr.storage.MemoryStore(), shape=(4, 6), chunks=(2, 3), dtype="i4")
+    derived = zarr.open_array(Derived(path), path="a", mode="r")
+    for source in (open_source(archive, "a"), open_source(memory, "/"), open_source(derived, "/a")):
+        assert source.chunk_reader() is None
+        source.close()
+    for opened in (zarr.open_array(path, path="a", mode=mode) for mode in ("r", "r+")):
+        source = open_source(opened, "/a")
+        np.testing.assert_array_equal(read_chunks(source), flat((4, 6)))
+        source.close()
+    assert open_source(path, "a").chunk_reader() is not None
+
+
+LEFT: dict[str, tuple[int, dict[str, Any]]] = {
+    "order": (2, {"order": "F"}),
+    "delta": (2, {"filters": [numcodecs.Delta("i4")]}),
+    "two filters": (2, {"filters": [numcodecs.Shuffle(4), numcodecs.Delta("i4")]}),
+    "lz4": (2, {"compressors": numcodecs.LZ4()}),
+    "bz2": (2, {"compressors": numcodecs.BZ2()}),
+    "transposed": (3, {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]}),
+    "transposed in shards": (3, {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))], "shards": (4, 6)}),
+    "shards in shards": (
+        3,
+        {
+            "chunks": (4, 6),
+            "serializer": zarr.codecs.ShardingCodec(chunk_shape=(2, 6), codecs=[zarr.codecs.ShardingCodec(chunk_shape=(2, 3))]),
+            "compressors": None,
+        },
+    ),
+    "shards and more": (
+        3,
+        {
+            "chunks": (4, 6),
+            "serializer": zarr.codecs.ShardingCodec(chunk_shape=(2, 3)),
+            "compressors": zarr.codecs.Crc32cCodec(),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_encodings_that_are_left_to_zarr_python(tmp_path: Path, name: str) -> None:
+    data, (zarr_format, options) = flat((4, 6), "int32"), LEFT[name]
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, zarr_format, **{"chunks": (2, 3), **options})
+    source = open_source(path, "a")
+    assert source.chunk_reader() is None
+    np.testing.assert_array_equal(read_all(source), data)
+
+
+def test_a_setting_that_refuses_missing_chunks_is_honoured(tmp_path: Path) -> None:
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((4, 6))})
+    with zarr.config.set({"array.read_missing_chunks": False}):
+        assert open_source(path, "a").chunk_reader() is None
+    assert open_source(path, "a").chunk_reader() is not None
+
+
+def metadata_of(tmp_path: Path, zarr_format: Any, **options: Any) -> dict[str, Any]:
+    path = write_zarr(tmp_path / "m.zarr", {"a": flat((4, 6), "int32")}, zarr_format, **options)
+    found: dict[str, Any] = copy.deepcopy(dict(zarr.open_array(path, path="a", mode="r").metadata.to_dict()))
+    layout_of(found, np.dtype("int32"))
+    return found
+
+
+def test_unknown_metadata_of_format_3_is_not_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = metadata_of(tmp_path, 3, chunks=(2, 3), shards=(4, 6))
+    shards = good["codecs"][0]["configuration"]
+    encoding = {"name": "zstd", "configuration": {"level": 0, "checksum": False}}
+    changes: list[dict[str, Any]] = [
+        {"new": {"must_understand": True}},
+        {"data_type": "int64"},
+        {"data_type": {"name": "int32", "configuration": {}}},
+        {"storage_transformers": [{"name": "x"}]},
+        {"chunk_grid": {"name": "rectilinear", "configuration": {"chunk_shape": [4, 6]}}},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6], "origin": [0, 0]}}},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 0]}}},
+        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "-"}}},
+        {"chunk_key_encoding": {"name": "suffix", "configuration": {}}},
+        {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/", "prefix": "x"}}},
+        {"codecs": [good["codecs"][0], {"name": "crc32c"}]},
+        {"codecs": [{"name": "bytes"}]},
+        {"codecs": [{"name": "bytes", "configuration": {"endian": "middle"}}]},
+        {"codecs": [{"name": "packbits"}]},
+        {"codecs": [serial(), {"name": "zstd", "configuration": {"level": 0, "dictionary": "x"}}]},
+        {"codecs": [serial(), {"name": "zstd", "must_understand": False}]},
+        {"codecs": [serial(), {"name": "numcodecs.shuffle", "configuration": {"elementsize": 7}}]},
+        {"codecs": [encoding, serial()]},
+        *(
+            {"codecs": [{"name": "sharding_indexed", "configuration": shards | change}]}
+            for change in (
+                {"chunk_shape": [3, 3]},
+                {"chunk_shape": [2]},
+                {"index_location": "middle"},
+                {"index_codecs": [serial("big")]},
+                {"index_codecs": [serial(), encoding]},
+                {"codecs": [good["codecs"][0]]},
+                {"order": "morton"},
+            )
+        ),
+    ]
+    for change in changes:
+        try:
+            layout = layout_of(good | change, np.dtype("int32"))
+        except NotCovered:
+            continue
+        pytest.fail(f"{change} was taken for {layout}")
+    monkeypatch.setattr(zarr_layout, "MOST_INDEX_NBYTES", 63)
+    with pytest.raises(NotCovered, match="an index of 4 chunks in each shard"):
+        layout_of(good, np.dtype("int32"))
+
+
+def test_unknown_metadata_of_format_2_is_not_covered(tmp_path: Path) -> None:
+    good = metadata_of(tmp_path, 2, chunks=(2, 3))
+    changes: list[dict[str, Any]] = [
+        {"new": 1},
+        {"dtype": "<i8"},
+        {"dtype": [["a", "<i4"]]},
+        {"order": "F"},
+        {"dimension_separator": ":"},
+        {"chunks": [0, 3]},
+        {"compressor": {"id": "lzma"}},
+        {"compressor": {"id": "shuffle", "elementsize": 4}},
+        {"compressor": {"id": "zstd", "dictionary": "x"}},
+        {"filters": [{"id": "lzma"}]},
+        {"filters": [{"id": "zlib", "level": 1, "strategy": 0}]},
+        {"filters": [{"id": "shuffle", "elementsize": 0}]},
+    ]
+    for change in changes:
+        try:
+            layout = layout_of(good | change, np.dtype("int32"))
+        except NotCovered:
+            continue
+        pytest.fail(f"{change} was taken for {layout}")
+
+
+def test_metadata_in_its_short_forms(tmp_path: Path) -> None:
+    """Extension points may be names alone, and options that have a default may be left out."""
+    data = flat((4, 6), "int32", first=1)
+    path = write_zarr(tmp_path / "a.zarr", {"a": data}, compressors=[zarr.codecs.GzipCodec(), zarr.codecs.Crc32cCodec()])
+    good = dict(zarr.open_array(path, path="a", mode="r").metadata.to_dict())
+    short = good | {"chunk_key_encoding": "default", "codecs": [serial(), "gzip", "crc32c"]}
+    del short["storage_transformers"]
+    layout = layout_of(short, np.dtype("int32"))
+    assert layout.key((1, 2)) == "c/1/2" and layout.key(()) == "c"
+    assert [stage.name for stage in layout.stages] == ["crc32c", "gzip"]
+    layout = layout_of(short | {"chunk_key_encoding": {"name": "v2"}}, np.dtype("int32"))
+    assert layout.key((1, 2)) == "1.2" and layout.key(()) == "0"

@@ -1,0 +1,206 @@
+"""Does a file that changes between or during the reads of several ranks become an error?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardload.errors import SourceError
+from shardload.formats.hdf5.source import Hdf5Source
+from shardload.formats.lookup import find_array, open_source, read_small
+from shardload.formats.memory import MemorySource
+from shardload.jobs.consistency import check_same, check_unchanged, contents_of, is_open, to_sums
+from shardload.planning.grid import Grid
+from shardload.planning.region import select_axes
+
+
+def added(states: list[tuple[int, ...] | None]) -> list[int]:
+    return [sum(column) for column in zip(*map(to_sums, states), strict=True)]
+
+
+@given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))), min_size=1))
+@example([(5, 1, 0), (5, 2, 0)])
+@example([(5, 1, 0)] * 999 + [(5, 2, 0)])
+@example([None, (5, 1, 7), (5, 1, 8)])  # inodes may differ from machine to machine
+def test_all_must_be_the_same(states: list[tuple[int, ...] | None]) -> None:
+    """Wrong if one rank of many were not noticed, or ranks that read nothing, or another inode, counted."""
+    if len({state[:2] for state in states if state is not None}) <= 1:
+        check_same("'x'", added(states), "f.h5", "/x")
+        return
+    n = sum(state is not None for state in states)
+    with pytest.raises(SourceError, match=f"the {n} ranks that read it did not see the same file") as raised:
+        check_same("'x'", added(states), "f.h5", "/x")
+    assert (raised.value.path, raised.value.dataset) == ("f.h5", "/x")
+
+
+def test_sums_fit_into_64_bits() -> None:
+    """Wrong if a large job overflowed: it would be refused, or let through, by chance."""
+    for time in range(2000):
+        assert (1 << 20) * max(to_sums((1, time))) < 1 << 63
+
+
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [(None, "(it is gone)"), ((5, 1, 1, 1), "(it had 4 bytes and has 5)"), ((4, 2, 1, 1), "read. "), ((4, 1, 2, 1), "read. ")],
+)
+def test_changed(after: tuple[int, ...] | None, text: str) -> None:
+    with pytest.raises(SourceError) as raised:
+        check_unchanged("'x' in 'f.h5'", (4, 1, 1, 1), after, "f.h5", "/x")
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("states", [((4, 1, 1, 1), (4, 1, 1, 1)), (None, (4, 1, 1, 1)), (None, None)])
+def test_unchanged(states: tuple[tuple[int, ...] | None, tuple[int, ...] | None]) -> None:
+    check_unchanged("'x'", *states, "f.h5", "/x")
+
+
+def test_state_of_hdf5(tmp_path: Path) -> None:
+    """Wrong if a rename, which leaves the open file as it is, were an error, or a write that keeps the size none."""
+    path, other = str(tmp_path / "x.h5"), str(tmp_path / "y.h5")
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(9.0)
+    shutil.copy(path, other)
+    source = open_source(path, "/x")
+    before = source.state()
+    assert before is not None and before[0] == os.path.getsize(path)
+    os.replace(other, path)
+    assert source.state() == before != open_source(path, "/x").state()
+    source.close()
+    assert source.state() is None
+
+    source = open_source(path, "/x")
+    before = source.state()
+    os.utime(path, ns=(0, before[1] + 1))
+    assert source.state() != before
+
+
+def test_state_of_an_open_file() -> None:
+    """None where a writer has it open, or it has no bytes of its own."""
+    with h5py.File("no-file.h5", "w", driver="core", backing_store=False) as file:
+        file["x"] = np.arange(9.0)
+        assert open_source(file["x"], "/x").state() is None
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_state_of_zarr(tmp_path: Path, zarr_format: int) -> None:
+    """Wrong if another store under the same name were taken for the one that was opened."""
+    path, other = tmp_path / "x.zarr", tmp_path / "y.zarr"
+    for where in (path, other):
+        root = zarr.create_group(where, zarr_format=zarr_format)
+        root.create_array("g/x", data=np.arange(9.0))
+    source = open_source(str(path), "/g/x")
+    before = source.state()
+    assert before is not None and before == open_source(str(path), "/g/x").state()
+    shutil.move(path, tmp_path / "old.zarr")
+    assert source.state() is None
+    shutil.move(other, path)
+    assert source.state() not in (before, None)
+    source.close()
+
+
+def test_state_of_a_zip(tmp_path: Path) -> None:
+    """Wrong if one archive could take another's place between two ranks that open it."""
+    path, other = tmp_path / "x.zip", tmp_path / "y.zip"
+    for where in (path, other):
+        with zarr.storage.ZipStore(where, mode="w") as store:
+            zarr.create_array(store, data=np.arange(9.0))
+    os.utime(other, ns=(0, 5))
+    source = open_source(str(path), "/")
+    before = source.state()
+    assert before is not None and before[0] == path.stat().st_size
+    os.replace(other, path)
+    again = open_source(str(path), "/")
+    assert again.state() not in (before, None)
+    again.close()
+    source.close()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_small_array_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """Wrong if what rank 0 reads for all were looked at less closely: then it is left to the ordinary way."""
+    path = str(tmp_path / "x.h5")
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(9.0)
+    info = find_array(path, "/x")
+    read_into = Hdf5Source.read_into
+
+    def read_and_change(source: Hdf5Source, *arguments: object) -> None:
+        read_into(source, *arguments)
+        os.utime(path, ns=(0, 5))
+
+    if changes:
+        monkeypatch.setattr(Hdf5Source, "read_into", read_and_change)
+    assert read_small(path, info) == (None if changes else np.arange(9.0).tobytes())
+
+
+def test_an_array_in_memory_has_no_state() -> None:
+    assert open_source(np.arange(3), "/array").state() is None
+
+
+def test_what_is_open() -> None:
+    """Wrong if an array of the caller's were taken for what all ranks find under one name."""
+    assert not any(map(is_open, ("x.h5", Path("x.h5"), "s3://bucket/x.zarr", None, MemorySource(np.zeros(3)))))
+    assert all(map(is_open, (np.zeros(3), "memory://x.zarr", zarr.create_array({}, shape=(3,), dtype="f4"))))
+
+
+def contents(array: Any, select: Any = None) -> tuple[int, int]:
+    source = open_source(array, "/x")
+    selection = select_axes(select, source.info.shape)
+    chunks = source.info.chunks and Grid(selection.shape, source.info.chunks, (0,) * len(source.info.chunks))
+    return contents_of(source, array, selection, chunks)
+
+
+@pytest.mark.parametrize("kind", ["C", "F", "big-endian", "reversed", "0-d"])
+def test_every_element_of_an_array_in_memory_counts(kind: str) -> None:
+    """Wrong if it were sampled: one element that differs would go into one rank's shard and no other's."""
+    values = np.arange(210, dtype=">f8" if kind == "big-endian" else "f8").reshape(5, 6, 7)
+    if kind == "F":
+        values = np.asfortranarray(values)
+    if kind == "0-d":
+        values = values[0, 0, 1:2].reshape(())
+    array = values[::-1] if kind == "reversed" else values
+    before = contents(array)
+    for index in np.ndindex(array.shape):
+        keep = array[index].copy()
+        array[index] = -1.5
+        assert contents(array) != before, index
+        array[index] = keep
+    assert contents(array) == before
+
+
+def test_of_an_array_in_memory_what_is_selected_counts() -> None:
+    values = np.arange(210.0).reshape(5, 6, 7)
+    before = contents(values, (slice(1, 3), 2))
+    values[0] = values[3] = values[2, 3] = -1
+    assert contents(values, (slice(1, 3), 2)) == before
+    values[2, 2, 6] = -1
+    assert contents(values, (slice(1, 3), 2)) != before
+
+
+def test_a_memory_map_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if every rank read all of a file that each should read a part of."""
+    np.save(tmp_path / "x.npy", np.arange(1 << 20, dtype="f4"))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    read: list[int] = []
+    monkeypatch.setattr(MemorySource, "read_into", lambda self, region, out: read.append(region.size) or out.fill(1))
+    for array in (mapped, mapped[1:], mapped.view(np.ndarray)[2:]):
+        read.clear()
+        contents(array)
+        assert 0 < sum(read) <= array.size // 4
+
+
+def test_an_open_file_is_known_by_its_file(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(9.0)
+    with h5py.File(tmp_path / "x.h5", "r") as file:
+        found = os.stat(tmp_path / "x.h5")
+        assert contents(file["x"]) == (found.st_size, found.st_mtime_ns)

@@ -1,0 +1,202 @@
+"""Does the table say what the plan says?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
+from shardload.jobs.picture import draw_shards
+from shardload.planning.cost import Cost
+from shardload.planning.region import Region
+from shardload.planning.shards import Shards
+
+INFO = ArrayInfo("run.h5", "/rho", "HDF5", (512, 512, 512), "float64", (1, 512, 512), "gzip+shuffle")
+ROOT = Cost("root", 1, 512, 1 << 30, 1.0, 1536, 3 << 28, True, 1 << 30, 300 << 20, 12.0)
+PARALLEL = Cost("parallel", 4, 512, 1 << 30, 1.0, 1234567, 3 << 28, False, 1 << 28, 300 << 20, 3.21, 0.333)
+DIRECT = Cost("direct", 4, 2048, 4 << 30, 4.0, 0, 0, True, 1 << 30, 256 << 20, 0.000123)
+
+
+@dataclass
+class Fake:
+    info: ArrayInfo = INFO
+    shape: tuple[int, ...] = (512, 512, 512)
+    shape_global: tuple[int, ...] = (512, 512, 512)
+    dtype: Any = field(default_factory=lambda: np.dtype("float64"))
+    sharding: Any = field(
+        default_factory=lambda: SimpleNamespace(mesh=SimpleNamespace(shape={"x": 2, "y": 2}), spec=P(None, "x", "y"))
+    )
+    decomposition: str = "pencil"
+    shard_shape: tuple[int, ...] = (512, 256, 256)
+    n_replicas: int = 1
+    n_ranks: int = 4
+    readers: str = "parallel"
+    n_readers: int = 4
+    why: str = "because"
+    costs: Mapping[str, Cost] = field(default_factory=lambda: {"root": ROOT, "parallel": PARALLEL, "direct": DIRECT})
+    staging_nbytes: int = 256 << 20
+
+
+WHY = "each rank by itself would decode 4x the array in all; once in the job, and 768.0 KiB sent between ranks, is faster"
+
+
+def test_the_whole_text() -> None:
+    assert describe_plan(Fake()).splitlines() == [
+        "load '/rho', HDF5",
+        "  file      run.h5",
+        "  array     (512, 512, 512), float64, 1.0 GiB;",
+        "            chunks (1, 512, 512), gzip+shuffle",
+        "  sharding  pencil: P(None, 'x', 'y') on mesh x=2, y=2;",
+        "            shard (512, 256, 256), 256.0 MiB",
+        "  ranks     4, 4 of them read; staging cap 256.0 MiB per rank",
+        "  taken     parallel: because",
+        "",
+        "                       root   -> parallel        direct",
+        "  readers                 1             4             4",
+        "  decoded        512 chunks    512 chunks  2,048 chunks",
+        "  amplification       1.00x         1.00x         4.00x",
+        "  per reader        1.0 GiB     256.0 MiB       1.0 GiB",
+        "  messages            1,536  <= 1,234,567             0",
+        "  between ranks   768.0 MiB  <= 768.0 MiB           0 B",
+        "  in node              100%          ~33%             -",
+        "  peak host       300.0 MiB     300.0 MiB     256.0 MiB",
+        "  est. seconds           12           3.2       0.00012",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 50, 59, 60, 80, 119, 200])
+def test_it_fits_and_nothing_is_cut(width: int) -> None:
+    """Wrong if a line were longer than the terminal, or a word, a shape, or a number from its unit, were cut in two."""
+    lines = describe_plan(Fake(why=WHY), width).splitlines()
+    assert max(map(len, lines)) <= width
+    if width > 60:
+        assert len(lines) < 25, "what fits stands beside each other"
+    text = "\n".join(lines)
+    for whole in ("(512, 512, 512)", "(1, 512, 512)", "P(None, 'x', 'y')", "gzip+shuffle", "768.0 KiB", "256.0 MiB", "0.00012"):
+        assert whole in text
+    for number in ("1,536", "<= 1,234,567", "2,048 chunks", "~33%", "4.00x", "3.2"):
+        assert text.count(number) == 1, number
+    said = " ".join(text.split())
+    assert WHY in said and "4 of them read" in said
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
+def test_one_arrow_at_the_way_that_is_taken(readers: str, width: int) -> None:
+    lines = [line for line in describe_plan(Fake(readers=readers), width).splitlines() if "->" in line]
+    assert len(lines) == 1 and f"-> {readers}" in lines[0]
+
+
+def test_in_a_line() -> None:
+    line = describe_plan_in_a_line(Fake(info=replace(INFO, dataset="/a\nb\x1b[2J")))
+    assert line == (
+        r"<Plan of '/a\nb\x1b[2J' in 'run.h5': (512, 512, 512) float64 as pencil P(None, 'x', 'y') on mesh x=2, y=2; "
+        "parallel, 4 of 4 ranks read>"
+    )
+
+
+def test_a_name_is_no_command_for_the_terminal_and_no_html() -> None:
+    plan = Fake(info=replace(INFO, dataset="/<b>\x1b[31m&"), readers="root")
+    assert "\x1b" not in describe_plan(plan) and r"'/<b>\x1b[31m&'" in describe_plan(plan)
+    html = describe_plan_as_html(plan, "<svg>the picture</svg>")
+    assert r"&#x27;/&lt;b&gt;\x1b[31m&amp;&#x27;" in html and "<b>\x1b" not in html
+    assert "<svg>the picture</svg>" in html and "2,048 chunks" in html and "root (taken)" in html
+    ElementTree.fromstring(html)  # every tag is closed
+
+
+def test_select_pad_cast_and_replicas_are_told() -> None:
+    text = describe_plan(
+        Fake(shape=(511, 5), shape_global=(512, 6), dtype=np.dtype("float32"), n_replicas=2, shard_shape=(256, 6)), 200
+    )
+    assert "array     (511, 5) of (512, 512, 512), padded to (512, 6), float64 cast to float32, 12.0 KiB;" in text
+    assert ", 2 replicas; shard (256, 6), 6.0 KiB" in text
+
+
+def test_without_chunks_bytes_are_counted() -> None:
+    costs = {"root": ROOT, "parallel": PARALLEL, "direct": replace(DIRECT, runs=4096)}
+    text = describe_plan(Fake(info=replace(INFO, chunks=None, codec="none"), costs=costs))
+    rows = {line[2:16].strip(): line[16:].split() for line in text.splitlines()[-10:]}
+    assert rows["decoded"] == ["1.0", "GiB", "1.0", "GiB", "4.0", "GiB"]
+    assert rows["in runs"] == ["-", "-", "4,096"]
+    assert "in runs" not in describe_plan(Fake())
+    assert "no chunks (any part can be read)" in text
+
+
+def test_0d_and_a_mesh_without_axes() -> None:
+    sharding = SimpleNamespace(mesh=SimpleNamespace(shape={}), spec=P())
+    text = describe_plan(
+        Fake(INFO.__class__("a", "/x", "HDF5", (), "float64"), (), (), sharding=sharding, shard_shape=(), decomposition="whole")
+    )
+    assert "array     (), float64, 8 B; no chunks" in text and "whole: P() on mesh (none); shard (), 8 B" in text
+
+
+def test_no_line_ends_in_spaces() -> None:
+    for width in (40, 80):
+        assert all(line == line.rstrip() for line in describe_plan(Fake(), width).splitlines())
+
+
+# --- the picture
+
+
+def drawn(shape: tuple[int, ...], cuts: tuple[int, ...], ranks: list[list[int]], **more: Any) -> list[tuple[str, list[str]]]:
+    """For each cell of the picture its tooltip and the lines in it; every cell inside of its drawing."""
+    picture = draw_shards(Shards(shape, cuts, np.array(ranks)), **more)
+    cells = []
+    for svg in ElementTree.fromstring(f"<all>{picture}</all>").iter("svg"):
+        for cell in svg.iter("g"):
+            box = cell.find("rect")
+            assert box is not None
+            for at, size in (("x", "width"), ("y", "height")):
+                assert float(box.attrib[at]) >= 0 and float(box.attrib[at]) + float(box.attrib[size]) <= float(svg.attrib[size])
+            cells.append((cell.findtext("title") or "", [text.text or "" for text in cell.findall("text")]))
+    return cells
+
+
+def test_each_shard_is_drawn_with_who_holds_it() -> None:
+    devices = {Region((0, 0, 4), (2, 8, 8)): ["7", "<3>"]}
+    cells = drawn(
+        (2, 8, 8), (1, 2, 2), [[0, 1], [5, 5], [2, 3], [4, 4]], devices={**devices, Region((0, 0, 0), (2, 4, 4)): ["2"]}
+    )
+    assert [title for title, _ in cells] == [
+        "[0:2, 0:4, 0:4]: ranks 0, 1; device 2",
+        "[0:2, 0:4, 4:8]: rank 5",
+        "[0:2, 4:8, 0:4]: ranks 2, 3",
+        "[0:2, 4:8, 4:8]: rank 4",
+    ]
+    assert cells[0][1] == ["ranks 0, 1", "device 2"]
+
+
+def test_names_in_the_picture_are_escaped() -> None:
+    assert drawn((4,), (1,), [[0, 0]], devices={Region((0,), (4,)): ["7", "<3>"]}) == [
+        ("[0:4]: rank 0; devices 7, <3>", ["rank 0", "devices 7, <3>"])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts", "n"),
+    [
+        ((4,), (4,), 4),
+        ((4, 4, 4), (2, 2, 2), 8),
+        ((64, 64), (64, 64), 64),
+        ((8, 64, 64), (8, 64, 64), 64),
+        ((8, 4, 4), (8, 2, 2), 16),
+        ((5, 6, 7), (5, 1, 1), 5),
+        ((4, 0), (4, 1), 0),
+        ((), (), 0),
+    ],
+)
+def test_a_picture_has_some_dozens_of_shards_at_most(shape: tuple[int, ...], cuts: tuple[int, ...], n: int) -> None:
+    ranks = [[k] for k in range(math.prod(cuts))]
+    cells = drawn(shape, cuts, ranks)
+    assert len({title for title, _ in cells}) == len(cells) == n
+    text = draw_shards(Shards(shape, cuts, np.array(ranks)))
+    assert (f"{n} of {len(ranks):,} shards are drawn" in text) is (0 < n < len(ranks))

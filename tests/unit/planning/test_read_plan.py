@@ -1,0 +1,442 @@
+"""Does every element of every shard arrive once, from the right place, and is each chunk decoded once?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardload.planning.read_plan import (
+    BLOCKS_PER_READER,
+    MAX_MESSAGE_NBYTES,
+    Grid,
+    Part,
+    RankBoxes,
+    Read,
+    ReadPlan,
+    Shards,
+    plan_blocks,
+    plan_direct,
+    plan_row_chunks,
+    plan_shards,
+)
+from shardload.planning.region import Region
+from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
+
+
+def check_chunks_and_owners(case: Case, plan: ReadPlan) -> None:
+    """Each chunk once in the job, by readers whose blocks are runs in C order, shared out evenly."""
+    n_blocks = plan.blocks.n_cells
+    owned = [list(plan.blocks_of(rank)) for rank in range(case.n_ranks)]
+    assert sorted(b for mine in owned for b in mine) == list(range(n_blocks)), "each block has one reader"
+    for rank, mine in enumerate(owned):
+        assert all(plan.owner(b) == rank for b in mine)
+        assert plan.is_reader(rank) == bool(mine)
+        assert mine == list(range(mine[0], mine[-1] + 1)) if mine else True
+    firsts = [mine[0] for mine in owned if mine]
+    if case.n_readers > 1:
+        assert firsts == sorted(firsts), "readers go through the file in rank order"
+        busy = [len(mine) for mine in owned if mine]
+        assert len(busy) == min(case.n_readers, n_blocks)
+        assert not busy or max(busy) - min(busy) <= 1
+    elif n_blocks:
+        assert [rank for rank, mine in enumerate(owned) if mine] == [case.root]
+    decoded = [number for rank in range(case.n_ranks) for read in chunks_read(plan, case.chunks, rank) for number in read]
+    assert len(decoded) == len(set(decoded)), "a chunk is decoded twice"
+    assert set(decoded) == set(np.unique(cell_numbers(case.chunks)).tolist()), "a chunk is not read"
+    for rank in range(case.n_ranks):
+        mine = [number for read in chunks_read(plan, case.chunks, rank) for number in read]
+        assert mine == list(range(mine[0], mine[-1] + 1)) if mine else True, "reads are not a run of the file"
+
+
+@settings(max_examples=250)
+@given(cases())
+def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
+    plan = case.plan()
+    simulate(case, plan)
+    if case.n_readers:
+        check_chunks_and_owners(case, plan)
+    else:
+        for rank in range(case.n_ranks):
+            assert plan.incoming(rank) == {}
+            assert len(plan.blocks_of(rank)) == 0
+            assert plan.is_reader(rank) == bool(held_regions(case)[rank])
+            assert all(part.rank == rank for read in plan.reads(rank) for part in read.parts)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_any_blocks_will_do_and_no_message_is_too_long(data: st.DataObject) -> None:
+    case = data.draw(cases())
+    limit = data.draw(st.integers(1, 12)) * case.itemsize
+    blocks = data.draw(grids(case.shape))
+    simulate(case, case.plan(blocks, max_message_nbytes=limit))  # which looks at the length of every part
+
+
+# --- plans that are wrong in the ways in which one might get them wrong, and must be found out
+
+SQUARE = np.arange(4).reshape(2, 2)
+UNEVEN = Case((7, 6), ((0,), (1,)), SQUARE, 4, (1, 6), (0, 0), 3, block_nbytes=1)
+REPLICAS = Case((6, 4), ((0,), ()), SQUARE[::-1], 4, (2, 3), (1, 2), 4, block_nbytes=1)
+PADDED = Case((5, 3), ((0,), (1,)), SQUARE.T, 4, (2, 2), (0, 0), 2, block_nbytes=1)
+DIRECT = Case((5, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 0, block_nbytes=1)
+TWO_EACH = Case((8,), ((1, 0),), SQUARE // 2, 2, (3,), (0,), 2, block_nbytes=1)
+COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2, block_nbytes=1)
+FIXED = {"uneven": UNEVEN, "replicas": REPLICAS, "padded": PADDED, "direct": DIRECT, "two each": TWO_EACH, "columns": COLUMNS}
+
+
+class OwnerRoundsDown(ReadPlan):
+    def owner(self, block: int) -> int:
+        return self.reader_rank(block * self.n_readers // self.blocks.n_cells)
+
+
+class RemainderDropped(ReadPlan):
+    def blocks_of(self, rank: int) -> range:
+        share = self.blocks.n_cells // self.n_readers
+        return range(rank * share, (rank + 1) * share) if rank < self.n_readers else range(0)
+
+
+class ReaderTakenForRank(ReadPlan):
+    def owner(self, block: int) -> int:
+        return ((block + 1) * self.n_readers - 1) // self.blocks.n_cells
+
+
+class OneReplicaOnly(ReadPlan):
+    def reads(self, rank: int) -> Iterator[Read]:
+        for read in super().reads(rank):
+            first: dict[int, Part] = {}
+            for part in read.parts:
+                first.setdefault(part.shard, part)
+            yield Read(read.region, tuple(first.values()))
+
+
+class ShardsBeforeBlocks(ReadPlan):
+    def incoming(self, rank: int) -> dict[int, list[Part]]:
+        return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().incoming(rank).items()}
+
+
+class PaddingIsRead(ReadPlan):
+    def true_region(self, shard: int) -> Region | None:
+        return self.shards.region(shard)
+
+
+class SwappedPlaces(ReadPlan):
+    """Parts go to the right rank but to the region of the transposed shard."""
+
+    def reads(self, rank: int) -> Iterator[Read]:
+        for read in super().reads(rank):
+            yield Read(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.shard], p.rank) for p in read.parts))
+
+
+class UnsplitReceives(ReadPlan):
+    def incoming(self, rank: int) -> dict[int, list[Part]]:
+        return ReadPlan.incoming(replace(self, max_message_nbytes=1 << 30), rank)
+
+
+class DirectTwice(ReadPlan):
+    def _direct_reads(self, rank: int) -> Iterator[Read]:
+        for read in super()._direct_reads(rank):
+            yield from (read, read)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        (UNEVEN, OwnerRoundsDown),
+        (UNEVEN, RemainderDropped),
+        (PADDED, ReaderTakenForRank),
+        (REPLICAS, OneReplicaOnly),
+        (COLUMNS, ShardsBeforeBlocks),
+        (PADDED, PaddingIsRead),
+        (UNEVEN, SwappedPlaces),
+        (UNEVEN, UnsplitReceives),
+        (DIRECT, DirectTwice),
+        (DIRECT, PaddingIsRead),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_a_wrong_plan_is_found_out(case: Case, kind: type[ReadPlan]) -> None:
+    def check(plan: ReadPlan) -> None:
+        simulate(case, plan)
+        if case.n_readers:
+            check_chunks_and_owners(case, plan)
+
+    check(case.plan(max_message_nbytes=2 * case.itemsize))
+    with pytest.raises(AssertionError):
+        check(case.plan(kind=kind, max_message_nbytes=2 * case.itemsize))
+
+
+@pytest.mark.parametrize("wrong", ["transposed", "swapped", "minor first", "a replica elsewhere"])
+def test_a_wrong_rank_table_is_found_out(wrong: str) -> None:
+    case = REPLICAS if wrong == "a replica elsewhere" else UNEVEN
+    if wrong == "minor first":
+        case = Case((8,), ((0, 1),), SQUARE, 4, (3,), (0,), 2)
+    right = case.plan()
+    ranks = right.shards.ranks.copy()
+    if wrong in ("transposed", "minor first"):
+        ranks[[1, 2]] = ranks[[2, 1]]
+    elif wrong == "swapped":
+        ranks[[0, 3]] = ranks[[3, 0]]
+    else:
+        ranks[0, 1], ranks[1, 1] = ranks[1, 1], ranks[0, 1]
+    shards = Shards(right.shards.shape_global, right.shards.cuts, ranks)
+    simulate(case, right)
+    with pytest.raises(AssertionError, match="the plan says"):
+        simulate(case, ReadPlan(right.blocks, shards, 4, case.n_ranks, case.n_readers))
+
+
+@pytest.mark.parametrize("wrong", ["one cell less", "no phase"])
+def test_a_wrong_grid_is_found_out(wrong: str) -> None:
+    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 4, block_nbytes=1)
+
+    class Wrong(Grid):
+        def meeting_axes(self, region: Region) -> list[range]:
+            found = Grid(self.shape, self.cell, (0, 0)) if wrong == "no phase" else self
+            axes = Grid.meeting_axes(found, region)
+            return [r[:-1] if len(r) > 1 else r for r in axes] if wrong == "one cell less" else axes
+
+    simulate(case, case.plan())
+    with pytest.raises(AssertionError):
+        simulate(case, case.plan(Wrong(case.shape, case.cell, case.phase)))
+
+
+@pytest.mark.parametrize("n_readers", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("n_blocks", [1, 2, 5, 7, 8, 100])
+def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> None:
+    shards = plan_shards((n_blocks,), [()], np.arange(7))
+    plan = ReadPlan(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, n_readers, root=3 if n_readers == 1 else 0)
+    readers = [rank for rank in range(7) if plan.is_reader(rank)]
+    assert len(readers) == min(n_readers, n_blocks)
+    if n_readers == 1:
+        assert readers == [3]
+    elif n_blocks >= n_readers:
+        gaps = np.diff([*readers, 7 + readers[0]])
+        assert gaps.max() - gaps.min() <= 1
+
+
+def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
+    """A plan small enough to be written down by hand."""
+    # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
+    shards = plan_shards((6,), [(1,)], np.array([[3, 0], [1, 2]]))
+    plan = ReadPlan(Grid((5,), (2,), (0,)), shards, 8, 4, 2)
+    assert [shards.holders(s) for s in (0, 1)] == [(1, 3), (0, 2)]
+    assert [plan.owner(b) for b in range(3)] == [0, 2, 2]
+
+    def part(start: int, stop: int, shard: int, rank: int) -> Part:
+        return Part(Region((start,), (stop,)), shard, rank)
+
+    assert [r.parts for r in plan.reads(0)] == [(part(0, 2, 0, 1), part(0, 2, 0, 3))]
+    assert [r.parts for r in plan.reads(2)] == [
+        (part(2, 3, 0, 1), part(2, 3, 0, 3), part(3, 4, 1, 0), part(3, 4, 1, 2)),
+        (part(4, 5, 1, 0), part(4, 5, 1, 2)),
+    ]
+    assert list(plan.reads(1)) == list(plan.reads(3)) == []
+    assert plan.incoming(0) == {2: [part(3, 4, 1, 2), part(4, 5, 1, 2)]}
+    assert plan.incoming(1) == plan.incoming(3) == {0: [part(0, 2, 0, 0)], 2: [part(2, 3, 0, 2)]}
+    assert plan.incoming(2) == {}
+
+
+# --- grids
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_grid_against_every_element(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
+    grid = data.draw(grids(shape))
+    numbers = cell_numbers(grid)
+    assert grid.n_cells == math.prod(grid.counts) == (int(numbers.max()) + 1 if numbers.size else 0)
+    for number in range(grid.n_cells):
+        region = grid.region(number)
+        assert (numbers == number).sum() == region.size > 0
+        assert (numbers[region.slices()] == number).all()
+        assert grid.index(number) == tuple(int(i) for i in np.unravel_index(number, grid.counts)) if shape else True
+    bounds = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
+    region = Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+    met = np.unique(numbers[region.slices()]).tolist()
+    assert list(grid.meeting(region)) == met
+    assert grid.n_meeting(region) == len(met)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cell", "phase"),
+    [((4,), (0,), (0,)), ((4,), (2,), (2,)), ((4,), (2,), (-1,)), ((-1,), (2,), (0,)), ((4,), (2, 2), (0,)), ((4,), (2,), ())],
+)
+def test_grids_that_cannot_be(shape: tuple[int, ...], cell: tuple[int, ...], phase: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="grid of shape"):
+        Grid(shape, cell, phase)
+
+
+# --- shards
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_shards_against_every_device(case: Case) -> None:
+    shards = plan_shards(case.shape_global, case.axes, case.ranks)
+    held = held_regions(case)
+    assert len(shards.ranks) == math.prod(shards.cuts)
+    assert shards.ranks.size == case.ranks.size
+    covered = np.zeros(case.shape_global, dtype=int)
+    for shard in range(len(shards.ranks)):
+        region = shards.region(shard)
+        covered[region.slices()] += 1
+        assert list(shards.holders(shard)) == sorted(set(shards.ranks[shard].tolist()))
+        assert all(shard in shards.shards_of(rank) for rank in shards.holders(shard))
+        if region.size:
+            assert shards.grid.region(shard) == region
+            assert {rank for rank, regions in enumerate(held) if region in regions} == set(shards.holders(shard))
+    assert (covered == 1).all()
+    for rank in range(case.n_ranks):
+        assert {shards.region(s) for s in shards.shards_of(rank)} == held[rank]
+        assert list(shards.shards_of(rank)) == sorted(set(shards.shards_of(rank)))
+
+
+def test_shards_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"shape \(5,\) is not divided by cuts \(2,\)"):
+        Shards((5,), (2,), np.zeros((2, 1), dtype=np.int64))
+    with pytest.raises(ValueError, match=r"rank table of shape \(3, 1\) does not fit cuts \(2,\)"):
+        Shards((4,), (2,), np.zeros((3, 1), dtype=np.int64))
+    with pytest.raises(ValueError, match="rank table"):
+        Shards((4,), (2,), np.zeros(2, dtype=np.int64))
+
+
+@pytest.mark.parametrize(("n_ranks", "n_readers", "root"), [(2, 3, 0), (2, -1, 0), (2, 1, 2), (2, 1, -1)])
+def test_plans_that_cannot_be(n_ranks: int, n_readers: int, root: int) -> None:
+    shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
+    with pytest.raises(ValueError, match=f"{n_readers} readers of {n_ranks} ranks with root {root}"):
+        ReadPlan(Grid((4,), (1,), (0,)), shards, 4, n_ranks, n_readers, root)
+
+
+# --- blocks
+
+
+@settings(max_examples=250)
+@given(cases(), st.integers(1, 4000), st.integers(1, 9))
+def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: int, n_readers: int) -> None:
+    chunks = case.chunks
+    blocks = plan_blocks(chunks, case.itemsize, max_nbytes=cap, n_readers=n_readers)
+    assert blocks.shape == chunks.shape and blocks.phase == chunks.phase
+    of_chunk, of_block = cell_numbers(chunks), cell_numbers(blocks)
+    pairs = {(int(b), int(c)) for b, c in zip(of_block.flat, of_chunk.flat, strict=True)}
+    assert len(pairs) == chunks.n_cells, "a chunk lies in two blocks"
+    # In the order of the file: block after block is chunk after chunk.
+    assert [c for _, c in sorted(pairs)] == list(range(chunks.n_cells))
+    held = np.bincount(of_block.ravel(), minlength=blocks.n_cells)
+    per_block = np.bincount([b for b, _ in pairs], minlength=blocks.n_cells)
+    assert all(per_block[held * case.itemsize > cap] == 1), "a block above the cap has more than one chunk"
+    # Several blocks per reader where there are chunks for it, else a block per chunk.
+    assert blocks.n_cells >= min(chunks.n_cells, BLOCKS_PER_READER * n_readers)
+    if blocks.n_cells >= BLOCKS_PER_READER * n_readers:
+        assert -(-blocks.n_cells // n_readers) <= 1.25 * blocks.n_cells / n_readers, "the busiest has a quarter more"
+
+
+@settings(max_examples=150)
+@given(cases(), st.integers(1, 4000), st.booleans())
+def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) -> None:
+    """Wrong if a chunk were decoded twice for one shard or, merged, for two shards of one rank."""
+    assume(case.n_readers == 0 or math.prod(case.shape) > 0)
+    shards = plan_shards(case.shape_global, case.axes, case.ranks)
+    within = shards.reach if is_merged else shards.shard_shape
+    blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_readers=0, within=within)
+    plan = ReadPlan(blocks, shards, case.itemsize, case.n_ranks, 0, is_merged=is_merged)
+    simulate(replace(case, n_readers=0), plan)
+    largest = 0
+    for rank in range(case.n_ranks):
+        found = list(zip(plan.reads(rank), chunks_read(plan, case.chunks, rank), strict=True))
+        for read, numbers in found:
+            largest = max(largest, read.region.size)
+            assert read.region.size * case.itemsize <= cap or len(numbers) == 1
+        for shard in [None] if is_merged else shards.shards_of(rank):
+            decoded = [n for read, numbers in found for n in numbers if shard in (None, read.parts[0].shard)]
+            assert len(decoded) == len(set(decoded))
+    assert largest <= plan.max_read_size
+    cell_nbytes = math.prod(map(min, case.cell, within)) * case.itemsize
+    # ... and the bound on a read, which staging buffers are made of, is no looser than the cap.
+    assert plan.max_read_size * case.itemsize <= max(cap, cell_nbytes) * 2 ** len(case.shape)
+
+
+@pytest.mark.parametrize(
+    ("cell", "axes", "per_rank", "merged"),
+    [
+        ((1, 64, 64), ((), (0,), (1,)), 8, True),  # planes as pencils
+        ((1, 64, 64), ((), (0,), (1,)), 4, True),
+        ((1, 64, 64), ((), (0,), (1,)), 1, False),  # a device each: nothing to share
+        ((1, 64, 64), ((0,), (), ()), 8, False),  # no chunk is in two shards
+        ((16, 16, 16), ((), (0,), (1,)), 8, False),
+        ((16, 16, 24), ((), (0,), (1,)), 8, True),
+        (None, ((0,), (), ()), 8, False),  # each shard lies in the file as in memory
+        (None, ((0,), (1,), ()), 8, True),  # its runs begin every 16 KiB
+        (None, ((), (), (1,)), 8, True),  # of each row a part: between them lies what others need
+        (None, ((), (), (1,)), 2, True),
+        (None, ((), (), (1,)), 1, False),
+    ],
+)
+def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank: int, merged: bool) -> None:
+    shape, devices = (64, 64, 64), np.arange(8).reshape(2, 4)
+    for ranks in (devices // per_rank, RankBoxes.in_order((2, 4), per_rank)):
+        shards = plan_shards(shape, axes, ranks)  # type: ignore[arg-type]
+        chunks = Grid(shape, cell or (1, 1, 64), (0, 0, 0))
+        numbers = 4, 8 // per_rank
+        plan = plan_direct(chunks, shards, *numbers, has_chunks=cell is not None, file_itemsize=4, max_nbytes=1 << 18)
+        assert plan.is_merged == merged
+
+
+def test_staging_buffers_are_no_larger_than_a_shard() -> None:
+    """A direct plan's blocks may span axes that no shard spans: 2 GiB here, of which a read takes 1 MiB."""
+    planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
+    shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
+    blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, n_readers=0, within=shards.shard_shape)
+    plan = ReadPlan(blocks, shards, 4, 4096, 0)
+    assert max(read.region.size for read in plan.reads(17)) == plan.max_read_size <= 1 << 18
+
+
+@pytest.mark.parametrize(
+    ("shape", "cell", "cap", "n_readers", "expected"),
+    [
+        ((512, 512, 512), (1, 512, 512), 16 << 20, 8, (16, 512, 512)),
+        ((512, 512, 512), (1, 512, 512), 4 << 20, 8, (4, 512, 512)),  # the cap
+        ((512, 512, 512), (1, 512, 512), 1, 8, (1, 512, 512)),  # a chunk above the cap
+        ((512, 512, 512), (64, 64, 64), 16 << 20, 8, (64, 128, 512)),
+        ((41, 8), (1, 8), 16 << 20, 10, (1, 8)),  # 41 chunks for 10 readers: one by one, not 21 pairs
+        ((10,), (3,), 1 << 20, 1, (3,)),
+        ((), (), 1, 4, ()),
+        ((0, 5), (2, 5), 1 << 20, 4, (2, 5)),
+    ],
+)
+def test_blocks_by_hand(
+    shape: tuple[int, ...], cell: tuple[int, ...], cap: int, n_readers: int, expected: tuple[int, ...]
+) -> None:
+    assert plan_blocks(Grid(shape, cell, (0,) * len(shape)), 4, max_nbytes=cap, n_readers=n_readers).cell == expected
+
+
+def test_row_chunks_fit_any_shape() -> None:
+    assert plan_row_chunks((), 4) == ()
+    assert plan_row_chunks((0,), 4) == (1,)
+    assert plan_row_chunks((3, 7), 8, row_nbytes=24) == (1, 3)
+    assert plan_row_chunks((3, 7), 8, row_nbytes=1) == (1, 1)
+
+
+def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
+    assert MAX_MESSAGE_NBYTES == 1 << 30
+    shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
+    plan = ReadPlan(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, 1)
+    (read,) = plan.reads(0)
+    assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
+    assert sum(p.region.size for p in read.parts) == 3 << 28
+    assert [(p.region, p.shard) for p in read.parts] == [(p.region, p.shard) for p in plan.incoming(1)[0]]
+
+
+def test_the_table_names_the_element() -> None:
+    assert flat_index((2, 3))[1, 2] == 5 and flat_index(())[()] == 0
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_the_hand_picked_cases_are_right(name: str) -> None:
+    simulate(FIXED[name], FIXED[name].plan())

@@ -1,0 +1,204 @@
+"""Is a region exactly these elements, and a selection exactly what NumPy would take?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.planning.region import Region, Selection, select_axes
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+    return Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def mask(region: Region, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Which elements of an array of `shape` are in the region, by asking each."""
+    found = np.zeros(shape, dtype=bool)
+    for index in np.ndindex(shape):
+        found[index] = all(a <= i < b for a, i, b in zip(region.start, index, region.stop, strict=True))
+    return found
+
+
+@settings(max_examples=150)
+@given(st.data(), SHAPES)
+def test_two_regions_against_every_element(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    a, b = data.draw(regions(shape)), data.draw(regions(shape))
+    in_a, in_b = mask(a, shape), mask(b, shape)
+    assert a.size == in_a.sum() == math.prod(a.shape) and a.ndim == len(shape)
+    both = a.intersect(b)
+    if both is None:
+        assert not (in_a & in_b).any()
+    else:
+        assert both.size > 0
+        np.testing.assert_array_equal(mask(both, shape), in_a & in_b)
+    assert both == b.intersect(a)
+    if b.size:
+        assert a.contains(b) == bool(in_a[in_b].all())
+    table = np.arange(math.prod(shape)).reshape(shape)
+    np.testing.assert_array_equal(table[a.slices()].ravel(), table[in_a])
+    if both is not None:  # a part of a buffer that holds `a` alone
+        buffer = table[a.slices()]
+        np.testing.assert_array_equal(buffer[both.slices(a.start)], table[both.slices()])
+
+
+@settings(max_examples=150)
+@given(st.data(), SHAPES, st.integers(1, 40))
+def test_split_is_every_element_once_in_c_order(data: st.DataObject, shape: tuple[int, ...], max_size: int) -> None:
+    region = data.draw(regions(shape))
+    parts = list(region.split(max_size))
+    table = np.arange(math.prod(shape)).reshape(shape)
+    assert all(p.size <= max_size for p in parts)
+    flat = [table[p.slices()].ravel() for p in parts]
+    np.testing.assert_array_equal(np.concatenate(flat), table[region.slices()].ravel())
+    if region.size:
+        assert all(p.size for p in parts)
+        # Not in crumbs: two neighbours along one line never fit into one.
+        assert len(parts) == 1 or region.size > max_size
+
+
+def test_split_of_large_regions_is_by_whole_rows() -> None:
+    planes = [p.shape for p in Region((0, 5, 0), (7, 9, 100)).split(900)]
+    assert planes == [(2, 4, 100)] * 3 + [(1, 4, 100)]
+    with pytest.raises(ValueError, match="at most 0 elements"):
+        list(Region((0,), (4,)).split(0))
+
+
+@pytest.mark.parametrize(("start", "stop"), [((0,), (1, 2)), ((-1,), (2,)), ((3,), (2,)), ((0, 4), (4, 3)), ((0, -2), (4, -1))])
+def test_regions_that_cannot_be(start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="region"):
+        Region(start, stop)
+
+
+def test_regions_of_other_ranks_do_not_mix() -> None:
+    for f in (Region((0,), (4,)).intersect, Region((0,), (4,)).contains):
+        for other in (Region((0, 0), (4, 4)), Region((), ())):
+            with pytest.raises(ValueError):
+                f(other)
+
+
+def test_0d_and_text() -> None:
+    point = Region((), ())
+    assert point.size == 1 and point.intersect(point) == point and point.contains(point) and str(point) == "[]"
+    assert list(point.split(1)) == [point] and point.slices() == ()
+    assert str(Region((0, 8), (4, 16))) == "[0:4, 8:16]"
+    assert sorted([Region((4,), (8,)), Region((0,), (4,))])[0].start == (0,)
+    assert Region.whole((2, 3)) == Region((0, 0), (2, 3)) and hash(Region.whole((2,))) == hash(Region((0,), (2,)))
+
+
+def test_from_the_index_that_jax_gives() -> None:
+    shape = (4, 6)
+    assert Region.from_index((slice(None), slice(None)), shape) == Region.whole(shape)
+    assert Region.from_index((slice(2, 4, None), slice(0, 3, 1)), shape) == Region((2, 0), (4, 3))
+    assert Region.from_index((slice(np.int64(1), np.int32(4)), slice(None)), shape) == Region((1, 0), (4, 6))
+    assert Region.from_index((), ()) == Region((), ())
+    assert Region.from_index((slice(2, 2), slice(None)), shape).size == 0
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None),),
+        (slice(None),) * 3,
+        (slice(0, 4, 2), slice(None)),
+        (slice(None, None, -1), slice(None)),
+        (slice(0, 5), slice(None)),
+        (slice(-2, 4), slice(None)),
+        (slice(3, 2), slice(None)),
+        (0, slice(None)),
+        (slice(None), ...),
+    ],
+)
+def test_an_index_that_no_sharding_gives_is_refused(index: Any) -> None:
+    with pytest.raises(ValueError, match="index"):
+        Region.from_index(index, (4, 6))
+
+
+# --- selections
+
+
+@st.composite
+def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    def part(n: int) -> Any:
+        bound = st.none() | st.integers(-n - 2, n + 2)
+        pieces = st.builds(slice, bound, bound, st.sampled_from([None, 1]))
+        return draw(pieces | st.integers(-n, n - 1) if n else pieces)
+
+    parts = [part(n) for n in shape]
+    if draw(st.booleans()):
+        at = draw(st.integers(0, len(shape)))
+        dropped = draw(st.integers(0, len(shape) - at))
+        parts[at : at + dropped] = [...]
+    elif draw(st.booleans()):
+        parts = parts[: draw(st.integers(0, len(shape)))]
+    return parts[0] if len(parts) == 1 and draw(st.booleans()) else tuple(parts)
+
+
+@settings(max_examples=300)
+@given(st.data(), SHAPES)
+def test_select_takes_what_numpy_takes(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    table = np.arange(math.prod(shape)).reshape(shape)
+    index = data.draw(indices(shape))
+    selection = select_axes(index, shape)
+    expected = table[index]
+    assert selection.shape == expected.shape
+    assert len(selection.offset) == len(selection.shape) == len(selection.kept)
+    np.testing.assert_array_equal(table[selection.region.slices()].reshape(expected.shape), expected)
+    # Any region of the selected array is the same elements in the file.
+    region = data.draw(regions(expected.shape))
+    box = selection.to_file(region)
+    assert box.size == region.size and box.ndim == len(shape)
+    np.testing.assert_array_equal(table[box.slices()].ravel(), expected[region.slices()].ravel())
+    assert all(box.shape[k] == 1 for k in range(len(shape)) if k not in selection.kept)
+
+
+def test_no_select_is_all() -> None:
+    assert select_axes(None, (2, 3)) == Selection(Region.whole((2, 3)), (0, 1))
+    assert select_axes(None, ()) == select_axes((), ()) == select_axes(..., ()) == Selection(Region((), ()), ())
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "error", "text"),
+    [
+        (slice(None, None, 2), (4, 5), ValueError, r"select has step 2 on axis 0; only step 1"),
+        ((0, slice(None, None, -1)), (4, 5), ValueError, r"select has step -1 on axis 1"),
+        (slice(0, 1.5), (4,), ValueError, r"slice\(0, 1.5, None\) on axis 0; the bounds of a slice are integers"),
+        (slice("a"), (4,), ValueError, r"the bounds of a slice are integers"),
+        ((..., 0, ...), (4, 5), ValueError, r"more than one '...'"),
+        ((0, 0, 0), (4, 5), IndexError, r"select names 3 axes, but the array has 2: shape \(4, 5\)"),
+        (0, (), IndexError, r"select names 1 axes, but the array has 0"),
+        (4, (4, 5), IndexError, r"select has 4 on axis 0, which has 4 elements"),
+        ((0, -6), (4, 5), IndexError, r"select has -6 on axis 1, which has 5 elements"),
+        (0, (0,), IndexError, r"select has 0 on axis 0, which has 0 elements"),
+        (None, (4,), None, ""),
+        ((None, 0), (4, 5), ValueError, r"select has None on axis 0; each axis takes a slice with step 1 or an integer"),
+        ([0, 2], (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
+        (([0, 2], 1), (4, 5), ValueError, r"select has \[0, 2\] on axis 0"),
+        (np.array([True, False, True, True]), (4,), ValueError, r"select has array"),
+        (True, (4,), ValueError, r"select has True on axis 0"),
+        ((0, False), (4, 5), ValueError, r"select has False on axis 1"),
+        ("0:3", (4,), ValueError, r"select has '0:3' on axis 0"),
+        (1.0, (4,), ValueError, r"select has 1.0 on axis 0"),
+    ],
+)
+def test_what_numpy_would_read_another_way_is_refused(index: Any, shape: Any, error: Any, text: str) -> None:
+    if error is None:
+        assert select_axes(index, shape).shape == shape
+        return
+    with pytest.raises(error, match=text):
+        select_axes(index, shape)
+
+
+def test_select_by_numpy_integers_gives_python_integers() -> None:
+    selection = select_axes((np.int64(-1), slice(np.int32(1), np.uint8(3))), (4, 5))
+    assert selection == Selection(Region((3, 1), (4, 3)), (1,))
+    assert all(type(v) is int for v in (*selection.region.start, *selection.region.stop, *selection.offset))

@@ -1,0 +1,119 @@
+"""Is text broken between words alone, does a table fit without losing a cell, and does a command have its output for itself?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardload.errors import printable
+from shardload.system.terminal import Column, fit_table, own_stdout, width_of, width_of_prints, wrap, wrap_parts
+
+COLUMNS = (Column("name"), Column("shape", lead=""), Column("dtype"), Column("size", is_number=True))
+ROWS = [
+    ["/fields/a-rather-long-name", "16384 x 16384 x 16384", "float32", "16.0 TiB"],
+    ["/x", "12", "float64", "96 B"],
+    ["/y", "", "int8", "1 B"],
+]
+NOTES = [["scale_factor=0.5, units=kg m-3"], [], ["a note of more words than a narrow terminal has room for"]]
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
+def test_a_table_fits_and_loses_nothing(width: int) -> None:
+    """Wrong if a cell were cut, left out, or said twice, or if a line were wider than its words need."""
+    lines = fit_table(COLUMNS, ROWS, width, [("name", "size")], notes=NOTES)
+    longest = max(width, len("    16384 x 16384 x 16384"), len(ROWS[0][0]))
+    assert max(map(len, lines)) <= longest
+    assert all(line == line.rstrip() for line in lines)
+    text = " ".join(" ".join(lines).split())
+    for row, notes in zip(ROWS, NOTES, strict=True):
+        for cell in [*row, *notes]:
+            assert cell in text
+    assert [line.split()[0] for line in lines if line.startswith("/")] == [row[0] for row in ROWS], "names begin their lines"
+
+
+def test_the_forms_of_a_table() -> None:
+    assert fit_table(COLUMNS, ROWS[1:2], 80, rule=True) == [
+        "name  shape  dtype    size",
+        "──────────────────────────",
+        "/x    12     float64  96 B",
+    ]
+    assert fit_table(COLUMNS, ROWS[:2], 50, [("name", "dtype"), ("name", "size")], notes=NOTES[:2]) == [
+        "name                        dtype",
+        "/fields/a-rather-long-name  float32",
+        "    16384 x 16384 x 16384; size 16.0 TiB",
+        "    scale_factor=0.5, units=kg m-3",
+        "/x                          float64",
+        "    12; size 96 B",
+    ]
+    assert fit_table(COLUMNS, ROWS[1:2], 20) == ["/x", "    12;", "    dtype float64;", "    size 96 B"]
+    assert fit_table(COLUMNS, [], 80) == ["name  shape  dtype  size"]
+
+
+def test_what_is_read_as_one_is_not_broken() -> None:
+    text = "the shape (64, 64, 64) of P(('a', 'b'), None) is 16 x 15+1 x 3, or 1.0 MiB in 2.5 s (which is prose)"
+    for width in range(24, 60):
+        lines = wrap(text, width, "- ")
+        assert max(map(len, lines)) <= width
+        assert all(line.startswith("- " if k == 0 else "  ") for k, line in enumerate(lines))
+        for whole in ("(64, 64, 64)", "P(('a', 'b'), None)", "16 x 15+1 x 3", "1.0 MiB", "2.5 s"):
+            assert any(whole in line for line in lines), (width, whole)
+    assert wrap("/a/path/without-any/space/that-is-long", 10) == ["/a/path/without-any/space/that-is-long"]
+    assert wrap("", 10, "head ") == ["head"]
+    assert wrap_parts(["one two", "three four", ""], 12) == ["one two;", "three four"]
+
+
+def test_names_are_no_commands() -> None:
+    assert printable("rho \u03c1 \u5bc6 a\u00a0b") == "rho \u03c1 \u5bc6 a\u00a0b"
+    assert printable("a\x1b]0;title\x07\n\x9b2J") == r"a\x1b]0;title\x07\n\x9b2J"
+
+
+def test_80_columns_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wrong if what a script prints into a log depended on a variable that one machine has and another has not."""
+    with open(tmp_path / "log", "w") as log:
+        monkeypatch.setattr(sys, "stdout", log)
+        monkeypatch.delenv("COLUMNS", raising=False)
+        assert (width_of(), width_of_prints()) == (80, 80)
+        for columns, n in (("132", 132), ("0", 80), ("many", 80), ("1", 20)):
+            monkeypatch.setenv("COLUMNS", columns)
+            assert (width_of(), width_of_prints()) == (n, 80)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert width_of_prints() == 80
+
+
+def test_the_columns_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+    import struct
+    import termios
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    control, end = os.openpty()
+    with os.fdopen(control), os.fdopen(end, "w") as terminal:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert (width_of(), width_of_prints()) == (57, 57)
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+        assert width_of() == 80, "a terminal that does not know"
+
+
+def test_a_command_has_its_output_for_itself() -> None:
+    """Wrong if a library's line came in between, or at the end, when the C library empties its buffer."""
+    script = (
+        "import ctypes, os\nfrom shardload.system.terminal import own_stdout\nc = ctypes.CDLL(None)\nprint('before')\n"
+        "with own_stdout() as out:\n    c.puts(b'[Gloo] of C'); os.write(1, b'[Gloo] at once'); print('[Gloo] of Python')\n"
+        "    print('\\u2500 mine', file=out)\n"
+        "print('after')\n"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": ""}  # set, the C library would hold nothing back
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=True, env=environ)
+    assert done.stdout.decode().splitlines() == ["before", "\u2500 mine", "after"]
+
+
+def test_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a command whose output nobody wants failed for that."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with own_stdout() as out:
+        print("said", file=out, flush=True)

@@ -1,0 +1,203 @@
+"""Do a pool's threads do what they are told, once, and can they be left behind?"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import CancelledError
+
+import pytest
+
+from shardload.system.thread_pool import Pool, done_here
+
+SECONDS = 20  # no test waits that long unless it fails
+
+
+def test_results_and_exceptions_come_to_who_asked() -> None:
+    error = KeyError("k")
+
+    def fail() -> None:
+        raise error
+
+    pool = Pool(2, "t")
+    products = [pool.submit(lambda a, b: a * b, k, 7) for k in range(40)]
+    failed = pool.submit(fail)
+    assert [future.result(SECONDS) for future in products] == [7 * k for k in range(40)]
+    assert failed.exception(SECONDS) is error
+    assert pool.submit(str, 5).result(SECONDS) == "5", "a thread outlives what it was told to do"
+    pool.close()
+
+
+def test_what_ends_a_thread_elsewhere_is_a_result_here() -> None:
+    """Wrong if the future were never done: whoever waits for it would wait for ever."""
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    pool = Pool(1, "t")
+    assert isinstance(pool.submit(leave).exception(SECONDS), SystemExit)
+    assert pool.submit(len, "ab").result(SECONDS) == 2
+    pool.close()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_as_many_threads_as_there_may_be_work_at_once(n: int) -> None:
+    together, names = threading.Barrier(n), set()
+
+    def meet() -> None:
+        names.add(threading.current_thread().name)
+        together.wait(SECONDS)
+
+    pool = Pool(n, "shardload-read")
+    for future in [pool.submit(meet) for _ in range(4 * n)]:
+        future.result(SECONDS)
+    pool.close()
+    assert names == {f"shardload-read_{k}" for k in range(n)}
+
+
+def test_threads_are_started_only_when_none_is_free() -> None:
+    pool, names = Pool(5, "t"), set()
+    release = threading.Semaphore(0)
+    for _ in range(10):
+        pool.submit(lambda: names.add(threading.current_thread().name)).result(SECONDS)
+        assert pool._waiting.acquire(timeout=SECONDS)  # it is free again
+        pool._waiting.release()
+    assert names == {"t_0"}
+    held = [pool.submit(release.acquire) for _ in range(3)]
+    assert len(pool._threads) == 3
+    release.release(3)
+    assert all(future.result(SECONDS) for future in held)
+    pool.close()
+
+
+def test_the_first_that_was_submitted_is_the_first_that_is_done() -> None:
+    pool, seen = Pool(1, "t"), []
+    for future in [pool.submit(seen.append, k) for k in range(100)]:
+        future.result(SECONDS)
+    pool.close()
+    assert seen == list(range(100))
+
+
+def test_close_waits_for_what_runs_and_cancels_what_has_not_begun() -> None:
+    pool, begun, release, seen = Pool(1, "t"), threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        assert release.wait(SECONDS)
+        seen.append("first")
+
+    running, waiting = pool.submit(work), pool.submit(seen.append, "second")
+    assert begun.wait(SECONDS)
+    closer = threading.Thread(target=pool.close)
+    closer.start()
+    with pytest.raises(CancelledError):
+        waiting.result(SECONDS)
+    assert closer.is_alive() and not running.done(), "it still runs, and so close waits"
+    release.set()
+    closer.join(SECONDS)
+    assert not closer.is_alive() and seen == ["first"] and running.done()
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
+def test_close_can_leave_a_thread_behind() -> None:
+    pool, begun, release = Pool(2, "t"), threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert release.wait(SECONDS)
+        return "late"
+
+    running = pool.submit(work)
+    assert begun.wait(SECONDS)
+    pool.close(wait=False)
+    assert not running.done()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(work)
+    release.set()
+    assert running.result(SECONDS) == "late", "what had begun is finished"
+    pool._threads[0].join(SECONDS)
+    assert not pool._threads[0].is_alive()
+
+
+def test_closing_twice_and_closing_what_was_never_used() -> None:
+    pool = Pool(1, "t")
+    pool.close()
+    pool.close()
+    pool.close(wait=False)
+
+
+def test_a_pool_that_nobody_holds_ends_its_threads() -> None:
+    pool = Pool(2, "t")
+    pool.submit(int).result(SECONDS)
+    (thread,) = pool._threads
+    del pool
+    gc.collect()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_task_that_is_done_is_forgotten() -> None:
+    """Wrong if the memory of a load lived on in an idle thread."""
+
+    class Big:
+        pass
+
+    pool, big, gone = Pool(1, "t"), Big(), threading.Event()
+    weakref.finalize(big, gone.set)
+    pool.submit(id, big).result(SECONDS)
+    del big
+    assert gone.wait(SECONDS)
+    pool.close()
+
+
+def test_the_process_ends_while_a_thread_is_held_up() -> None:
+    """Wrong if the interpreter waited for it, as it does for the threads of concurrent.futures."""
+    program = """
+import threading
+from shardload.system.thread_pool import Pool
+begun = threading.Event()
+def work():
+    begun.set()
+    threading.Event().wait()
+pool = Pool(1, "t")
+pool.submit(work)
+begun.wait()
+pool.close(wait=False)
+raise SystemExit(5)
+"""
+    found = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True)
+    assert (found.returncode, found.stdout, found.stderr) == (5, "", "")
+
+
+def test_done_here_is_a_future_of_what_has_been_done() -> None:
+    assert done_here(divmod, 7, 2).result(0) == (3, 1)
+    assert isinstance(done_here(divmod, 7, 0).exception(0), ZeroDivisionError)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        done_here(interrupted)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
+    """Wrong if Ctrl-C at this moment became an error of `join`, or a thread were left running."""
+    start, begun = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if starts:
+            start(threading.Timer(0.05, start, (thread,)))
+        raise KeyboardInterrupt
+
+    pool = Pool(1, "t")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.submit(len, "ab")
+    pool.close()
+    assert not begun[0].is_alive() and (begun[0].ident is not None) == starts

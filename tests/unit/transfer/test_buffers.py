@@ -1,0 +1,126 @@
+"""Do few buffers last for many blocks, and does a block find its values in its tiles?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.planning.read_plan import Part, Read
+from shardload.planning.region import Region
+from shardload.transfer.buffers import Block, Slots, Tile, aligned, aligned_empty, box
+from tests.unit.fakes import TABLE, piece_of, rows, values_of
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7)])
+@pytest.mark.parametrize("dtype", ["?", "f4", "c16"])
+def test_aligned_memory(shape: tuple[int, ...], dtype: str) -> None:
+    found = [aligned_empty(shape, np.dtype(dtype)) for _ in range(5)]
+    for array in found:
+        assert array.shape == shape and array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
+        assert array.ctypes.data % 64 == 0 or array.size == 0
+        array[...] = 1
+    assert not np.shares_memory(found[0], found[1])
+
+
+# --- slots
+
+
+def shared_memory(n: int, nbytes: int) -> Any:
+    return aligned_empty((n * aligned(nbytes),), np.dtype("u1"))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("nbytes", [1, 64, 100])
+def test_slots_are_as_many_as_said_and_never_overlap(is_shared: bool, nbytes: int) -> None:
+    memory = shared_memory(3, nbytes) if is_shared else None
+    slots = Slots(3, nbytes, memory)
+    taken = []
+    while slots.has_room():
+        slot = slots.take()
+        assert slot is not None and slot.is_shared == is_shared
+        assert slot.data.nbytes == nbytes and slot.data.ctypes.data % 64 == 0
+        assert memory is None or np.shares_memory(slot.data, memory)
+        assert not any(np.shares_memory(slot.data, other.data) for other in taken)
+        taken.append(slot)
+    assert len(taken) == 3 and slots.take() is None
+    assert slots.peak_nbytes == 3 * nbytes
+    slots.give(taken[1])
+    assert slots.has_room() and slots.take() is taken[1] and not slots.has_room()
+
+
+def test_the_slot_used_last_is_used_next_and_no_other_is_made() -> None:
+    """Wrong if a reader that never needs two slots at a time touched the memory of more."""
+    slots = Slots(3, 64)
+    first = slots.take()
+    for _ in range(10):
+        assert first is not None
+        slots.give(first)
+        assert slots.take() is first
+    assert slots.peak_nbytes == 64
+
+
+def test_the_peak_is_of_what_was_out_at_a_time() -> None:
+    slots = Slots(4, 10)
+    assert slots.peak_nbytes == 0
+    a, b = slots.take(), slots.take()
+    assert a is not None and b is not None
+    slots.give(a)
+    slots.give(b)
+    assert slots.take() is not None
+    assert slots.peak_nbytes == 20
+
+
+def test_no_slots_at_all() -> None:
+    slots = Slots(0, 64)
+    assert not slots.has_room() and slots.take() is None and slots.peak_nbytes == 0
+
+
+# --- blocks
+
+
+def block_of(*tiles: Region) -> Block:
+    region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
+    return Block(Read(region, (Part(region, 0, 1),)), [Tile(t, TABLE[t.slices()]) for t in tiles])
+
+
+def test_one_tile_or_several() -> None:
+    left, right = Region((0, 0), (8, 3)), Region((0, 3), (8, 4))
+    block = block_of(left, right)
+    inside = Region((2, 1), (5, 3))
+    tile = block.tile_of(inside)
+    assert tile is block.tiles[0]
+    np.testing.assert_array_equal(tile.view(inside), TABLE[2:5, 1:3])
+    assert np.shares_memory(tile.view(inside), TABLE)
+    across = Region((2, 1), (5, 4))
+    assert block.tile_of(across) is None
+    assert [part for part, _ in block.views(across)] == [Region((2, 1), (5, 3)), Region((2, 3), (5, 4))]
+    np.testing.assert_array_equal(values_of(block, across, "f4"), TABLE[2:5, 1:4])
+
+
+def test_what_no_tile_holds_is_not_made_up() -> None:
+    block = block_of(rows(0, 2), rows(4, 8))
+    assert block.tile_of(rows(2, 4)) is None and list(block.views(rows(2, 4))) == []
+    assert [part for part, _ in block.views(rows(1, 5))] == [rows(1, 2), rows(4, 5)]
+
+
+def test_a_block_is_shared_where_its_slot_is() -> None:
+    slots = Slots(1, 64, shared_memory(1, 64))
+    block = block_of(rows(0, 2))
+    assert not block.is_shared
+    block.slot = slots.take()
+    assert block.is_shared
+    block.slot = Slots(1, 64).take()
+    assert not block.is_shared
+
+
+def test_a_view_of_no_axes_is_still_an_array() -> None:
+    """Wrong if a scalar came back: writing into it would write into a copy."""
+    data = np.zeros(())
+    point = Region((), ())
+    box(data, point, point)[...] = 3
+    assert data == 3
+    piece = piece_of(point)
+    piece.view(point)[...] = 4
+    assert piece.data == 4

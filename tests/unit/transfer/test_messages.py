@@ -1,0 +1,135 @@
+"""Is a packed part what the tiles hold of it, in few buffers, and does a receipt's arithmetic see what it should?"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.planning.read_plan import Part, Read
+from shardload.planning.region import Region
+from shardload.transfer.buffers import Block, Slots, Tile
+from shardload.transfer.messages import Packer, checksum, identity, sendable
+from tests.unit.fakes import TABLE, rows
+
+F4 = np.dtype("f4")
+Array = np.ndarray[Any, Any]
+
+
+def block_of(*tiles: Region) -> Block:
+    """A block of TABLE that lies in memory as these tiles, each with gaps."""
+    region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
+    made = []
+    for tile in tiles:
+        held = np.full((tile.shape[0], tile.shape[1] + 2), -1, F4)
+        held[:, 1:-1] = TABLE[tile.slices()]
+        made.append(Tile(tile, held[:, 1:-1]))
+    return Block(Read(region, (Part(region, 0, 1),)), made)
+
+
+QUARTERS = [Region((i, j), (i + 4, j + 2)) for i in (0, 4) for j in (0, 2)]
+
+
+@pytest.mark.parametrize("region", [rows(0, 8), rows(3, 5), Region((1, 1), (7, 4)), Region((4, 2), (8, 4)), rows(2, 2)])
+def test_a_part_of_several_tiles_is_put_together(region: Region) -> None:
+    packer = Packer(Slots(1, 200))
+    found = packer.pack(block_of(*QUARTERS), region, F4)
+    assert found is not None
+    data, done = found
+    assert data.flags.c_contiguous and data.dtype == F4
+    np.testing.assert_array_equal(data, TABLE[region.slices()])
+    done()
+
+
+def test_what_the_tiles_do_not_hold_is_never_sent() -> None:
+    """Wrong if the buffer's old content travelled as if it were the file's."""
+    packer = Packer(Slots(1, 200))
+    with pytest.raises(ValueError, match=r"4 elements of \[0:5, 0:4\] are not in the block"):
+        packer.pack(block_of(rows(0, 2), rows(2, 4)), rows(0, 5), F4)
+
+
+def test_parts_share_a_slot_until_all_have_left() -> None:
+    slots = Slots(1, 200)
+    packer, block = Packer(slots), block_of(*QUARTERS)
+    packed = [packer.pack(block, rows(k, k + 1), F4) for k in range(3)]  # 64 bytes each, for alignment
+    assert packer.pack(block, rows(4, 6), F4) is None, "there is no room"
+    for k, found in enumerate(packed):
+        assert found is not None
+        np.testing.assert_array_equal(found[0], TABLE[k : k + 1])
+        assert found[0].ctypes.data % 64 == 0
+        assert not slots.has_room()
+    for found in packed:
+        assert found is not None and not slots.has_room()
+        found[1]()
+    assert slots.has_room() and packer.peak_nbytes == 200
+    again = packer.pack(block, rows(4, 8), F4)
+    assert again is not None
+    np.testing.assert_array_equal(again[0], TABLE[4:8])
+
+
+def test_replicas_share_one_copy() -> None:
+    slots = Slots(2, 64)
+    packer, block = Packer(slots), block_of(*QUARTERS)
+    packed = [packer.pack(block, rows(0, 4), F4) for _ in range(3)]
+    assert all(found is not None and found[0] is packed[0][0] for found in packed if packed[0])
+    assert packer.peak_nbytes == 64
+    for found in packed[:2]:
+        assert found is not None
+        found[1]()
+    other = packer.pack(block, rows(4, 8), F4)
+    assert other is not None and packed[2] is not None
+    assert not np.shares_memory(other[0], packed[2][0]), "one replica has not left"
+    packed[2][1]()
+    new = packer.pack(block, rows(0, 4), F4)
+    assert new is not None
+    np.testing.assert_array_equal(new[0], TABLE[:4])
+
+
+def test_a_part_larger_than_a_slot_is_a_defect_of_the_plan() -> None:
+    with pytest.raises(ValueError, match="a part of 128 bytes for slots of 127"):
+        Packer(Slots(3, 127)).pack(block_of(*QUARTERS), rows(0, 8), F4)
+
+
+# --- what both sides compute
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 2), st.booleans())
+def test_a_checksum_is_of_the_values_whatever_their_strides(shape: list[int], axis: int, flips: bool) -> None:
+    data = np.arange(np.prod(shape) * 2, dtype="<i4").reshape(*shape, 2)[..., 0]
+    view = np.moveaxis(data, axis % data.ndim, 0)
+    if flips:
+        view = view[::-1]
+    assert checksum(view) == zlib.crc32(np.ascontiguousarray(view).tobytes())
+
+
+def test_a_checksum_of_more_than_it_copies_at_a_time() -> None:
+    data = np.arange(3 << 18, dtype="<f8").reshape(-1, 512)[:, ::2]
+    assert checksum(data) == zlib.crc32(data.tobytes())
+
+
+def test_an_identity_sees_order_and_place() -> None:
+    a, b = rows(0, 2), rows(2, 4)
+    assert identity(b, identity(a, 0)) != identity(a, identity(b, 0))
+    assert identity(Region((0, 1), (2, 3)), 0) != identity(Region((1, 0), (3, 2)), 0)
+    assert identity(a, 0) == identity(rows(0, 2), 0) != 0
+
+
+@pytest.mark.parametrize(
+    ("view", "is_sendable"),
+    [
+        (TABLE, True),
+        (TABLE[:, 1:3], True),
+        (TABLE[::2], True),
+        (TABLE[::-1], False),
+        (TABLE[:1][::-1], True),
+        (np.broadcast_to(TABLE[:1], (3, 4)), False),
+        (TABLE.astype(">f4"), False),
+        (TABLE.T, True),
+    ],
+)
+def test_what_can_be_sent_as_it_is(view: Array, is_sendable: bool) -> None:
+    assert sendable(view) == is_sendable

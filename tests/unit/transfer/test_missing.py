@@ -1,0 +1,194 @@
+"""Are chunks that are not stored counted, each once, by whichever way they are read?"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+
+from shardload.errors import MissingChunksWarning, SourceError
+from shardload.formats.base import ArrayInfo
+from shardload.formats.lookup import open_source, read_small
+from shardload.planning.read_plan import Grid, ReadPlan, plan_shards
+from shardload.planning.region import Region, select_axes
+from shardload.transfer.missing import chunk_numbers, counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from tests.unit.brute_force import Case, cases
+from tests.unit.fakes import FakeSource, chunked, fetch, reader_of, whole
+from tests.unit.files import flat
+
+SHAPE, CHUNKS = (7, 10, 3), (2, 4, 3)
+
+
+@given(cases())
+@settings(deadline=None)
+def test_each_chunk_is_counted_by_one_rank_in_one_read(case: Case) -> None:
+    """Wrong if a chunk that several ranks, or blocks, read is counted twice, or one that no block holds wholly not at all."""
+    plan, counted = case.plan(), Counter[int]()
+    for rank in range(case.n_ranks):
+        counts = counter_of(plan, rank)
+        for read in plan.reads(rank):
+            met = case.chunks.meeting_array(read.region)
+            counted.update(counts(read, met, case.chunks).tolist())
+    assert counted == Counter(range(case.chunks.n_cells))
+
+
+def test_a_read_of_several_shards_counts_the_chunks_that_begin_in_ones_own() -> None:
+    """Rank 0 has the first and the last of three shards, and the last is rank 1's replica: in one read, with a gap between."""
+    shards = plan_shards((6, 4), [(0,), ()], np.array([[0, 2], [1, 1], [2, 0]]))
+    plan = ReadPlan(Grid((6, 4), (6, 4), (0, 0)), shards, 4, 3, 0, is_merged=True)
+    chunks, counted = Grid((6, 4), (1, 4), (0, 0)), []
+    for rank in range(3):
+        (read,) = plan.reads(rank)
+        counted.append(counter_of(plan, rank)(read, np.arange(6), chunks).tolist())
+    assert counted == [[0, 1, 4, 5], [2, 3], []]
+
+
+@pytest.mark.parametrize("select", [None, (slice(3, 6), slice(5, 9)), (slice(1, None), 7), (4, slice(2, 10), 1)])
+def test_number_of_a_chunk_in_the_selection(select: Any) -> None:
+    selection = select_axes(select, SHAPE)
+    cell = tuple(CHUNKS[k] for k in selection.kept)
+    chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+    boxes = [selection.to_file(chunks.region(number)) for number in range(chunks.n_cells)]
+    indices = [tuple(a // c for a, c in zip(box.start, CHUNKS, strict=True)) for box in boxes]
+    assert chunk_numbers(indices, selection, CHUNKS, chunks).tolist() == list(range(chunks.n_cells))
+
+
+def test_first_few_numbers_travel() -> None:
+    assert unfold_first(fold_first([5, 9])) == [5, 9] and unfold_first(fold_first([])) == []
+    least = [min(pair) for pair in zip(fold_first([4, 6, 8]), fold_first([5]), strict=True)]
+    assert unfold_first(least) == [4, 6, 8]
+
+
+def test_what_is_said() -> None:
+    info, selection = ArrayInfo("f.h5", "/a", "HDF5", SHAPE, "float32", CHUNKS), select_axes(None, SHAPE)
+    chunks = Grid(SHAPE, CHUNKS, (0, 0, 0))
+    text = describe_missing(5, [1, 11], info, selection, chunks)
+    assert "5 of 12 chunks are not stored in '/a' in 'f.h5'" in text
+    assert "(0, 1, 0) (elements [0:2, 4:8, 0:3]), (3, 2, 0) (elements [6:7, 8:10, 0:3]), ..." in text
+    assert "1 of 12 chunk is" in describe_missing(1, [1], info, selection, chunks)
+    settle_missing(text, "fill", 0, info)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        settle_missing(text, "warn", 1, info)
+    assert not said  # rank 0 says it for all ...
+    with warnings.catch_warnings(), pytest.raises(MissingChunksWarning):
+        warnings.simplefilter("error")
+        settle_missing(text, "warn", 1, info)  # ... but where it is raised, by all
+    with pytest.warns(MissingChunksWarning, match=r"5 of 12 .* Pass missing='error' to refuse") as found:
+        settle_missing(text, "warn", 0, info)
+    assert found[0].filename == __file__
+    with pytest.raises(SourceError, match=r"5 of 12 .* Nothing was loaded. Pass missing='fill'") as error:
+        settle_missing(text, "error", 1, info)
+    assert error.value.path == "f.h5" and error.value.dataset == "/a"
+
+
+# --- the reader counts
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 1)
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    data = np.arange(48, dtype="f4").reshape(12, 4)
+    source = chunked(data, (3, 2), missing=frozenset({(0, 1), (2, 0), (3, 1)}))
+    with reader_of(source, n_threads=n_threads) as reader:
+        fetch(reader, whole(Region.whole(data.shape), rank=1))
+    assert reader.tally.chunks_missing == 3 and reader.tally.missing == [1, 4, 7]
+
+
+def test_chunks_that_the_library_did_not_find_are_counted() -> None:
+    data = np.arange(48, dtype="f4").reshape(12, 4)
+    source = FakeSource(data, (3, 2), lost=((1, 0), (1, 1)))
+    for region, begins in (((3, 0), (6, 4)), 1), (((4, 0), (6, 4)), 0), (((2, 0), (4, 2)), 1):
+        for counts in (True, False):
+            nobody = {"counts": lambda read, numbers, chunks: numbers[:0]}
+            with reader_of(source, **({} if counts else nobody)) as reader:
+                fetch(reader, whole(Region(*region), rank=1))
+            found = [2, 3] if begins and region[1][1] == 4 else [2] * begins
+            assert reader.tally.chunks_missing == len(found) * counts and reader.tally.missing == found * counts
+
+
+# --- sources say which
+
+
+def hdf5(path: Path, rows: int, **options: Any) -> str:
+    with h5py.File(path, "w", libver=options.pop("libver", "earliest")) as file:
+        made = file.create_dataset("a", SHAPE, "f4", chunks=CHUNKS, fillvalue=-1, **options)
+        made[:rows] = flat(SHAPE)[:rows]
+    return str(path)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "lzf"}])
+@pytest.mark.parametrize("rows", [0, 4, 7])
+def test_hdf5_chunks_never_written(tmp_path: Path, libver: str, growing: bool, filters: dict[str, Any], rows: int) -> None:
+    more = {"maxshape": (None, None, 3)} if growing else {}
+    path = hdf5(tmp_path / "a.h5", rows, libver=libver, **filters, **more)
+    source = open_source(path, "/a")
+    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((2, 2, 2), (2, 3, 3))):
+        source.read_into(region, np.empty(region.shape, "f4"))
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
+        expected = [(i, j, 0) for i in axes[0] for j in axes[1] if i >= rows / 2 and region.size]
+        assert list(source.missing(region)) == expected
+    reader = source.chunk_reader()
+    if reader is not None:
+        absent = [(i, j, 0) for i in range(4) for j in range(3) if reader.fetch((i, j, 0)) is None]
+        assert absent == [(i, j, 0) for i in range(4) for j in range(3) if i >= rows / 2]
+    source.close()
+    assert (read_small(path, source.info) is None) == (rows < 7)
+
+
+def test_hdf5_contiguous_never_written(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", SHAPE, "f4", fillvalue=2)
+        file["b"] = flat(SHAPE)
+    for name, expected in (("/a", [()]), ("/b", [])):
+        source = open_source(tmp_path / "a.h5", name)
+        assert list(source.missing(Region.whole(SHAPE))) == expected
+        source.close()
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("way", ["plain", "order F", "shards"])
+def test_zarr_chunks_that_are_not_there(tmp_path: Path, zarr_format: Any, zipped: bool, way: str) -> None:
+    """In folders by position, elsewhere and in layouts that only zarr-python reads by the keys that it asked for in vain."""
+    if way == "shards" and zarr_format == 2:
+        zarr_format = 3
+    more: dict[str, Any] = {"shards": (4, 8, 3)} if way == "shards" else {"order": "F"} if way == "order F" else {}
+    if way == "order F" and zarr_format == 3:
+        more = {"filters": [zarr.codecs.TransposeCodec(order=(2, 1, 0))]}
+    path = tmp_path / ("a.zip" if zipped else "a.zarr")
+    store: Any = zarr.storage.ZipStore(path, mode="w") if zipped else path
+    made = zarr.open_group(store, mode="w", zarr_format=zarr_format)
+    array = made.create_array("g/a", shape=SHAPE, dtype="f4", chunks=CHUNKS, fill_value=-1, **more)
+    array[:4, :8] = flat(SHAPE)[:4, :8]
+    if zipped:
+        store.close()
+    source = open_source(str(path), "/g/a")
+    for region in (Region.whole(SHAPE), Region((3, 3, 0), (5, 9, 1)), Region((0, 0, 0), (4, 8, 3))):
+        out = np.empty(region.shape, "f4")
+        source.read_into(region, out)
+        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, CHUNKS, strict=True)]
+        assert list(source.missing(region)) == [(i, j, 0) for i in axes[0] for j in axes[1] if i > 1 or j > 1]
+        full = np.full(SHAPE, -1, "f4")
+        full[:4, :8] = flat(SHAPE)[:4, :8]
+        np.testing.assert_array_equal(out, full[region.slices()])
+    source.close()
+    assert read_small(str(path), source.info) is None
+
+
+def test_open_zarr_arrays_too() -> None:
+    array = zarr.create_array(store=zarr.storage.MemoryStore(), shape=(6, 4), chunks=(2, 4), dtype="i4", fill_value=9)
+    array[2:4] = 1
+    source = open_source(array, "/")
+    source.read_into(Region.whole((6, 4)), np.empty((6, 4), "i4"))
+    assert list(source.missing(Region.whole((6, 4)))) == [(0, 0), (2, 0)]

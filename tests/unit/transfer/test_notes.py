@@ -1,0 +1,308 @@
+"""Is a note where to look followed only where it names what is expected there, and is every note answered?
+
+Rank 0 reads, rank 1 receives; both are here, and what they tell each other is passed by hand.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.comm.shared_memory import Bell, Segment
+from shardload.errors import PeerError
+from shardload.planning.read_plan import Grid, ReadPlan, plan_shards
+from shardload.planning.region import Region
+from shardload.transfer.buffers import Block, Piece, Slots, Tile
+from shardload.transfer.messages import Packer
+from shardload.transfer.receiver import Inbox
+from shardload.transfer.requests import ACK, LOOK
+from shardload.transfer.sender import Outbox
+from tests.unit.fakes import TABLE
+
+F4 = np.dtype("f4")
+N = 2  # axes
+NUMBER, START, STOP, AT, STRIDES, PROOF = 0, slice(1, 3), slice(3, 5), 5, slice(6, 8), 8  # of a row
+INFINITY = 1 << 62
+
+
+class FakeTraffic:
+    """Keeps what is told, instead of sending it."""
+
+    data_tag, receipt_tag, control_tag = 0, 1, 2
+
+    def __init__(self, rank: int, seed: int) -> None:
+        self.seed = seed
+        self.messages: list[tuple[int, Any]] = []
+        self.receipts: list[Any] = []
+        self.callbacks: list[Any] = []
+        comm = SimpleNamespace(Isend=self.send, Irecv=lambda buffer, source, tag: buffer)
+        self.group = SimpleNamespace(rank=rank, comm=comm, mpi=None)
+
+    def send(self, message: Any, dest: int, tag: int) -> None:
+        assert tag == self.receipt_tag, "a message with values"
+        self.receipts.append(message)
+
+    def tell(self, rank: int, message: Any, bell: Bell | None) -> None:
+        self.messages.append((rank, message))
+        if bell is not None:
+            bell.ring()
+
+    def add(self, request: Any, on_done: Any, buffer: Any) -> None:
+        self.callbacks.append((on_done, buffer))
+
+
+class Ranks:
+    """TABLE, cut into rows of chunks; rank 0 reads all of it, rank 1 holds the right half."""
+
+    def __init__(
+        self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4, seeds: tuple[int, int] = (77, 77)
+    ) -> None:
+        shards = plan_shards((8, 4), [(), (0,)], np.array([0, 1]))
+        self.plan = ReadPlan(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, 1)
+        made = Segment.create(4096)
+        self.segments = {0: made, 1: Segment.attach(made.handle)}
+        made.seal()
+        self.own = made.data
+        self.own[...] = 200
+        self.slots = Slots(2, 256, self.own if is_shared else None)
+        self.there, self.here = (FakeTraffic(rank, seeds[rank]) for rank in range(2))
+        self.outbox = Outbox(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
+        self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
+        self.advanced: list[int] = []
+        self.complete: list[Piece] = []
+        self.inbox = Inbox(  # type: ignore[arg-type]
+            self.here, self.plan, {0: self.segments[1]}, {1: self.piece}, checksums, self.advanced.append, self.complete.append
+        )
+        self.inbox.expect()
+
+    def put(self, n_columns: int = 4) -> list[Any]:
+        """Send both blocks, each as tiles of so many columns; the notes."""
+        for read in self.plan.reads(0):
+            block = Block(read)
+            slot = self.slots.take()
+            assert slot is not None
+            block.slot, block.release = slot, lambda slot=slot: self.slots.give(slot)
+            at, (low, high) = 0, (read.region.start[0], read.region.stop[0])
+            for left in range(0, 4, n_columns):
+                region = Region((low, left), (high, left + n_columns))
+                data = slot.data[at : at + 4 * region.size].view(F4).reshape(region.shape)
+                data[...] = TABLE[region.slices()]
+                block.tiles.append(Tile(region, data))
+                at += 64
+            self.outbox.put(block)
+        return [note for _, note in self.there.messages]
+
+    def receipt(self) -> None:
+        """Let the sender's receipt arrive."""
+        self.outbox.send_receipts(True)
+        (sent,) = self.there.receipts
+        on_done, buffer = self.here.callbacks[0]
+        buffer[...] = sent
+        on_done()
+
+    def answer(self) -> list[int]:
+        """Let the answers arrive; which notes they are of."""
+        found = [(rank, *message.tolist()) for rank, message in self.here.messages]
+        self.here.messages.clear()
+        assert all(answer[:2] == (0, ACK) for answer in found)
+        for *_, number in found:
+            self.outbox.answered(1, number)
+        return [number for *_, number in found]
+
+
+def rows_of(note: Any) -> Any:
+    return note[3:].reshape(-1, 3 + 3 * N)
+
+
+@pytest.mark.parametrize("n_columns", [4, 2, 1])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bool) -> None:
+    ranks = Ranks(checksums)
+    notes = ranks.put(n_columns)
+    assert [len(rows_of(note)) for note in notes] == [{4: 1, 2: 1, 1: 2}[n_columns]] * 2
+    assert ranks.outbox.n_looking == 2 and not ranks.slots.has_room() and not ranks.inbox.is_done()
+    for note in notes:
+        ranks.inbox.look(0, note)
+    np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
+    assert ranks.answer() == [1, 2] and ranks.outbox.n_looking == 0 and ranks.slots.has_room()
+    assert sum(ranks.advanced) == ranks.inbox.nbytes == 64 and ranks.complete == [ranks.piece]
+    assert ranks.inbox.is_watching() and not ranks.inbox.is_done(), "the receipt is still to come"
+    ranks.receipt()
+    assert ranks.inbox.is_done() and not ranks.inbox.is_watching()
+    ranks.inbox.check(True)
+    assert ranks.inbox.problem is None
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> None:
+    """Wrong if the same regions of another array, with the right checksums of its values, passed for those of this one."""
+    ranks = Ranks(checksums, seeds=(77, 78))
+    for note in ranks.put():
+        ranks.inbox.look(0, note)
+    assert (ranks.inbox.problem is not None) == checksums, "a checksum is of one load"
+    ranks.answer()
+    ranks.receipt()
+    ranks.inbox.check(True)
+    assert isinstance(ranks.inbox.problem, PeerError)
+    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.inbox.problem)
+
+
+def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
+    """Wrong if the receiver left while notes are still on their way: they have another tag and may be overtaken."""
+    ranks = Ranks()
+    notes = ranks.put()
+    ranks.receipt()
+    for note in notes:
+        assert not ranks.inbox.is_done() and ranks.inbox.is_watching()
+        ranks.inbox.look(0, note)
+    assert ranks.inbox.is_done()
+
+
+def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
+    ranks = Ranks()
+    for read in ranks.plan.reads(0):
+        ranks.outbox.put(Block(read, [Tile(read.region, TABLE[read.region.slices()])]))
+    assert not ranks.outbox.is_empty and ranks.there.messages == []
+    while ranks.outbox.post():
+        for _, note in ranks.there.messages:
+            ranks.inbox.look(0, note)
+        ranks.there.messages.clear()
+        ranks.answer()
+    assert ranks.outbox.is_empty
+    np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
+    assert ranks.slots.has_room() and ranks.outbox.n_looking == 0
+
+
+HOSTILE: dict[str, tuple[Any, Any]] = {
+    "below zero": (START, -1),
+    "ends before it begins": (STOP, 0),
+    "far outside": (STOP, INFINITY),
+    "beside the part": (1 + 1, 1),
+    "of another part": (slice(1, 5), (4, 2, 8, 4)),
+    "no such part": (NUMBER, 2),
+    "part below zero": (NUMBER, -1),
+    "the part before": (NUMBER, 1),
+    "before the memory": (AT, -4),
+    "behind the memory": (AT, 4096),
+    "reaches behind the memory": (AT, 4096 - 4),
+    "far behind the memory": (AT, INFINITY),
+    "strides behind the memory": (STRIDES, (4096, 4)),
+    "strides before the memory": (STRIDES, (-16, 4)),
+    "strides that overflow": (STRIDES, (INFINITY, INFINITY)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
+    """Wrong if anything were written, or raised (the sender waits for the answer), or believed."""
+    ranks = Ranks(checksums)
+    notes = ranks.put()
+    where, value = HOSTILE[what]
+    rows_of(notes[0])[:, where] = value
+    ranks.inbox.look(0, notes[0])
+    assert (ranks.piece.data == -1).all() and sum(ranks.advanced) == 0
+    assert isinstance(ranks.inbox.problem, PeerError) and ranks.inbox.problem.rank == 0
+    assert "the sender's list of regions is not the one that was expected" in str(ranks.inbox.problem)
+    ranks.inbox.look(0, notes[1])
+    assert ranks.answer() == [1, 2] and ranks.outbox.n_looking == 0
+    np.testing.assert_array_equal(ranks.piece.data[4:], TABLE[4:, 2:])
+    assert (ranks.piece.data[:4] == -1).all()
+    ranks.receipt()
+    assert ranks.inbox.is_done()
+
+
+@pytest.mark.parametrize("more", [[7], [0, 0, 2, 4, 4, 0]])
+def test_a_note_that_ends_in_the_middle_of_a_row(more: list[int]) -> None:
+    ranks = Ranks()
+    notes = ranks.put()
+    ranks.inbox.look(0, np.concatenate([notes[0], more]))
+    assert isinstance(ranks.inbox.problem, PeerError) and ranks.answer() == [1]
+
+
+def test_a_note_of_a_rank_that_should_send_nothing() -> None:
+    ranks = Ranks()
+    note = ranks.put()[0]
+    ranks.inbox.look(5, note)
+    assert (ranks.piece.data == -1).all()
+    assert isinstance(ranks.inbox.problem, PeerError) and ranks.inbox.problem.rank == 5
+    assert [rank for rank, _ in ranks.here.messages] == [5]
+
+
+def test_a_part_named_twice_and_another_not() -> None:
+    """Wrong if the number of elements alone were looked at: it is right."""
+    ranks = Ranks(checksums=False)
+    notes = ranks.put()
+    rows_of(notes[1])[...] = rows_of(notes[0])
+    for note in notes:
+        ranks.inbox.look(0, note)
+    assert sum(ranks.advanced) == 64 and (ranks.piece.data[4:] == -1).all()
+    assert isinstance(ranks.inbox.problem, PeerError)
+
+
+@pytest.mark.parametrize("change", [(START, STOP), (slice(0, 9),)], ids=["its place", "all of it"])
+def test_a_tile_named_twice_and_another_not(change: Any) -> None:
+    ranks = Ranks(checksums=False)
+    notes = ranks.put(n_columns=1)
+    for where in change:
+        rows_of(notes[0])[1, where] = rows_of(notes[0])[0, where]
+    ranks.inbox.look(0, notes[0])
+    assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.inbox.problem, PeerError)
+
+
+def test_a_part_of_which_a_note_names_less() -> None:
+    ranks = Ranks(checksums=False)
+    notes = ranks.put(n_columns=1)
+    ranks.inbox.look(0, notes[0][: 3 + 9])
+    assert isinstance(ranks.inbox.problem, PeerError)
+
+
+def test_other_values_than_when_the_checksum_was_taken() -> None:
+    for checksums in (False, True):
+        ranks = Ranks(checksums)
+        notes = ranks.put()
+        ranks.own[rows_of(notes[0])[0, AT]] ^= 1
+        ranks.inbox.look(0, notes[0])
+        assert (ranks.inbox.problem is not None) == checksums
+        assert not checksums or "is not what was sent: its checksum is" in str(ranks.inbox.problem)
+        assert ranks.answer() == [1]
+
+
+def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
+    """Wrong if a sender whose memory is gone promised a note that never comes: the receiver would wait for it."""
+    ranks = Ranks()
+
+    def full(*_: object) -> None:
+        raise MemoryError("cannot allocate 512 GiB")
+
+    ranks.there.tell = full  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        ranks.put()
+    assert ranks.outbox.n_looking == 0
+    ranks.outbox.clear(part for read in ranks.plan.reads(0) for part in read.parts)
+    ranks.receipt()
+    assert ranks.here.callbacks[0][1].tolist()[1] == 0 and ranks.inbox.is_done()
+
+
+def test_a_note_says_what_it_is() -> None:
+    ranks = Ranks()
+    notes = ranks.put()
+    assert [note[:3].tolist() for note in notes] == [[LOOK, 1, 1], [LOOK, 2, 1]]
+    assert [rank for rank, _ in ranks.there.messages] == [1, 1]
+
+
+def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:
+    """Wrong if it were a KeyError, which says nothing, or were believed."""
+    ranks = Ranks()
+    ranks.put()
+    for note in (3, 0, -1):
+        with pytest.raises(PeerError, match=rf"^rank 1 answers note {note}, which rank 0 did not send.*defect") as found:
+            ranks.outbox.answered(1, note)
+        assert found.value.rank == 1
+    ranks.outbox.answered(1, 2)
+    with pytest.raises(PeerError, match="answered before"):
+        ranks.outbox.answered(1, 2)
+    assert ranks.outbox.n_looking == 1

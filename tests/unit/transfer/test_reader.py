@@ -1,0 +1,429 @@
+"""Does a rank's reader put the right values into few buffers, and does it keep its promises when a read fails?
+
+Here the format's library reads, block by block; `test_reader_chunks.py` is about chunks one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.formats.untrusted import HelperError
+from shardload.planning.read_plan import Grid, Part, Read
+from shardload.planning.region import Region, select_axes
+from shardload.transfer.buffers import Block, Slots
+from shardload.transfer.reader import SourceReader
+from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, values_of, whole
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(autouse=True, params=[-1, 1 << 14], ids=["in threads", "at once"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small reads are done at once; all that is true of reads in threads must be true of them."""
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", request.param)
+    return "in threads" if request.param < 0 else "at once"
+
+
+def staged(reader: SourceReader, region: Region, dtype: Any = "f4") -> Array:
+    """The values of a block that another rank needs."""
+    block = fetch(reader, whole(region, rank=1))
+    assert [tile.region for tile in block.tiles] == [region], "the library reads all of a block at once"
+    return values_of(block, region, dtype)
+
+
+# --- where blocks go
+
+
+@pytest.mark.parametrize("shows", [None, TABLE])
+def test_what_lies_between_the_shards_of_a_rank_is_not_read(shows: Any) -> None:
+    """Wrong if the block were read as a whole, or a chunk that two shards share by each of them where there is no gap."""
+    source = FakeSource(TABLE, (2, 4), shows=shows)
+    pieces = {0: piece_of(rows(0, 2)), 1: piece_of(rows(2, 4)), 2: piece_of(Region((6, 1), (8, 3)))}
+    with reader_of(source, pieces) as reader:
+        parts = [Part(piece.region, shard, 0) for shard, piece in pieces.items()]
+        fetch(reader, Read(rows(0, 4), tuple(parts[:2])))
+        fetch(reader, Read(rows(0, 8), (parts[0], parts[2])))
+    assert shows is not None or source.reads == [rows(0, 4), rows(0, 2), Region((6, 1), (8, 3))]
+    for piece in pieces.values():
+        np.testing.assert_array_equal(piece.data, TABLE[piece.region.slices()])
+
+
+def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
+    piece = piece_of(rows(2, 6))
+    source = FakeSource(TABLE, (2, 4))
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {3: piece}, slots=slots) as reader:
+        block = fetch(reader, whole(rows(2, 4), shard=3))
+        assert block.tiles == [] and block.slot is None and not block.is_shared
+        assert np.shares_memory(source.outs[0], piece.data)
+        np.testing.assert_array_equal(piece.data, [*TABLE[2:4], [-1] * 4, [-1] * 4])
+        for _ in range(5):  # needs no slot, however often
+            assert reader.has_room(whole(rows(4, 6), shard=3))
+            fetch(reader, whole(rows(4, 6), shard=3)).release()
+    assert slots.peak_nbytes == 0 and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
+    assert reader.tally.nbytes_copied == 0
+    assert list(block.views(rows(2, 4))) == [], "nothing of it is in the block"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        whole(rows(0, 2), rank=1),
+        Read(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))),  # a replica elsewhere
+        Read(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))),
+        Read(rows(0, 2), (Part(rows(0, 1), 0, 0),)),
+        whole(Region((0, 0), (2, 3))),  # has gaps in the piece
+    ],
+    ids=["another's", "replica", "two parts", "less than the block", "gaps"],
+)
+@pytest.mark.parametrize("checksums", [False, True])
+def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Read, checksums: bool) -> None:
+    piece = piece_of(rows(0, 8))
+    source = FakeSource(TABLE, (2, 4))
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {0: piece}, slots=slots, checksums=checksums) as reader:
+        block = fetch(reader, read)
+    assert len(source.reads) == 1 and not np.shares_memory(source.outs[0], piece.data)
+    assert block.slot is not None and np.shares_memory(source.outs[0], block.slot.data)
+    np.testing.assert_array_equal(values_of(block, read.region, "f4"), TABLE[read.region.slices()])
+    wanted = np.full((8, 4), -1.0)
+    for part in read.parts:
+        if part.rank == 0:
+            wanted[part.region.slices()] = TABLE[part.region.slices()]
+    np.testing.assert_array_equal(piece.data, wanted)
+    assert reader.tally.nbytes_copied == 4 * (wanted >= 0).sum()
+    part = Region((1, 1), (2, 3))
+    np.testing.assert_array_equal(values_of(block, part, "f4"), TABLE[part.slices()])
+    assert not slots.has_room()
+    block.release()
+    assert slots.has_room()
+
+
+def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a part that stays here were believed because it never travelled."""
+    copyto = np.copyto
+
+    def wrong(to: Array, what: Any, **options: Any) -> None:
+        copyto(to, what, **options)
+        to[(-1,) * to.ndim] += 1
+
+    monkeypatch.setattr("shardload.transfer.reader.np.copyto", wrong)
+    for sure in (False, True):
+        reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
+        read = Read(rows(0, 2), (Part(rows(0, 1), 0, 0),))
+        if sure:
+            error = failure(reader, read)
+            assert isinstance(error, PeerError) and error.rank == 0 and "a checksum after the copy differs" in str(error)
+        else:
+            fetch(reader, read)
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "c8", ">f4"])
+def test_a_cast_is_staged_even_for_ones_own_piece(dtype: str) -> None:
+    wanted = np.dtype(dtype).newbyteorder("=")
+    piece = piece_of(rows(0, 8), wanted)
+    source = FakeSource(TABLE, (2, 4), shows=TABLE)
+    with reader_of(source, {0: piece}, dtype=wanted) as reader:
+        for region in (rows(2, 6), rows(0, 2)):
+            block = fetch(reader, whole(region))
+            np.testing.assert_array_equal(piece.view(region), TABLE[region.slices()].astype(wanted), strict=True)
+            if wanted == TABLE.dtype:
+                assert block.slot is None
+                continue
+            np.testing.assert_array_equal(values_of(block, region, wanted), TABLE[region.slices()].astype(wanted))
+            assert not np.shares_memory(source.outs[-1], piece.data)
+            assert np.shares_memory(source.outs[0], source.outs[-1]), "one buffer in the file's dtype is enough"
+        assert (piece.view(rows(6, 8)) == wanted.type(-1)).all()
+
+
+def test_values_in_memory_are_shown_not_copied() -> None:
+    source = FakeSource(TABLE, shows=TABLE)
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {0: piece_of(rows(0, 8))}, slots=slots) as reader:
+        blocks = [fetch(reader, whole(rows(k, k + 2), rank=1)) for k in range(6)]
+    for k, block in enumerate(blocks):
+        assert len(block.tiles) == 1 and block.slot is None and not block.is_shared
+        assert np.shares_memory(block.tiles[0].data, TABLE[k : k + 2])
+        np.testing.assert_array_equal(block.tiles[0].data, TABLE[k : k + 2])
+        block.release()
+    assert source.reads == [] and slots.peak_nbytes == 0
+    assert np.array_equal(TABLE.ravel(), np.arange(32)), "releasing a view gives nobody a buffer to write into"
+    assert reader.tally.nbytes_read == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "to", "such"),
+    [
+        (np.array([1.0, 1e300], dtype="f8"), "float32", "1e+300"),
+        (np.array([1.0, 70000.0], dtype="f4"), "float16", "70000.0"),
+        (np.array([1.0, np.nan], dtype="f4"), "int32", "nan"),
+        (np.array([1.0, 1e10], dtype="f4"), "int16", "1e+10"),
+        (np.array([0, 2**40 + 1], dtype="i8"), "int32", "1099511627777"),
+        (np.array([0, -1], dtype="i4"), "uint32", "-1"),
+        (np.array([0, 2**31], dtype="u4"), "int32", "2147483648"),
+        # NumPy makes inf, NaN, -6, 6 and 0 of these, and no word
+        (np.array([1.0, 3.4e38], dtype="f4"), "bfloat16", "3.4e+38"),
+        (np.array([1.0, 1000.0], dtype="f4"), "float8_e4m3fn", "1000.0"),
+        (np.array([1.0, np.inf], dtype="f4"), "float8_e4m3fn", "inf"),
+        (np.array([7, 10], dtype="i4"), "int4", "10"),
+        (np.array([6.0, 7.5], dtype="f4"), "float4_e2m1fn", "7.5"),
+        (np.array([1.0, np.nan], dtype="f4"), "float4_e2m1fn", "nan"),
+    ],
+)
+def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files(values: Array, to: str, such: str) -> None:
+    """Wrong if a value were wrapped, or named that does fit; the only dtype to name is the one that surely holds all."""
+    reader = reader_of(FakeSource(values), dtype=np.dtype(getattr(ml_dtypes, to, to)))
+    error = failure(reader, whole(Region((0,), (2,)), rank=1))
+    assert isinstance(error, ConfigError)
+    assert f"{to} cannot hold, such as {such}." in str(error) and "damaged" not in str(error)
+    assert f"to keep {values.dtype}" in str(error) and ("jax_enable_x64" in str(error)) is (values.itemsize == 8)
+
+
+@pytest.mark.parametrize(
+    ("values", "to"),
+    [
+        (np.array([0.1, np.nan, np.inf, 1e-60], dtype="f8"), "float32"),
+        (np.array([0.5, -2.7], dtype="f4"), "int8"),
+        (np.array([-128, 127], dtype="i8"), "int8"),
+        (np.array([2**24 + 1], dtype="i4"), "float32"),
+        (np.array([0, 3], dtype="i4"), "bool"),
+        (np.array([0.1, np.nan, -np.inf, 3.3e38], dtype="f4"), "bfloat16"),
+        (np.array([0.1, np.nan, 448.0], dtype="f4"), "float8_e4m3fn"),
+        (np.array([-8, 7], dtype="i4"), "int4"),
+        (np.array([0.1, -6.0], dtype="f4"), "float4_e2m1fn"),
+    ],
+)
+def test_a_cast_rounds_and_cuts_as_numpy_does(values: Array, to: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, to, to))
+    reader = reader_of(FakeSource(values), dtype=dtype)
+    found = staged(reader, Region((0,), values.shape), dtype)  # NumPy does not see that NaN is NaN in bfloat16
+    np.testing.assert_array_equal(found.view("u1"), values.astype(dtype).view("u1"))
+
+
+@pytest.mark.parametrize("shown", [TABLE[::-1], TABLE.astype(">f4"), TABLE[:, ::-1]], ids=["flipped", "swapped", "mirrored"])
+def test_values_that_cannot_be_sent_as_they_are_are_staged(shown: Array) -> None:
+    source = FakeSource(TABLE, shows=shown)
+    block = fetch(reader_of(source), whole(rows(0, 8), rank=1))
+    (tile,) = block.tiles
+    assert block.slot is not None and np.shares_memory(tile.data, block.slot.data)
+    assert not np.shares_memory(tile.data, shown) and tile.data.dtype.isnative
+    np.testing.assert_array_equal(tile.data, TABLE)
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [((3,), TABLE[3]), ((slice(None), -1), TABLE[:, -1]), ((slice(2, 6), slice(1, 3)), TABLE[2:6, 1:3]), ((1, 2), TABLE[1, 2])],
+)
+def test_dropped_axes(index: Any, expected: Array, shows: bool) -> None:
+    source = FakeSource(TABLE, (2, 3), shows=TABLE if shows else None)
+    selection = select_axes(index, TABLE.shape)
+    region = Region.whole(expected.shape)
+    cell = tuple((2, 3)[k] for k in selection.kept)
+    phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
+    piece = piece_of(region)
+    options: dict[str, Any] = dict(selection=selection, chunks=Grid(expected.shape, cell, phase))
+    np.testing.assert_array_equal(staged(reader_of(source, {0: piece}, **options), region), expected)
+    assert fetch(reader_of(source, {0: piece}, **options), whole(region)).tiles == []
+    np.testing.assert_array_equal(piece.data, expected)
+
+
+# --- staging
+
+
+@pytest.mark.parametrize("n_slots", [1, 2, 3])
+def test_no_more_slots_than_allowed_and_none_before_it_is_given_back(n_slots: int) -> None:
+    slots = Slots(n_slots, 16)
+    held: list[tuple[int, Block]] = []
+    addresses = set()
+    order = np.random.default_rng(0)
+    with reader_of(FakeSource(TABLE, (1, 4)), slots=slots) as reader:
+        for k in range(30):
+            read = whole(rows(k % 8, k % 8 + 1), rank=1)
+            while not reader.has_room(read):
+                row, block = held.pop(int(order.integers(len(held))))
+                np.testing.assert_array_equal(block.tiles[0].data, TABLE[row : row + 1])  # nobody wrote into it meanwhile
+                block.release()
+            block = fetch(reader, read)
+            addresses.add(block.tiles[0].data.ctypes.data)
+            assert block.tiles[0].data.ctypes.data % 64 == 0
+            held.append((k % 8, block))
+            assert len(held) <= n_slots
+            assert slots.peak_nbytes <= 16 * n_slots
+    assert len(addresses) == n_slots and slots.peak_nbytes == 16 * n_slots
+
+
+def test_a_read_without_a_slot_is_refused() -> None:
+    """Wrong if a block were read over another, or into memory beyond the staging cap."""
+    source = FakeSource(TABLE, (1, 4))
+    reader = reader_of(source, slots=Slots(1, 16))
+    fetch(reader, whole(rows(0, 1), rank=1))
+    assert not reader.has_room(whole(rows(1, 2), rank=1))
+    with pytest.raises(ValueError, match="no slot is free"):
+        reader.start(whole(rows(1, 2), rank=1))
+    assert source.reads == [rows(0, 1)]
+
+
+def test_a_part_outside_its_block_is_refused() -> None:
+    """Wrong if what the block does not hold of a part were left as it was, and counted as delivered."""
+    source = FakeSource(TABLE, (1, 4))
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match="reaches outside its block"):
+            reader_of(source, {0: piece_of(rows(0, 8))}).start(Read(rows(0, 2), (Part(rows(1, 3), 0, rank),)))
+    assert source.reads == []
+
+
+def test_a_short_block_uses_the_front_of_a_slot() -> None:
+    slots = Slots(1, 48)
+    reader = reader_of(FakeSource(TABLE, (1, 4)), slots=slots)
+    for region in (rows(0, 3), rows(3, 4), rows(5, 7)):
+        block = fetch(reader, whole(region, rank=1))
+        (tile,) = block.tiles
+        np.testing.assert_array_equal(tile.data, TABLE[region.slices()])
+        assert block.slot is not None and tile.data.ctypes.data == block.slot.data.ctypes.data
+        assert tile.data.flags.c_contiguous
+        block.release()
+
+
+# --- threads
+
+
+def test_leaving_the_reader_ends_its_threads(how: str) -> None:
+    before = set(threading.enumerate())
+    with reader_of(FakeSource(TABLE, (1, 4)), n_threads=3, slots=Slots(8, 16)) as reader:
+        for k in range(8):
+            fetch(reader, whole(rows(k, k + 1), rank=1))
+        assert bool(set(threading.enumerate()) - before) == (how == "in threads")
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    source = FakeSource(TABLE, (1, 4))
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(region: Region) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    source.fails = hold  # type: ignore[assignment]
+    with reader_of(source, n_threads=4, slots=Slots(8, 16)) as reader:
+        readings = [reader.start(whole(rows(0, 1), rank=1))]
+        assert inside.wait(20)
+        readings += [reader.start(whole(rows(k, k + 1), rank=1)) for k in range(1, 8)]
+        go_on.set()
+        for k, reading in enumerate(readings):
+            np.testing.assert_array_equal(values_of(reading.result(), rows(k, k + 1), "f4"), TABLE[k : k + 1])
+    assert reader.tally.chunks_decoded == 8 and reader.tally.nbytes_read == TABLE.nbytes
+
+
+def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what is read at once, because it is small, met a read in a thread: `FakeSource` refuses the second."""
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", 16)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(region: Region) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    source = FakeSource(TABLE, (1, 4), hold)  # type: ignore[arg-type]
+    with reader_of(source, slots=Slots(3, 128)) as reader:
+        large = reader.start(whole(rows(0, 7), rank=1))
+        assert inside.wait(20)
+        small = reader.start(whole(rows(7, 8), rank=1))
+        assert not small.done() and source.reads == [rows(0, 7)]
+        go_on.set()
+        np.testing.assert_array_equal(values_of(large.result(), rows(0, 7), "f4"), TABLE[:7])
+        np.testing.assert_array_equal(values_of(small.result(), rows(7, 8), "f4"), TABLE[7:])
+        assert reader.start(whole(rows(2, 3), rank=1)).done(), "nothing is under way: at once"
+
+
+# --- failures
+
+
+def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
+    data = np.arange(20 * 30, dtype="f4").reshape(20, 30)
+    # Chunk (3, 2) of the file is elements [12:16, 20:30]; the selection starts inside chunk (2, 1).
+    source = FakeSource(data, (4, 10), failing_at((13, 27), OSError("inflate failed")))
+    selection = select_axes((slice(9, 19), slice(12, 29)), data.shape)
+    chunks = Grid((10, 17), (4, 10), (1, 2))
+    reader = reader_of(source, selection=selection, chunks=chunks)
+    fetch(reader, whole(Region((0, 0), (3, 17)), rank=1)).release()
+    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4)
+    error = failure(reader, whole(Region((3, 0), (10, 17)), rank=1))
+    assert isinstance(error, SourceError)
+    assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
+    assert str(error).startswith(
+        "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file is"
+    )
+    assert isinstance(error.__cause__, OSError)
+    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
+
+
+def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
+    data = np.zeros((20, 9, 8), dtype="f4")
+    source = FakeSource(data, (4, 3, 4), failing_at((13, 7, 5), RuntimeError("bad")))
+    selection = select_axes((13, slice(1, None)), data.shape)
+    chunks = Grid((8, 8), (3, 4), (1, 0))
+    error = failure(reader_of(source, selection=selection, chunks=chunks), whole(Region.whole((8, 8)), rank=1))
+    assert isinstance(error, SourceError) and error.chunk == (3, 2, 1)
+    assert "(elements [13:14, 6:9, 4:8]): RuntimeError: bad" in str(error)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["staged", "in place"])
+@pytest.mark.parametrize("casts", [False, True])
+def test_what_was_read_before_a_failure_is_counted_and_the_failure_is_not(own: bool, casts: bool) -> None:
+    source = FakeSource(TABLE, (2, 4), failing_at((3, 0), OSError("first")))
+    piece = piece_of(rows(0, 8), "f8" if casts else "f4")
+    reader = reader_of(source, {0: piece}, dtype=piece.data.dtype)
+    fetch(reader, whole(rows(0, 2), rank=0 if own else 1)).release()
+    error = failure(reader, whole(rows(2, 4), rank=0 if own else 1))
+    assert isinstance(error, SourceError) and error.chunk == (1, 0) and "first" in str(error)
+    assert reader.tally.chunks_decoded == 1 and reader.tally.nbytes_read == 32
+
+
+def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:
+    errors = iter([OSError("once")])
+    source = FakeSource(TABLE, (2, 4), lambda region: next(errors, None))
+    error = failure(reader_of(source), whole(rows(0, 4), rank=1))
+    assert isinstance(error, SourceError) and error.chunk is None
+    assert str(error).startswith("'/rho' in 'f.h5' could not be read (elements [0:4, 0:4]): OSError: once.")
+
+
+@pytest.mark.parametrize("kind", [OSError, OutsideError, NotAFileError, HelperError])
+def test_what_a_new_copy_would_not_mend_is_not_called_damage(kind: type[OSError]) -> None:
+    source = FakeSource(TABLE, (2, 4), failing_at((3, 0), kind("why")))
+    said = str(failure(reader_of(source), whole(rows(2, 4), rank=1)))
+    assert f"could not be read (elements [2:4, 0:4]): {kind.__name__}: why. " in said and "othing was loaded" in said
+    assert ("damaged" in said) == ("Copy it again" in said) == (kind is OSError)
+
+
+def test_without_chunks_the_elements_are_named() -> None:
+    source = FakeSource(TABLE, None, failing_at((3, 3), OSError("short read")))
+    reader = reader_of(source)
+    error = failure(reader, whole(rows(2, 6), rank=1))
+    assert isinstance(error, SourceError) and error.chunk is None and "(elements [2:6, 0:4]): OSError: short" in str(error)
+    assert len(source.reads) == 1 and reader.tally.chunks_decoded == 0
+
+
+@pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
+def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
+    reader = reader_of(FakeSource(TABLE, (2, 4), lambda region: error))
+    assert failure(reader, whole(rows(0, 2), rank=1)) is error
+
+
+def test_an_interrupt_is_not_swallowed() -> None:
+    def interrupt(region: Region) -> None:
+        raise KeyboardInterrupt
+
+    reader = reader_of(FakeSource(TABLE, (2, 4), interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fetch(reader, whole(rows(0, 2), rank=1))

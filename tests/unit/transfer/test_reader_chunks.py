@@ -1,0 +1,384 @@
+"""Does a rank's reader decode chunks one by one into the right places, in several threads, and say which one is damaged?"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.planning.read_plan import Grid, Part, Read
+from shardload.planning.region import Region, Selection, select_axes
+from shardload.transfer import reader as reader_module
+from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.reader import SourceReader
+from tests.unit.brute_force import Case, cases, chunks_read
+from tests.unit.fakes import (
+    TABLE,
+    FakeChunks,
+    FakeSource,
+    chunked,
+    failure,
+    fetch,
+    piece_of,
+    reader_of,
+    rows,
+    values_of,
+    whole,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks_too_and_in_threads() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 1)
+        patch.setattr(reader_module, "_INLINE_NBYTES", -1)
+        yield
+
+
+def chunks_of(source: FakeSource) -> FakeChunks:
+    assert source.stored is not None
+    return source.stored
+
+
+# --- where chunks go
+
+
+def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if chunks that cost more one by one than the library's lock does were read one by one, or large ones not."""
+    source = FakeSource(TABLE, (2, 4), stored=FakeChunks(TABLE, (2, 4)))
+    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 33)  # one has 32 bytes
+    fetch(reader_of(source), whole(rows(0, 8), rank=1))
+    assert source.reads == [rows(0, 8)] and chunks_of(source).fetched == []
+    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 32)
+    fetch(reader_of(source), whole(rows(0, 8), rank=1))
+    assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
+
+
+def test_chunks_that_are_all_of_ones_own_are_decoded_straight_into_the_piece() -> None:
+    source = chunked(TABLE, (2, 4))
+    piece = piece_of(rows(2, 8))
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {3: piece}, slots=slots) as reader:
+        block = fetch(reader, whole(rows(2, 6), shard=3))
+    assert block.tiles == [] and block.slot is None and slots.peak_nbytes == 0
+    assert chunks_of(source).fetched == [(1, 0), (2, 0)]
+    assert [np.shares_memory(out, piece.data) for out in chunks_of(source).outs] == [True, True]
+    np.testing.assert_array_equal(piece.data, [*TABLE[2:6], [-1] * 4, [-1] * 4])
+    assert reader.tally.nbytes_copied == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "held"),
+    [
+        (Read(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))), rows(0, 8)),
+        (Read(rows(0, 2), (Part(rows(0, 1), 0, 0),)), rows(0, 8)),
+        (whole(rows(0, 2)), Region((0, 0), (8, 5))),  # has gaps in the piece
+        (whole(rows(1, 3)), rows(0, 8)),  # parts of two chunks
+    ],
+    ids=["two parts", "less than the chunk", "gaps", "across chunks"],
+)
+def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_threads_own(read: Read, held: Region) -> None:
+    """Wrong if it took a slot, of which there are few, or if anything else in the piece were touched."""
+    source = chunked(TABLE, (2, 4))
+    piece = piece_of(held)
+    slots = Slots(1, 1 << 10)
+    with reader_of(source, {0: piece}, slots=slots) as reader:
+        assert slots.take() is not None and reader.has_room(read), "a slot was asked for"
+        block = fetch(reader, read)
+    assert block.tiles == [] and block.slot is None
+    assert not any(np.shares_memory(out, piece.data) for out in chunks_of(source).outs)
+    wanted = np.full(held.shape, -1.0)
+    for part in read.parts:
+        wanted[part.region.slices()] = TABLE[part.region.slices()]
+    np.testing.assert_array_equal(piece.data, wanted)
+    assert reader.tally.nbytes_copied == 4 * (wanted >= 0).sum()
+
+
+def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> None:
+    data = np.arange(12 * 6, dtype="f4").reshape(12, 6)
+    source = chunked(data, (4, 3))
+    slots = Slots(1, 6 * aligned(48))
+    piece = piece_of(rows(0, 6, 6))
+    region = rows(0, 12, 6)
+    read = Read(region, (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
+    with reader_of(source, {0: piece}, slots=slots) as reader:
+        block = fetch(reader, read)
+    assert block.slot is not None and not slots.has_room()
+    np.testing.assert_array_equal(piece.data, data[:6])
+    np.testing.assert_array_equal(values_of(block, rows(6, 12, 6), "f4"), data[6:])
+    # The chunks that only this rank needs stay out of the slot; each of the others has a tile.
+    assert sorted(t.region.start for t in block.tiles) == [(4, 0), (4, 3), (8, 0), (8, 3)]
+    assert all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
+    assert reader.tally.chunks_decoded == 6 and reader.tally.nbytes_copied == 6 * 6 * 4
+    block.release()
+    assert slots.has_room()
+
+
+def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
+    source = chunked(TABLE, (2, 4))
+    pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
+    with reader_of(source, pieces) as reader:
+        fetch(reader, Read(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
+    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.tally.chunks_decoded == 3
+    np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
+    np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
+
+
+def test_a_replica_elsewhere_is_staged_and_delivered_here() -> None:
+    source = chunked(TABLE, (2, 4))
+    piece = piece_of(rows(0, 2))
+    block = fetch(reader_of(source, {0: piece}), Read(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))))
+    assert block.slot is not None and np.shares_memory(chunks_of(source).outs[0], block.slot.data)
+    np.testing.assert_array_equal(piece.data, TABLE[:2])
+    np.testing.assert_array_equal(values_of(block, rows(0, 2), "f4"), TABLE[:2])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["travels", "stays"])
+def test_chunks_at_the_edge_are_decoded_whole_and_cut(own: bool) -> None:
+    """Wrong if what a chunk stores beyond the array reached anybody, or overwrote what lies after a piece."""
+    data = np.arange(7 * 5, dtype="f4").reshape(7, 5)
+    source = chunked(data, (3, 4))
+    piece = piece_of(Region((0, 0), (7, 5)))
+    with reader_of(source, {0: piece}) as reader:
+        block = fetch(reader, whole(Region((0, 0), (7, 5)), rank=0 if own else 1))
+    assert sorted(chunks_of(source).fetched) == [(i, j) for i in range(3) for j in range(2)]
+    got = piece.data if own else values_of(block, Region((0, 0), (7, 5)), "f4")
+    np.testing.assert_array_equal(got, data)
+    assert own or (piece.data == -1).all()
+    assert reader.tally.nbytes_read == data.nbytes, "what is beyond the array was not read"
+
+
+def test_chunks_that_were_never_written_are_the_fill_value() -> None:
+    source = chunked(TABLE, (2, 4), missing=frozenset([(1, 0), (2, 0)]))
+    piece = piece_of(rows(0, 4))
+    with reader_of(source, {0: piece}) as reader:
+        block = fetch(reader, Read(rows(0, 8), (Part(rows(0, 4), 0, 0), Part(rows(4, 8), 1, 1))))
+    np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
+    np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
+    assert reader.tally.chunks_decoded == 4
+    assert reader.tally.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32), "what is not there has no bytes in the file"
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i2", "c8"])
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_casts(dtype: str, n_threads: int) -> None:
+    to = np.dtype(dtype)
+    source = chunked(TABLE, (2, 3))
+    piece = piece_of(rows(0, 3), to)
+    region = rows(0, 8)
+    read = Read(region, (Part(rows(0, 3), 0, 0), Part(rows(3, 8), 1, 1)))
+    with reader_of(source, {0: piece}, dtype=to, n_threads=n_threads) as reader:
+        block = fetch(reader, read)
+    np.testing.assert_array_equal(piece.data, TABLE[:3].astype(to), strict=True)
+    np.testing.assert_array_equal(values_of(block, rows(3, 8), to), TABLE[3:].astype(to), strict=True)
+    assert block.slot is not None and all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
+    assert not any(np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs), "decoded in the file's dtype"
+    assert reader.tally.nbytes_read == TABLE.nbytes
+
+
+def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
+    reader = reader_of(chunked(TABLE * 1e4, (2, 4)), {0: piece_of(rows(0, 8), "f2")}, dtype=np.dtype("f2"))
+    for rank in (0, 1):
+        error = failure(reader, whole(rows(4, 8), rank=rank))
+        assert isinstance(error, ConfigError) and "float16 cannot hold" in str(error) and "[4:6, 0:4]" in str(error)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ((3,), TABLE[3]),
+        ((slice(None), -1), TABLE[:, -1]),
+        ((slice(3, 7), slice(1, 3)), TABLE[3:7, 1:3]),
+        ((1, 2), TABLE[1, 2]),
+        ((slice(5, 8),), TABLE[5:8]),
+    ],
+)
+@pytest.mark.parametrize("cell", [(2, 3), (1, 4), (8, 1), (5, 5)])
+def test_selections_that_drop_axes_or_begin_inside_a_chunk(
+    index: Any, expected: Array, stays: bool, cell: tuple[int, int]
+) -> None:
+    source = chunked(TABLE, cell)
+    selection = select_axes(index, TABLE.shape)
+    region = Region.whole(expected.shape)
+    kept = tuple(cell[k] for k in selection.kept)
+    phase = tuple(o % c for o, c in zip(selection.offset, kept, strict=True))
+    piece = piece_of(region)
+    with reader_of(source, {0: piece}, selection=selection, chunks=Grid(expected.shape, kept, phase)) as reader:
+        block = fetch(reader, whole(region, rank=0 if stays else 1))
+    np.testing.assert_array_equal(piece.data if stays else values_of(block, region, "f4"), expected)
+    index_of = np.indices(TABLE.shape)[:, *index] if isinstance(index, tuple) else None
+    assert index_of is not None
+    touched = {tuple(i // c for i, c in zip(at, cell, strict=True)) for at in index_of.reshape(2, -1).T.tolist()}
+    assert sorted(chunks_of(source).fetched) == sorted(touched), "each chunk once, and no other"
+
+
+def test_an_array_of_no_axes_lies_in_the_slot_too() -> None:
+    """Wrong if its tile were a copy somewhere else: a note where to look would name what nobody else can see."""
+    block = fetch(reader_of(chunked(np.array(7, "f4"), ())), whole(Region((), ()), rank=1))
+    assert block.slot is not None and np.shares_memory(block.tiles[0].data, block.slot.data)
+    assert values_of(block, Region((), ()), "f4") == 7
+
+
+# --- threads
+
+
+def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
+    """Wrong if the threads took turns: three must be inside `fetch` at a time for any of them to go on."""
+    data = np.arange(9 * 4, dtype="f4").reshape(9, 4)
+    source = chunked(data, (1, 4), meet=threading.Barrier(3))
+    piece = piece_of(rows(0, 5))
+    with reader_of(source, {0: piece}, n_threads=3, slots=Slots(1, 9 * 64)) as reader:
+        assert reader.n_at_once == 4
+        block = fetch(reader, Read(rows(0, 9), (Part(rows(0, 5), 0, 0), Part(rows(5, 9), 1, 1))))
+    assert len(chunks_of(source).threads) == 3
+    np.testing.assert_array_equal(piece.data, data[:5])
+    np.testing.assert_array_equal(values_of(block, rows(5, 9), "f4"), data[5:])
+    assert reader.tally.chunks_decoded == 9 and reader.tally.nbytes_read == data.nbytes
+
+
+def test_blocks_of_one_chunk_are_decoded_beside_each_other() -> None:
+    source = chunked(TABLE, (2, 4), meet=threading.Barrier(2))
+    piece = piece_of(rows(0, 8))
+    with reader_of(source, {0: piece}, n_threads=2) as reader:
+        readings = [reader.start(whole(rows(k, k + 2))) for k in range(0, 8, 2)]
+        for reading in readings:
+            reading.result()
+            assert reading.done()
+    np.testing.assert_array_equal(piece.data, TABLE)
+
+
+def test_a_read_is_done_when_all_its_chunks_are() -> None:
+    """Wrong if a block left while another thread was still decoding a part of it."""
+    held = threading.Event()
+
+    def hold(index: tuple[int, ...]) -> None:
+        if index == (3, 0):
+            assert held.wait(20)
+
+    source = chunked(TABLE, (2, 4), fails_to_decode=hold)
+    with reader_of(source, n_threads=4) as reader:
+        reading = reader.start(whole(rows(0, 8), rank=1))
+        for task in reading.tasks[:3]:
+            task.result(20)
+        assert not reading.done()
+        held.set()
+        np.testing.assert_array_equal(values_of(reading.result(), rows(0, 8), "f4"), TABLE)
+        assert reading.done()
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("where", ["fails_to_fetch", "fails_to_decode"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_damaged_chunk_is_named(n_threads: int, where: str, stays: bool) -> None:
+    data = np.arange(20 * 30, dtype="f4").reshape(20, 30)
+    broken = ValueError("inflate failed")
+    source = chunked(data, (4, 10), **{where: lambda index: broken if index == (3, 2) else None})
+    selection = select_axes((slice(9, 19), slice(12, 29)), data.shape)
+    region = Region.whole((10, 17))
+    chunks = Grid((10, 17), (4, 10), (1, 2))
+    with reader_of(source, {0: piece_of(region)}, selection=selection, chunks=chunks, n_threads=n_threads) as reader:
+        error = failure(reader, whole(region, rank=0 if stays else 1))
+    assert isinstance(error, SourceError) and error.__cause__ is broken
+    assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
+    assert str(error).startswith(
+        "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): ValueError: inflate failed. The file is"
+    )
+    assert (3, 2) in chunks_of(source).fetched and reader.tally.chunks_decoded < 6, "what failed was not decoded"
+
+
+def test_what_was_decoded_before_a_failure_is_counted_and_the_failure_is_not() -> None:
+    source = chunked(TABLE, (2, 4), fails_to_decode=lambda index: OSError("gone") if index == (2, 0) else None)
+    with reader_of(source, n_threads=1) as reader:
+        error = failure(reader, whole(rows(0, 8), rank=1))
+    assert isinstance(error, SourceError) and error.chunk == (2, 0)
+    assert reader.tally.chunks_decoded == 2 and reader.tally.nbytes_read == 64 and chunks_of(source).fetched[-1] == (2, 0)
+
+
+@pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
+def test_what_is_no_damage_is_passed_on(error: Exception) -> None:
+    reader = reader_of(chunked(TABLE, (2, 4), fails_to_fetch=lambda index: error))
+    assert failure(reader, whole(rows(0, 2), rank=1)) is error
+
+
+def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    copyto = np.copyto
+
+    def wrong(to: Array, what: Any, **options: Any) -> None:
+        copyto(to, what, **options)
+        to[(-1,) * to.ndim] += 1
+
+    reader = reader_of(chunked(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=True)
+    monkeypatch.setattr("shardload.transfer.reader.np.copyto", wrong)
+    error = failure(reader, whole(rows(1, 4)))
+    assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error)
+
+
+# --- everything at once
+
+
+@settings(max_examples=120)
+@given(cases(), st.booleans(), st.sampled_from([0, 1, 3]), st.sampled_from([-1, 64]), st.data())
+def test_all_ranks_readers_together_read_a_selection(
+    case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
+) -> None:
+    """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
+    reader_module._INLINE_NBYTES = inline_nbytes
+    before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
+    index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
+    shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]
+    cell = list(case.cell)
+    at = data.draw(st.integers(0, len(shape)))
+    index.insert(at, 2)
+    shape.insert(at, 4)
+    cell.insert(at, 3)
+    table = np.arange(math.prod(shape), dtype="i4").reshape(shape)
+    expected = table[tuple(index)]
+    selection: Selection = select_axes(tuple(index), shape)
+    plan = case.plan()
+    dtype = np.dtype("f8" if casts else "i4")
+    pieces = []
+    for rank in range(case.n_ranks):
+        held = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
+        pieces.append({s: Piece(r, np.full(r.shape, -1, dtype)) for s, r in held.items()})
+    for rank in range(case.n_ranks):
+        decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
+        room = max(plan.max_read_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
+        source = chunked(table, tuple(cell)) if n_threads else FakeSource(table, tuple(cell))
+        slots = Slots(1, room)
+        with SourceReader(
+            source, selection, case.chunks, has_chunks=True, slots=slots, dtype=dtype, pieces=pieces[rank],
+            rank=rank, n_threads=max(1, n_threads), checksums=casts,
+        ) as reader:  # fmt: skip
+            for read in plan.reads(rank):
+                assert reader.has_room(read)
+                block = fetch(reader, read)
+                for part in read.parts:
+                    if part.rank != rank:
+                        pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
+                block.release()
+        nbytes = 4 * sum(read.region.size for read in plan.reads(rank))
+        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.reads(rank) for part in read.parts)
+        if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
+            assert reader.tally.nbytes_read <= nbytes
+            assert n_threads == 0 or reader.tally.chunks_decoded == sum(decoded)
+        else:
+            assert reader.tally.chunks_decoded == sum(decoded) and reader.tally.nbytes_read == nbytes
+    for mine in pieces:
+        for shard, piece in mine.items():
+            true = plan.true_region(shard)
+            wanted = np.full(piece.region.shape, -1, dtype)
+            if true is not None:
+                wanted[true.slices(piece.region.start)] = expected[true.slices()]
+            np.testing.assert_array_equal(piece.data, wanted, strict=True)

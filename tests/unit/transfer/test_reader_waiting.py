@@ -1,0 +1,58 @@
+"""What is a reader asked while a rank waits for it, and can it be left when it never gets on?"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from shardload.errors import StallError
+from shardload.planning.region import Region
+from shardload.transfer.buffers import Slots
+from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, whole
+
+
+def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank that waits for a slot asked the source for the same view at each turn."""
+    asked: list[Region] = []
+    view = FakeSource.view
+    monkeypatch.setattr(FakeSource, "view", lambda self, region: asked.append(region) or view(self, region))  # type: ignore[func-returns-value]
+    slots = Slots(1, 1 << 10)
+    with reader_of(FakeSource(TABLE, (2, 4)), slots=slots) as reader:
+        taken, first, second = slots.take(), whole(rows(0, 2), rank=1), whole(rows(2, 6), rank=1)
+        assert taken is not None and not any(reader.has_room(first) for _ in range(5))
+        assert not any(reader.has_room(second) for _ in range(5))
+        assert asked == [rows(0, 2), rows(2, 6)]
+        slots.give(taken)
+        assert reader.has_room(first)
+
+
+@pytest.mark.parametrize("inline", [-1, 1 << 14], ids=["in threads", "at once"])
+def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", inline)
+    seen: list[tuple[int, str]] = []
+    source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.now()))  # type: ignore[arg-type, func-returns-value]
+    with reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
+        assert reader.now() == (0, "")
+        fetch(reader, whole(rows(2, 4)))
+        fetch(reader, whole(rows(2, 6)))
+        assert reader.now() == (2, "")
+    assert seen == [(0, "chunk (1, 0) of '/rho' in 'f.h5'"), (1, "elements [2:6, 0:4] of '/rho' in 'f.h5'")]
+
+
+def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if leaving the reader waited for the thread that is held up: then no rank could raise."""
+    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    begun, release = threading.Event(), threading.Event()
+
+    def hold(_: Region) -> None:
+        begun.set()
+        assert release.wait(60)
+
+    with pytest.raises(StallError), reader_of(FakeSource(TABLE, (2, 4), hold), {0: piece_of(rows(0, 8))}) as reader:
+        reading = reader.start(whole(rows(2, 4)))
+        assert begun.wait(20)
+        raise StallError("nothing has moved")
+    assert not reading.done()
+    release.set()
+    reading.result()
