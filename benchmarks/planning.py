@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec as P
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.request import Request, plan_file
 from shardload.planning.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
-from shardload.planning.read_plan import Grid, ReadPlan, plan_blocks, plan_shards
 from shardload.planning.region import Region
+from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)
@@ -67,15 +67,15 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, tuple[int, in
 # --- what planning costs
 
 
-def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> ReadPlan:
+def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> Schedule:
     """As `shardload.plan` makes it, once the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
     with Request.open("plan", mesh, SPECS[spec], None, {"path": info.path}, options) as request:
-        return plan_file(request.agree(), info, info.path).read_plan
+        return plan_file(request.agree(), info, info.path).schedule
 
 
-def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> ReadPlan:
+def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> Schedule:
     """The same for devices in another order: JAX cannot make so many, so the table that they would give is given."""
     shards = plan_shards((size,) * 3, AXES[spec], ranks)
     grid = Grid((size,) * 3, chunks, (0, 0, 0))
@@ -83,7 +83,7 @@ def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int
     for mode, n_readers in {ROOT: 1, PARALLEL: ranks.size, DIRECT: 0}.items():
         within = shards.shard_shape if mode == DIRECT else None
         blocks = plan_blocks(grid, 4, max_nbytes=16 << 20, n_readers=n_readers, within=within)
-        plans[mode] = ReadPlan(blocks, shards, 4, ranks.size, n_readers)
+        plans[mode] = Schedule(blocks, shards, 4, ranks.size, n_readers)
         costs[mode] = plan_cost(mode, plans[mode], grid, has_chunks=True, file_itemsize=4, codec="gzip+shuffle")
     shards.describe_ranks()  # by which ranks agree that they planned the same
     return plans[choose_mode(costs, ranks.size)[0] if readers == "auto" else readers]
@@ -99,14 +99,14 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return 1e3 * statistics.median(times)
 
 
-def get_ready(plan: ReadPlan, rank: int) -> None:
+def get_ready(plan: Schedule, rank: int) -> None:
     plan.incoming(rank)
     for read in plan.reads(rank):
         len(read.parts)
         break
 
 
-def walk(plan: ReadPlan, rank: int) -> float:
+def walk(plan: Schedule, rank: int) -> float:
     """Microseconds for each part that a rank sends or gets (of the first so many)."""
     start = time.perf_counter()
     sent = (part for read in plan.reads(rank) for part in read.parts)
@@ -124,14 +124,14 @@ def peak_nbytes(work: Callable[[], Any]) -> int:
     return peak
 
 
-def some_ranks(plan: ReadPlan) -> list[int]:
+def some_ranks(plan: Schedule) -> list[int]:
     """The first, the last, one in the middle, and readers (of few large blocks not every rank reads)."""
     n = plan.n_ranks
     readers = [] if plan.is_direct else [plan.owner(plan.blocks.n_cells // 2), plan.owner(plan.blocks.n_cells - 1)]
     return sorted({0, n // 2 + 1, n - 1, *readers})
 
 
-def measure(make: Callable[[str], ReadPlan]) -> dict[str, Any]:
+def measure(make: Callable[[str], Schedule]) -> dict[str, Any]:
     row: dict[str, Any] = {"plan_ms": milliseconds(lambda: make("auto"))}
     peaks = []
     for mode in (PARALLEL, DIRECT):
@@ -153,7 +153,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         flush=True,
     )
     for n, kind, chunks, spec in cells(options):
-        ways: dict[str, Callable[[str], ReadPlan]] = {
+        ways: dict[str, Callable[[str], Schedule]] = {
             "": lambda r, n=n, c=chunks, s=spec: make_plan(n, options.size, c, s, r)  # type: ignore[misc]
         }
         if n == max(options.mesh):
@@ -200,7 +200,7 @@ def meeting(grid: Grid, region: Region, itemsize: int) -> tuple[Ints, Ints]:
     return numbers.ravel(), sizes.ravel() * itemsize
 
 
-def parts_of_blocks(plan: ReadPlan, blocks: Iterable[int]) -> Triples:
+def parts_of_blocks(plan: Schedule, blocks: Iterable[int]) -> Triples:
     """Reader, holder and bytes of each part of some blocks. (A rank per device, no replicas.)"""
     found = []
     for block in blocks:
@@ -209,7 +209,7 @@ def parts_of_blocks(plan: ReadPlan, blocks: Iterable[int]) -> Triples:
     return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
-def parts_of_shards(plan: ReadPlan, shards: Iterable[int]) -> Triples:
+def parts_of_shards(plan: Schedule, shards: Iterable[int]) -> Triples:
     """The same of some shards."""
     found = []
     for shard in shards:
@@ -239,7 +239,7 @@ def across_nodes(triples: Triples, per_node: int) -> float:
     return float(nbytes[owner // per_node != holder // per_node].sum() / nbytes.sum())
 
 
-def simulate(plan: ReadPlan) -> dict[str, Any]:
+def simulate(plan: Schedule) -> dict[str, Any]:
     """What ranks send and get: all ranks where that is quick, else an even sample of the readers and one of all ranks."""
     blocks, shards = plan.blocks.n_cells, plan.shards.n_shards
     readers = np.unique(plan.owners(np.linspace(0, blocks - 1, min(blocks, plan.n_ranks)).astype(np.int64)))

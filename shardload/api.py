@@ -47,7 +47,7 @@ def load(
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
-    outside: bool = False,
+    allow_external: bool = False,
     untrusted: bool = False,
     allow_filters: Any = (),
 ) -> jax.Array:
@@ -93,7 +93,7 @@ def load(
     missing : {"warn", "error", "fill"}
         What to do about chunks that are not stored, whose values are then the file's fill value: one `MissingChunksWarning` on
         rank 0, a SourceError on every rank, or nothing. They are counted in `LoadReport.chunks_missing`.
-    outside : bool
+    allow_external : bool
         Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
         external storage or symbolic links. Without it such a file is refused.
     untrusted : bool
@@ -138,7 +138,7 @@ def load(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
+        progress=progress, timeout=timeout, missing=missing, allow_external=allow_external, untrusted=untrusted,
         allow_filters=allow_filters,
     )  # fmt: skip
 
@@ -146,10 +146,10 @@ def load(
         options, limits = call.options, call.options.limits
         is_auto = options.readers == AUTO
         if is_auto and limits is not None:  # one process for both
-            info, values = find_small(path, options.dataset, options.outside, limits)
+            info, values = find_small(path, options.dataset, options.allow_external, limits)
         else:
             info = _find(path, call)
-            values = read_small(path, info, options.outside, options.allow_filters) if is_auto else None
+            values = read_small(path, info, options.allow_external, options.allow_filters) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -180,7 +180,7 @@ def plan(
     progress: Progress = None,
     timeout: float | None = TIMEOUT,
     missing: str = "warn",
-    outside: bool = False,
+    allow_external: bool = False,
     untrusted: bool = False,
     allow_filters: Any = (),
     processes: int | None = None,
@@ -211,7 +211,7 @@ def plan(
     """
     options = dict(
         dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, outside=outside, untrusted=untrusted,
+        progress=progress, timeout=timeout, missing=missing, allow_external=allow_external, untrusted=untrusted,
         allow_filters=allow_filters,
     )  # fmt: skip
     with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options, processes) as request:
@@ -299,7 +299,7 @@ def verify(
     seed: int = 0,
     staging: str | int = "256MiB",
     comm: Any = None,
-    outside: bool = False,
+    allow_external: bool = False,
     untrusted: bool = False,
     allow_filters: Any = (),
 ) -> VerifyReport:
@@ -321,7 +321,7 @@ def verify(
         Of the boxes: others with another one.
     staging : str or int
         Cap on each process's memory for this.
-    outside : bool
+    allow_external : bool
         As for `load`: whether the file may lead outside of its folder.
     untrusted : bool
         As for `load`: whether the file is opened by helper processes alone, which may use all filters.
@@ -361,7 +361,7 @@ def verify(
     else:
         found = f"an array of shape {x.shape}, {x.dtype}"
     options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, outside=outside,
+        dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, allow_external=allow_external,
         untrusted=untrusted, allow_filters=allow_filters,
     )  # fmt: skip
     what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
@@ -382,7 +382,7 @@ def verify(
 
 def _find(path: Any, call: Call) -> ArrayInfo:
     options = call.options
-    return find_array(path, options.dataset, options.outside, options.allow_filters, options.limits)
+    return find_array(path, options.dataset, options.allow_external, options.allow_filters, options.limits)
 
 
 def _sharding_of(x: Any) -> Any:

@@ -53,7 +53,7 @@ class Options:
         Seconds without progress on any rank after which a call fails; None: never.
     missing : str
         ``"warn"``, ``"error"`` or ``"fill"``: what is done about chunks that are not stored.
-    outside : bool
+    allow_external : bool
         Whether the file may lead outside of its folder.
     untrusted : bool
         Whether the file is opened and decoded by helper processes alone.
@@ -71,7 +71,7 @@ class Options:
     progress: Progress
     timeout: float | None = TIMEOUT
     missing: str = "warn"
-    outside: bool = False
+    allow_external: bool = False
     untrusted: bool = False
     allow_filters: tuple[str, ...] = ()
 
@@ -103,7 +103,7 @@ class Options:
         progress: Any = None,
         timeout: Any = TIMEOUT,
         missing: Any = "warn",
-        outside: Any = False,
+        allow_external: Any = False,
         untrusted: Any = False,
         allow_filters: Any = (),
     ) -> Options:
@@ -127,8 +127,10 @@ class Options:
             raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
         if not isinstance(missing, str) or missing not in MISSING:
             raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about absent chunks")
-        if not isinstance(outside, bool):
-            raise ConfigError(f"outside is {outside!r}; expected True or False: may the file lead outside of its folder?")
+        if not isinstance(allow_external, bool):
+            raise ConfigError(
+                f"allow_external is {allow_external!r}; expected True or False: may the file lead outside of its folder?"
+            )
         if not isinstance(untrusted, bool):
             raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
         return cls(
@@ -142,7 +144,7 @@ class Options:
             progress=progress,
             timeout=_seconds(timeout),
             missing=missing,
-            outside=outside,
+            allow_external=allow_external,
             untrusted=untrusted,
             allow_filters=filter_names(allow_filters),
         )
@@ -159,7 +161,7 @@ class Options:
             "verify": self.verify,
             "timeout": repr(self.timeout),
             "missing": self.missing,
-            "outside": str(self.outside),
+            "allow_external": str(self.allow_external),
             "untrusted": str(self.untrusted),
             "allow_filters": ",".join(self.allow_filters),
         }

@@ -16,19 +16,19 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
-from shardload.planning.read_plan import Grid, ReadPlan, plan_blocks, plan_shards
+from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
 
 SHAPE, N_RANKS = (8, 8, 8), 4
 COLORS = ("#4477aa", "#ee8866", "#44aa88", "#aa77bb")
 INK = "#333333"
 
 
-def read_plan() -> ReadPlan:
+def schedule() -> Schedule:
     """An array of 8 planes, one chunk each, as 2 x 2 pencils along axis 0, read by four ranks."""
     chunks = Grid(SHAPE, (1, 8, 8), (0, 0, 0))
     shards = plan_shards(SHAPE, [(), (0,), (1,)], np.arange(N_RANKS).reshape(2, 2))
     blocks = plan_blocks(chunks, 4, max_nbytes=2 * 64 * 4, n_readers=1)
-    return ReadPlan(blocks, shards, 4, N_RANKS, N_RANKS)
+    return Schedule(blocks, shards, 4, N_RANKS, N_RANKS)
 
 
 def oblique(i: float, j: float, k: float, at: tuple[float, float], unit: float) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def box(ax: plt.Axes, start: tuple[int, ...], stop: tuple[int, ...], at: tuple[f
 
 def main() -> None:
     """Three columns: chunks in the file, blocks in the readers, pencils on the devices."""
-    plan = read_plan()
+    plan = schedule()
     fig, ax = plt.subplots(figsize=(10, 4.3))
     ax.set_axis_off()
     ax.set_aspect("equal")

@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
-from shardload.planning.read_plan import RankBoxes, Shards, plan_shards
 from shardload.planning.region import Region
+from shardload.planning.schedule import RankBoxes, Shards, plan_shards
 
 __all__ = [
     "describe_decomposition",

@@ -30,8 +30,8 @@ from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.base import Source
 from shardload.options import FILE, FULL, INDEX, pad_value
-from shardload.planning.read_plan import Grid, ReadPlan, plan_blocks
 from shardload.planning.region import Region, Selection
+from shardload.planning.schedule import Grid, Schedule, plan_blocks
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import box
 from shardload.transfer.checksum import join_sums, sum_shard
@@ -127,7 +127,7 @@ class Verifier:
 
     Parameters
     ----------
-    plan : ReadPlan
+    plan : Schedule
         Who holds what.
     selection : Selection
         Which elements of the file make up the array.
@@ -153,7 +153,7 @@ class Verifier:
 
     def __init__(
         self,
-        plan: ReadPlan,
+        plan: Schedule,
         selection: Selection,
         chunks: Grid,
         *,
@@ -328,7 +328,7 @@ class _Own:
         rank: int,
         shards: dict[int, list[Any]],
         pieces: Mapping[Region, Array],
-        plan: ReadPlan,
+        plan: Schedule,
         checked: Checked,
         most_nbytes: int,
     ) -> None:

@@ -148,8 +148,8 @@ def complete_spec(ctx: typer.Context, incomplete: str) -> list[str]:
 def as_typed(message: str) -> str:
     """A message of the library, with the flags of the command line in the place of its keywords.
 
-    >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or outside=True")
-    'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --outside'
+    >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or allow_external=True")
+    'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
@@ -169,7 +169,7 @@ def info_as_typed(message: str) -> str:
     return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
 
 
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("allow_filters", "dataset", "dtype", "missing", "outside")}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("allow_filters", "dataset", "dtype", "missing", "allow_external")}
 _FLAGS |= {name: f"--{name}" for name in ("pad", "readers", "select", "staging", "untrusted")} | {"verify": "--how"}
 _SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")

@@ -65,7 +65,9 @@ Readers = Annotated[
         autocompletion=completes("auto", "root", "parallel", "direct"),
     ),
 ]
-Outside = Annotated[bool, typer.Option("--outside", help="Follow links and references that lead out of the file's folder.")]
+AllowExternal = Annotated[
+    bool, typer.Option("--allow-external", help="Follow links and references that lead out of the file's folder.")
+]
 Missing = Annotated[
     str,
     typer.Option(
@@ -140,7 +142,7 @@ def main() -> None:
 @app.command()
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
-    outside: Outside = False,
+    allow_external: AllowExternal = False,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -165,10 +167,10 @@ def info(
 
         path, dataset = split_path(file)
         allow, limits = filter_names(allow_filters), Limits() if untrusted else None
-        arrays = list_arrays(path, outside, allow=allow, untrusted=limits)
+        arrays = list_arrays(path, allow_external, allow=allow, untrusted=limits)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, outside, allow, limits)]
+            arrays = named or [find_array(path, dataset, allow_external, allow, limits)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -188,7 +190,7 @@ def plan(
     pad: Pad = None,
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
-    outside: Outside = False,
+    allow_external: AllowExternal = False,
     untrusted: Untrusted = False,
     processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
     allow_filters: AllowFilters = "",
@@ -220,7 +222,13 @@ def plan(
         import shardload
         from shardload.jobs.describe import describe_plan
 
-        how: dict[str, Any] = {"dtype": dtype, "pad": value, "readers": who, "staging": staging, "outside": outside}
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "pad": value,
+            "readers": who,
+            "staging": staging,
+            "allow_external": allow_external,
+        }
         how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
         found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
         typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
@@ -238,7 +246,7 @@ def verify(
     readers: Readers = "auto",
     staging: StagingText = "256MiB",
     missing: Missing = "warn",
-    outside: Outside = False,
+    allow_external: AllowExternal = False,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = False,
     how: How = "full",
@@ -258,7 +266,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
-    more |= {"missing": missing, "outside": outside, "untrusted": untrusted, "allow_filters": allow_filters}
+    more |= {"missing": missing, "allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.cli.verify import run
 

@@ -39,7 +39,7 @@ from shardload.comm.heartbeat import Departures, MpiOffice, leave_alone_at_exit,
 from shardload.comm.shared_memory import HANDLE_SIZE, Segment
 from shardload.comm.topology import Machine, Node, pretended_ranks_per_node
 from shardload.comm.tracebacks import share
-from shardload.comm.watchdog import Watch
+from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, PeerError, ShardloadError, StallError
 from shardload.system.interruption import let_interruption_pass
 
@@ -214,7 +214,7 @@ class Group:
         # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
         ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
-        self.watch = Watch(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
+        self.watch = Watchdog(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
         mpi = None if comm is None else self.mpi
         self._collectives: Collectives = (
             MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "State",
+    "RankState",
     "notice_apart",
     "notice_before_first",
     "notice_of",
@@ -28,7 +28,7 @@ _ALL = "All ranks must make the same calls: look for an `if` around it, or for w
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """Where a rank is.
 
     Attributes
@@ -52,7 +52,9 @@ class State:
         return "read" if self.reading else self.phase
 
 
-def text_of(what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, State], heard: Mapping[int, State]) -> str:
+def text_of(
+    what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]
+) -> str:
     """The verdict on a call.
 
     Parameters
@@ -79,7 +81,7 @@ def text_of(what: str, timeout: float, absent: Sequence[int], lost: Mapping[int,
     return f"nothing has moved for {timeout:g} s (call: {what}): {_who(absent, lost, heard)}. {advice}"
 
 
-def _who(absent: Sequence[int], lost: Mapping[int, State], heard: Mapping[int, State]) -> str:
+def _who(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
     said = []
     if absent:
         said.append(f"{_names(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
@@ -103,8 +105,8 @@ def notice_of(
     what: str,
     seconds: float,
     absent: Sequence[int],
-    lost: Mapping[int, State],
-    heard: Mapping[int, State],
+    lost: Mapping[int, RankState],
+    heard: Mapping[int, RankState],
     timeout: float | None,
 ) -> str:
     """What is said long before a verdict.

@@ -1,6 +1,6 @@
 """Does anything still move? If not: who is late, and with what?
 
-Every rank calls `Watch.look` at each turn of each of its waits, which costs a look at the clock. Then, beat by beat:
+Every rank calls `Watchdog.look` at each turn of each of its waits, which costs a look at the clock. Then, beat by beat:
 
 1. A rank that waits tells rank 0, the warden, where it is: a count that grows with all that it does, its phase, and what it is
    reading (which a thread may be held up in, while this rank itself still answers).
@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shardload.comm.stall_report import (
-    State,
+    RankState,
     notice_apart,
     notice_of,
     notice_without_warden,
@@ -41,7 +41,7 @@ from shardload.comm.stall_report import (
 from shardload.comm.tracebacks import share
 from shardload.errors import StallError
 
-__all__ = ["Office", "Watch", "beat_seconds"]
+__all__ = ["Office", "Watchdog", "beat_seconds"]
 
 _log = logging.getLogger("shardload")
 _BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # in a timeout; at the longest
@@ -85,7 +85,7 @@ def beat_seconds(timeout: float | None, size: int) -> float:
     return longest if timeout is None else min(timeout / _BEATS, longest)
 
 
-class Watch:
+class Watchdog:
     """What one rank knows of the progress of all.
 
     Parameters
@@ -121,7 +121,7 @@ class Watch:
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
         self._now: Callable[[], tuple[int, str]] = _nothing
-        self._states: dict[int, State] = {}  # the warden's: the latest of each rank
+        self._states: dict[int, RankState] = {}  # the warden's: the latest of each rank
         self._heard: dict[int, int] = {}  # ... and at which of its beats it came
         self._interval = self._due = 0.0
         self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
@@ -209,12 +209,12 @@ class Watch:
         self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
         self._is_said = False
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         n_read, reading = self._now()
         if n_read != self._n_seen:
             self._n_seen = n_read
             self._count += 1
-        return State(self._call, self._count, self._phase, reading[:_LONGEST_NAME])
+        return RankState(self._call, self._count, self._phase, reading[:_LONGEST_NAME])
 
     def _beat(self) -> None:
         self._due = self._clock() + self._interval
@@ -270,7 +270,7 @@ class Watch:
             if message["kind"] == _VERDICT:
                 self._set_verdict(message["text"], message["rank"])
             elif message["kind"] == _BEAT and self._rank == 0 and office is not None:
-                state = State(*message["state"])
+                state = RankState(*message["state"])
                 self._note(rank, state)
                 if answers:
                     office.send(rank, {"kind": _ALIVE, "call": state.call})
@@ -280,7 +280,7 @@ class Watch:
                 self._is_said = True
         self._raise_verdict()
 
-    def _note(self, rank: int, state: State) -> None:
+    def _note(self, rank: int, state: RankState) -> None:
         """Keep what a rank says of itself."""
         self._heard[rank] = self._n_beats
         known = self._states.get(rank)
@@ -297,7 +297,7 @@ class Watch:
         late = sorted([*absent, *lost, *(r for r, state in heard.items() if state.reading)])
         self._give_up(text_of(self._what, self._timeout, absent, lost, heard), late[0] if late else None)
 
-    def _places(self) -> tuple[list[int], dict[int, State], dict[int, State]]:
+    def _places(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
         """Ranks that never said anything in this call; where those were that say nothing any more; where the others are."""
         ranks = range(self._size) if self._office is not None else (self._rank,)
         lately = self._n_beats - _SILENT_BEATS

@@ -294,13 +294,13 @@ class Format(Protocol):
     def list_arrays(
         self,
         path: str,
-        outside: bool = False,
+        allow_external: bool = False,
         texts: bool = True,
         most: int | None = None,
         like: str = "",
         allow: Collection[str] = (),
     ) -> list[ArrayInfo]:
-        """Every array in the file, in its own order. Unless `outside`, what leads out of the file's folder is refused.
+        """Every array in the file, in its own order. Unless `allow_external`, what leads out of the file's folder is refused.
 
         Without `texts`, attributes that are texts may be left out of what is told. With `most`, one more than that tells that
         there are more; those below `like`, or with a name like it, are then among them where the format lists names quickly.
@@ -308,11 +308,11 @@ class Format(Protocol):
         """
         ...
 
-    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
         ...
 
-    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
         ...
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 __all__ = ["TARGET_HINT", "Fence", "NotAFileError", "OutsideError", "kind_of", "open_file", "why_not_a_file"]
 
-TARGET_HINT = "pass outside=True if you trust it"
+TARGET_HINT = "pass allow_external=True if you trust it"
 
 
 class OutsideError(OSError):
@@ -37,16 +37,16 @@ class Fence:
     folders: tuple[str, ...] = ()
 
     @classmethod
-    def around_file(cls, path: str, outside: bool = False) -> Fence:
+    def around_file(cls, path: str, allow_external: bool = False) -> Fence:
         """The folder that `path` is in, and the one that the file itself is in where `path` is a link to it."""
-        if outside:
+        if allow_external:
             return cls()
         return cls(tuple({os.path.realpath(os.path.dirname(path) or "."), os.path.dirname(os.path.realpath(path))}))
 
     @classmethod
-    def around_store(cls, path: str, outside: bool = False) -> Fence:
+    def around_store(cls, path: str, allow_external: bool = False) -> Fence:
         """The folder `path` itself."""
-        return cls() if outside else cls((os.path.realpath(path),))
+        return cls() if allow_external else cls((os.path.realpath(path),))
 
     def holds(self, path: str) -> bool:
         """Whether `path` leads to a place inside; it need not exist."""

@@ -100,7 +100,7 @@ def split_path(path: str) -> tuple[str, str | None]:
 
 def list_arrays(
     path: str,
-    outside: bool = False,
+    allow_external: bool = False,
     texts: bool = True,
     most: int | None = None,
     like: str = "",
@@ -110,7 +110,7 @@ def list_arrays(
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
     Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
-    `outside`, `allow`: as there.
+    `allow_external`, `allow`: as there.
     Without `texts`, attributes that are texts may be left out: reading those of a damaged file is not safe in every format.
     With `most`, one more than that tells that there are more; those with a name like `like` are among them, if that is quick.
     `untrusted`: the limits of the process that looks, where this one should not.
@@ -123,16 +123,16 @@ def list_arrays(
     path = _without_scheme(path)
     if untrusted is not None:
         with _as_source_error(path):
-            return list_all(path, outside, texts, untrusted)
+            return list_all(path, allow_external, texts, untrusted)
     file_format = _format_of(path)
     with _as_source_error(path):
-        return file_format.list_arrays(path, outside, texts, most, like, allow)
+        return file_format.list_arrays(path, allow_external, texts, most, like, allow)
 
 
 def find_array(
     path_or_object: Any,
     dataset: str | None = None,
-    outside: bool = False,
+    allow_external: bool = False,
     allow: Collection[str] = (),
     untrusted: Limits | None = None,
 ) -> ArrayInfo:
@@ -147,7 +147,7 @@ def find_array(
     dataset : str, optional
         Name of the array, with or without the leading ``/``. Without it the file must hold exactly one array that can
         be loaded and is not a coordinate of another.
-    outside : bool
+    allow_external : bool
         Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
         storage or symbolic links lead.
     allow : collection of str
@@ -173,24 +173,24 @@ def find_array(
         path = _untrusted_path(path_or_object)
         file, name = (path, dataset) if dataset is not None else split_path(path)
         with _as_source_error(file, name):
-            return find(path, file, dataset, outside, untrusted)[0]
+            return find(path, file, dataset, allow_external, untrusted)[0]
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, outside, allow))
+        return _loadable(_info_of_object(path_or_object, dataset, allow_external, allow))
     if dataset is None:
         path, dataset = split_path(path)
     file_format = _format_of(path)
     if dataset is None:
-        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, allow=allow)
+        infos = list_arrays(path, allow_external, texts=False, most=_MOST_LISTED, allow=allow)
         if len(infos) > _MOST_LISTED and len(_fields(infos)) < 2:
-            infos = list_arrays(path, outside, texts=False, allow=allow)
+            infos = list_arrays(path, allow_external, texts=False, allow=allow)
             return _only_array(path, infos, False)
         return _only_array(path, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED)
     name = _full_name(dataset)
     try:
         with _as_source_error(path, name):
-            source = file_format.open_path(path, name, outside, allow)
+            source = file_format.open_path(path, name, allow_external, allow)
     except KeyError:
-        infos = list_arrays(path, outside, texts=False, most=_MOST_LISTED, like=name, allow=allow)
+        infos = list_arrays(path, allow_external, texts=False, most=_MOST_LISTED, like=name, allow=allow)
         raise _no_such_array(path, name, infos[:_MOST_LISTED], len(infos) > _MOST_LISTED) from None
     source.close()
     return _loadable(source.info)
@@ -199,7 +199,7 @@ def find_array(
 def open_source(
     path_or_object: Any,
     dataset: str,
-    outside: bool = False,
+    allow_external: bool = False,
     allow: Collection[str] = (),
     untrusted: Limits | None = None,
 ) -> Source:
@@ -213,7 +213,7 @@ def open_source(
         As given to `find_array`.
     dataset : str
         The name that `find_array` returned; not looked at for an open array.
-    outside, allow, untrusted
+    allow_external, allow, untrusted
         As given to `find_array`.
 
     Raises
@@ -225,16 +225,16 @@ def open_source(
     if untrusted is not None:
         path, name = split_path(_untrusted_path(path_or_object))[0], _full_name(dataset)
         with _as_source_error(path, name):
-            return UntrustedSource(path, name, outside, untrusted)
+            return UntrustedSource(path, name, allow_external, untrusted)
     if path is None:
-        source = _format_of_object(path_or_object).open_object(path_or_object, outside, allow)
+        source = _format_of_object(path_or_object).open_object(path_or_object, allow_external, allow)
     else:
         path = split_path(path)[0]
         file_format = _format_of(path)
         name = _full_name(dataset)
         try:
             with _as_source_error(path, name):
-                source = file_format.open_path(path, name, outside, allow)
+                source = file_format.open_path(path, name, allow_external, allow)
         except KeyError:
             raise SourceError(
                 f"'{path}' as seen from here holds no array '{name}', which was found in it before. It changed, or "
@@ -250,15 +250,17 @@ def open_source(
     return source
 
 
-def find_small(path_or_object: Any, dataset: str | None, outside: bool, untrusted: Limits) -> tuple[ArrayInfo, bytes | None]:
+def find_small(
+    path_or_object: Any, dataset: str | None, allow_external: bool, untrusted: Limits
+) -> tuple[ArrayInfo, bytes | None]:
     """What `find_array` and then `read_small` give, from one other process."""
     path = _untrusted_path(path_or_object)
     file, name = (path, dataset) if dataset is not None else split_path(path)
     with _as_source_error(file, name):
-        return find(path, file, dataset, outside, untrusted, values=True)
+        return find(path, file, dataset, allow_external, untrusted, values=True)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allow: Collection[str] = ()) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, allow_external: bool = False, allow: Collection[str] = ()) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -274,7 +276,7 @@ def read_small(path_or_object: Any, info: ArrayInfo, outside: bool = False, allo
     if _nbytes(info, info.shards or info.chunks or ()) > _SMALL_CHUNK_NBYTES:
         return None
     try:
-        source = open_source(path_or_object, info.dataset, outside, allow)
+        source = open_source(path_or_object, info.dataset, allow_external, allow)
         try:
             before = source.state()
             values = np.empty(info.shape, dtype=source.dtype)
@@ -453,9 +455,9 @@ def _format_of_object(obj: Any) -> Format:
     )
 
 
-def _info_of_object(obj: Any, dataset: str | None, outside: bool, allow: Collection[str]) -> ArrayInfo:
+def _info_of_object(obj: Any, dataset: str | None, allow_external: bool, allow: Collection[str]) -> ArrayInfo:
     """The metadata of an open array; a name beside it must be its own."""
-    info = _format_of_object(obj).open_object(obj, outside, allow).info
+    info = _format_of_object(obj).open_object(obj, allow_external, allow).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
             f"the array handed in is {info}, but dataset='{dataset}' names another. Leave it out, or pass the path."

@@ -130,7 +130,7 @@ class MemoryFormat:
     def list_arrays(
         self,
         path: str,
-        outside: bool = False,
+        allow_external: bool = False,
         texts: bool = True,
         most: int | None = None,
         like: str = "",
@@ -139,11 +139,11 @@ class MemoryFormat:
         """None: there is no file."""
         return []
 
-    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """KeyError: there is no file."""
         raise KeyError(dataset)
 
-    def open_object(self, obj: np.ndarray[Any, Any], outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_object(self, obj: np.ndarray[Any, Any], allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Wrap a NumPy array."""
         return MemorySource(obj)
 

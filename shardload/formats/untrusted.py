@@ -425,10 +425,10 @@ def _named(path: str, dataset: str | None) -> Iterator[None]:
         raise
 
 
-def list_all(path: str, outside: bool, texts: bool, limits: Limits) -> list[ArrayInfo]:
+def list_all(path: str, allow_external: bool, texts: bool, limits: Limits) -> list[ArrayInfo]:
     """What `list_arrays` says, in a helper."""
     with _helper(limits, path) as helper:
-        answer = helper.ask("list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, outside=outside, texts=texts)
+        answer = helper.ask("list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=allow_external, texts=texts)
     infos = answer.get("infos")
     if not isinstance(infos, list):
         raise _lie("no list of arrays")
@@ -436,7 +436,7 @@ def list_all(path: str, outside: bool, texts: bool, limits: Limits) -> list[Arra
 
 
 def find(
-    path: str, inside: str, dataset: str | None, outside: bool, limits: Limits, values: bool = False
+    path: str, inside: str, dataset: str | None, allow_external: bool, limits: Limits, values: bool = False
 ) -> tuple[ArrayInfo, bytes | None]:
     """What `find_array` says of `path` (of the file `inside`), and `read_small` if `values` are wanted, in one helper.
 
@@ -444,16 +444,16 @@ def find(
     """
     if values:
         with suppress(HelperError):
-            return _find(path, inside, dataset, outside, limits, True)
-    return _find(path, inside, dataset, outside, limits, False)
+            return _find(path, inside, dataset, allow_external, limits, True)
+    return _find(path, inside, dataset, allow_external, limits, False)
 
 
 def _find(
-    path: str, inside: str, dataset: str | None, outside: bool, limits: Limits, values: bool
+    path: str, inside: str, dataset: str | None, allow_external: bool, limits: Limits, values: bool
 ) -> tuple[ArrayInfo, bytes | None]:
     with _helper(limits, inside, dataset) as helper:
         factor = _SMALL_FACTOR if values else _FIND_FACTOR
-        answer = helper.ask("find", 0, factor, path=path, dataset=dataset, outside=outside, values=values)
+        answer = helper.ask("find", 0, factor, path=path, dataset=dataset, allow_external=allow_external, values=values)
         info = _loadable(_info_of(answer.get("info"), inside))
         if not values or answer.get("nbytes") is None:
             return info, None
@@ -478,7 +478,7 @@ class UntrustedSource:
         Of the file or store.
     dataset : str
         Full name of the array.
-    outside : bool
+    allow_external : bool
         Whether the file may lead out of its folder.
     limits : Limits
         What all helpers may take together.
@@ -491,8 +491,8 @@ class UntrustedSource:
         If the helper that opens it does not survive that.
     """
 
-    def __init__(self, path: str, dataset: str, outside: bool, limits: Limits) -> None:
-        self._path, self._dataset, self._outside, self._limits = path, dataset, outside, limits
+    def __init__(self, path: str, dataset: str, allow_external: bool, limits: Limits) -> None:
+        self._path, self._dataset, self._allow_external, self._limits = path, dataset, allow_external, limits
         self._lock = threading.Condition()
         self._idle: list[Helper] = []
         self._all: list[Helper] = []
@@ -519,7 +519,9 @@ class UntrustedSource:
         helper = Helper(limits)
         try:
             with _named(self._path, self._dataset):
-                answer = helper.ask("open", 0, _FIND_FACTOR, path=self._path, dataset=self._dataset, outside=self._outside)
+                answer = helper.ask(
+                    "open", 0, _FIND_FACTOR, path=self._path, dataset=self._dataset, allow_external=self._allow_external
+                )
             info, state = _loadable(_info_of(answer.get("info"), self._path)), _state_of(answer.get("state"))
             if info.dataset != self._dataset:
                 raise _lie(f"the array '{_clean(info.dataset)}'")

@@ -145,30 +145,30 @@ class _Server:
         _format_of(split_path(path)[0])
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
-    def do_list(self, path: str, outside: bool, texts: bool) -> Answer:
+    def do_list(self, path: str, allow_external: bool, texts: bool) -> Answer:
         """All arrays."""
         from shardload.formats.lookup import list_arrays
 
         self._prepare(path)
-        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, outside, texts, **_ALLOWED)]}
+        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, allow_external, texts, **_ALLOWED)]}
 
-    def do_find(self, path: str, dataset: str | None, outside: bool, values: bool) -> Answer:
+    def do_find(self, path: str, dataset: str | None, allow_external: bool, values: bool) -> Answer:
         """The array that is meant; and its values, if they are wanted and few."""
         from shardload.formats.lookup import find_array, read_small
 
         self._prepare(path)
-        info = find_array(path, dataset, outside, **_ALLOWED)
-        found = read_small(path, info, outside, **_ALLOWED) if values else None
+        info = find_array(path, dataset, allow_external, **_ALLOWED)
+        found = read_small(path, info, allow_external, **_ALLOWED) if values else None
         if found is not None:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
 
-    def do_open(self, path: str, dataset: str, outside: bool) -> Answer:
+    def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
         """Open it, for what follows."""
         from shardload.formats.lookup import open_source
 
         self._prepare(path)
-        self._source = open_source(path, dataset, outside, **_ALLOWED)
+        self._source = open_source(path, dataset, allow_external, **_ALLOWED)
         self._chunks = self._source.chunk_reader()
         return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
 

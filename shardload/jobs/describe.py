@@ -12,7 +12,7 @@ import numpy as np
 from shardload.errors import printable
 from shardload.formats.base import ArrayInfo
 from shardload.planning.cost import Cost
-from shardload.planning.read_plan import ReadPlan
+from shardload.planning.schedule import Schedule
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
 
@@ -40,7 +40,7 @@ class Described(Protocol):
     staging_nbytes: int
 
     @property
-    def read_plan(self) -> ReadPlan:
+    def schedule(self) -> Schedule:
         """Who reads what."""
         ...
 
@@ -165,7 +165,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def describe_job(made: Described) -> str:
     """What every rank must have planned alike, as text."""
-    p = made.read_plan
+    p = made.schedule
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
         f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"

@@ -38,8 +38,8 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.report import LoadReport, Phase, make_report
 from shardload.options import Options, pad_value
 from shardload.planning.cost import Cost
-from shardload.planning.read_plan import Grid, ReadPlan
 from shardload.planning.region import Region, Selection
+from shardload.planning.schedule import Grid, Schedule
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
 from shardload.transfer.allocator import empty_pieces
@@ -135,9 +135,9 @@ class Plan:
         return self.info.chunks
 
     @property
-    def read_plan(self) -> ReadPlan:
+    def schedule(self) -> Schedule:
         """Who reads what, and who needs which part of it: region by region."""
-        return self._job.read_plan
+        return self._job.schedule
 
     def __str__(self) -> str:
         """For a person: fits the terminal that is printed to; exactly the same on all ranks where that is none."""
@@ -152,7 +152,7 @@ class Plan:
         devices = None
         if not isinstance(self.sharding.mesh, jax.sharding.AbstractMesh) and self.sharding.mesh.size <= _MOST_TOLD:
             devices = devices_of_regions(self.sharding, self.shape_global)
-        return describe_plan_as_html(self, draw_shards(self.read_plan.shards, devices))
+        return describe_plan_as_html(self, draw_shards(self.schedule.shards, devices))
 
     def execute(self) -> jax.Array:
         """Do it. Collective: yes, over the ranks that planned. May be called again.
@@ -216,7 +216,7 @@ class Job:
 
     group: Group | None
     options: Options
-    read_plan: ReadPlan
+    schedule: Schedule
     selection: Selection
     chunks: Grid
     has_chunks: bool
@@ -229,7 +229,7 @@ class Job:
     def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
         """What compares an array with the file that this plan is for."""
         return Verifier(
-            self.read_plan,
+            self.schedule,
             self.selection,
             self.chunks,
             has_chunks=self.has_chunks,
@@ -283,7 +283,7 @@ class Job:
 
     def _run(self, made: Plan, group: Group) -> tuple[jax.Array, LoadReport]:
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        is_direct = self.read_plan.is_direct
+        is_direct = self.schedule.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
         array, report, checked, held = None, None, Checked(), {}
         error: BaseException | None = None
@@ -351,11 +351,11 @@ class Job:
 
     def _shares(self) -> bool:
         """Whether the ranks of a machine hand blocks over in shared memory."""
-        plan = self.read_plan
-        return not plan.is_direct and plan.max_read_size * plan.itemsize >= _WORTH_SHARING_NBYTES
+        plan = self.schedule
+        return not plan.is_direct and plan.max_block_size * plan.itemsize >= _WORTH_SHARING_NBYTES
 
     def _shared_nbytes(self, rank: int) -> int:
-        return self.staging.n_slots * aligned(self.staging.slot_nbytes) if self.read_plan.is_reader(rank) else 0
+        return self.staging.n_slots * aligned(self.staging.slot_nbytes) if self.schedule.is_owner(rank) else 0
 
     def _get_ready(self, made: Plan, rank: int, own: Segment | None, opened: ExitStack) -> _Ready:
         """Open and make all that the exchange needs, so that what cannot be had is known before others wait for it."""
@@ -380,7 +380,7 @@ class Job:
             bell=bell,
             n_threads=staging.n_threads,
             checksums=self.options.checksums,
-            counts=counter_of(self.read_plan, rank),
+            counts=counter_of(self.schedule, rank),
         )
         opened.enter_context(reader)
         if isinstance(source, UntrustedSource):
@@ -397,7 +397,7 @@ class Job:
 
     def _open(self, info: ArrayInfo, rank: int) -> Source | None:
         """The source, on the ranks that read; it must be what the plan was made for."""
-        if not self.read_plan.is_reader(rank):
+        if not self.schedule.is_owner(rank):
             return None
         if isinstance(self.handle, MemorySource):
             return self.handle
@@ -410,7 +410,7 @@ class Job:
         pieces, early = ready.pieces, ready.early
         failed, moved = exchange(
             group,
-            self.read_plan,
+            self.schedule,
             ready.reader,
             pieces,
             tags=tags,
@@ -437,11 +437,11 @@ class Job:
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""
         pieces = {}
-        numbers = list(self.read_plan.shards.shards_of(rank))
-        regions = [self.read_plan.shards.region(shard) for shard in numbers]
+        numbers = list(self.schedule.shards.shards_of(rank))
+        regions = [self.schedule.shards.region(shard) for shard in numbers]
         for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], self.dtype), strict=True):
             piece = Piece(region, data)
-            held = self.read_plan.true_region(shard)
+            held = self.schedule.true_region(shard)
             if held != region:
                 self._fill_tails(piece, held)
             pieces[shard] = piece
@@ -461,7 +461,7 @@ class Job:
 
 def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, options.outside, options.allow_filters, options.limits)
+    source = open_source(handle, info.dataset, options.allow_external, options.allow_filters, options.limits)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()

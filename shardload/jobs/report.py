@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
-from shardload.transfer.counters import Tally
+from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
 from shardload.units import format_nbytes
 
@@ -66,7 +66,7 @@ class LoadReport:
         )
 
 
-def make_report(tally: Tally, moved: Moved, device: Phase) -> LoadReport:
+def make_report(tally: Counters, moved: Moved, device: Phase) -> LoadReport:
     """What one rank did, before the ranks have summed it up."""
     phases = {
         "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),

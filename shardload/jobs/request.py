@@ -38,8 +38,8 @@ from shardload.jobs.describe import describe_job
 from shardload.jobs.execution import Job, Plan, Staging
 from shardload.options import AUTO, TIMEOUT, Options, pad_value
 from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
-from shardload.planning.read_plan import Grid, ReadPlan, Shards, plan_blocks, plan_direct, plan_row_chunks
 from shardload.planning.region import Selection, select_axes
+from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import aligned
 from shardload.units import format_nbytes
@@ -286,7 +286,7 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
             plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **caps, **more)
         else:
             blocks = plan_blocks(chunks, wide, n_readers=n_readers, **caps)
-            plans[mode] = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, n_readers)
+            plans[mode] = Schedule(blocks, shards, dtype.itemsize, n_ranks, n_readers)
     return _choose(call, info, plans, selection, chunks, dtype, path)
 
 
@@ -315,8 +315,8 @@ def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: 
     else:
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
         blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
-    read_plan = ReadPlan(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
-    return _choose(call, info, {ROOT: read_plan}, select_axes(None, info.shape), chunks, dtype, source)
+    schedule = Schedule(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
+    return _choose(call, info, {ROOT: schedule}, select_axes(None, info.shape), chunks, dtype, source)
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
@@ -387,13 +387,13 @@ def _check_staging(info: ArrayInfo, itemsize: int, dtype: np.dtype[Any], staging
         )
 
 
-def _stage(call: Call, plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], n_chunks: int) -> Staging:
+def _stage(call: Call, plan: Schedule, info: ArrayInfo, dtype: np.dtype[Any], n_chunks: int) -> Staging:
     """Share the staging cap out between threads that decode, slots that blocks wait in, and buffers for messages."""
     file_itemsize = np.dtype(info.dtype).itemsize
     wide = max(file_itemsize, dtype.itemsize)
     cap = call.options.staging_nbytes
     chunk_size = math.prod(info.chunks) if info.chunks else 0
-    block_size = min(plan.max_read_size, max(1, plan.max_message_nbytes // plan.itemsize))
+    block_size = min(plan.max_block_size, max(1, plan.max_message_nbytes // plan.itemsize))
     slot_nbytes = max(block_size * dtype.itemsize, n_chunks * aligned(chunk_size * wide))
     pack_nbytes = block_size * dtype.itemsize
     casts = dtype != np.dtype(info.dtype)
@@ -408,7 +408,7 @@ def _stage(call: Call, plan: ReadPlan, info: ArrayInfo, dtype: np.dtype[Any], n_
     return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
 
 
-def _chunks_per_block(plan: ReadPlan, chunks: Grid) -> int:
+def _chunks_per_block(plan: Schedule, chunks: Grid) -> int:
     """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
     axes = zip(plan.blocks.cell, plan.extent, chunks.cell, chunks.counts, strict=True)
     return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
@@ -417,7 +417,7 @@ def _chunks_per_block(plan: ReadPlan, chunks: Grid) -> int:
 def _choose(
     call: Call,
     info: ArrayInfo,
-    plans: dict[str, ReadPlan],
+    plans: dict[str, Schedule],
     selection: Selection,
     chunks: Grid,
     dtype: np.dtype[Any],

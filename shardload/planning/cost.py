@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardload.planning.read_plan import NEAR_NBYTES, Grid, ReadPlan, count_runs, run_stride
+from shardload.planning.schedule import NEAR_NBYTES, Grid, Schedule, count_runs, run_stride
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.units import format_nbytes
 
@@ -107,7 +107,7 @@ class _Reading:
 
 def plan_cost(
     mode: str,
-    plan: ReadPlan,
+    plan: Schedule,
     chunks: Grid,
     *,
     has_chunks: bool,
@@ -123,7 +123,7 @@ def plan_cost(
 
     Parameters
     ----------
-    mode, plan : str, ReadPlan
+    mode, plan : str, Schedule
         Name of the way of reading, and who reads what in it.
     chunks, has_chunks : Grid, bool
         The file's chunks, or stand-ins where it has none: then any part can be read by itself.
@@ -161,14 +161,14 @@ def plan_cost(
         moved_nbytes=traffic.moved_nbytes,
         is_exact=traffic.is_exact,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + is_staged * plan.max_read_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
+        peak_nbytes=piece_nbytes + is_staged * plan.max_block_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
     )
 
 
-def _reading(plan: ReadPlan, chunks: Grid, chunk_nbytes: int | None, itemsize: int) -> _Reading:
+def _reading(plan: Schedule, chunks: Grid, chunk_nbytes: int | None, itemsize: int) -> _Reading:
     """What a plan reads. `chunk_nbytes` is None where there are no chunks."""
     n_holders, fullest = count_held(plan.shards)
     if plan.is_direct:
@@ -280,7 +280,7 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
     )
 
 
-def _is_staged(plan: ReadPlan) -> bool:
+def _is_staged(plan: Schedule) -> bool:
     """Whether some direct read has gaps in its piece, so that it cannot be read straight into it."""
     blocks, gapless = plan.blocks, True
     axes = zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardload.planning.grid import Grid
-from shardload.planning.read_plan import ReadPlan
+from shardload.planning.schedule import Schedule
 from shardload.planning.shards import RankBoxes, Shards
 
 __all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
@@ -70,7 +70,7 @@ def count_held(shards: Shards) -> tuple[int, int]:
 # --- direct
 
 
-def count_direct(plan: ReadPlan, chunks: Grid, *, has_chunks: bool) -> tuple[int, int]:
+def count_direct(plan: Schedule, chunks: Grid, *, has_chunks: bool) -> tuple[int, int]:
     """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves.
 
     Exact, but for merged plans over meshes in which more than some hundred ranks hold shards that do not form a grid: for those
@@ -176,7 +176,7 @@ def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArr
 # --- the other ways
 
 
-def count_traffic(plan: ReadPlan, ranks_per_node: int) -> Traffic:
+def count_traffic(plan: Schedule, ranks_per_node: int) -> Traffic:
     """Count what a plan with readers sends, where rank ``r`` runs on node ``r // ranks_per_node``."""
     shards = plan.shards
     if plan.is_direct or plan.blocks.n_cells == 0:
@@ -191,7 +191,7 @@ def count_traffic(plan: ReadPlan, ranks_per_node: int) -> Traffic:
     return Traffic(n_handovers, n_pairs * n_holders - n_handovers, moved_nbytes, same_node, stays, False)
 
 
-def _axes(plan: ReadPlan) -> list[tuple[int, int, int, int]]:
+def _axes(plan: Schedule) -> list[tuple[int, int, int, int]]:
     blocks = plan.blocks
     return list(zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True))
 
@@ -217,7 +217,7 @@ def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray
     return (low + phase) // cell, low // extent, np.diff(bounds)
 
 
-def _count_triples(plan: ReadPlan, ranks_per_node: int) -> Traffic:
+def _count_triples(plan: Schedule, ranks_per_node: int) -> Traffic:
     """Look at each block, shard and device."""
     block: Any = np.zeros((), dtype=np.int64)
     shard, size = block, block + 1
@@ -244,7 +244,7 @@ def _count_triples(plan: ReadPlan, ranks_per_node: int) -> Traffic:
     )
 
 
-def _sample_shares(plan: ReadPlan, ranks_per_node: int) -> tuple[float, float]:
+def _sample_shares(plan: Schedule, ranks_per_node: int) -> tuple[float, float]:
     """Of all parts, by their size: the share that stays on its rank, and of the others the share that stays on its node.
 
     The same elements on every rank: a Kronecker sequence with the powers of the generalised golden ratio (M. Roberts, "The

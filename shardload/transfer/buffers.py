@@ -1,7 +1,7 @@
 """Where do values wait between the file and their piece?
 
-A `Piece` is a shard's data on the host: where all values end. A `Block` is what one reader has read at once, as one or more
-tiles (decoded chunks lie as they are; putting them together would be one more copy). Blocks wait in `Slots`: a few buffers,
+A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is what one reader has read at once, as one or
+more tiles (decoded chunks lie as they are; putting them together would be one more copy). They wait in `Slots`: a few buffers,
 used again and again, in memory that other processes can look into where there is any, else in this process's own.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.read_plan import Read
 from shardload.planning.region import Region
+from shardload.planning.schedule import Block
 
 __all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box"]
 
@@ -83,10 +83,10 @@ class Slot:
 
 
 @dataclass
-class Block:
+class StagedBlock:
     """One block in memory. The parts of this rank's own pieces have been delivered; `tiles` hold at least the others."""
 
-    read: Read
+    read: Block
     tiles: list[Tile] = field(default_factory=list)
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["MOST_NAMED", "Tally"]
+__all__ = ["MOST_NAMED", "Counters"]
 
 MOST_NAMED = 3  # of the chunks that are not stored
 
 
 @dataclass
-class Tally:
+class Counters:
     """What reading cost: seconds are summed over the threads."""
 
     chunks_decoded: int = 0
@@ -24,7 +24,7 @@ class Tally:
     chunks_missing: int = 0
     missing: list[int] = field(default_factory=list)  # the first few, by their number
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Counters) -> None:
         """Add what one task counted."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)

@@ -24,13 +24,13 @@ import numpy as np
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.planning.read_plan import Read, ReadPlan
+from shardload.planning.schedule import Block, Schedule
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Block, Piece, Slots
+from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.messages import Packer
-from shardload.transfer.receiver import Inbox
-from shardload.transfer.requests import ACK, Traffic
-from shardload.transfer.sender import Outbox
+from shardload.transfer.receiver import Receiver
+from shardload.transfer.requests import ACK, Requests
+from shardload.transfer.sender import Sender
 
 __all__ = ["BlockReader", "Moved", "exchange"]
 
@@ -53,7 +53,7 @@ class BlockReader(Protocol):
         """Reads worth starting before the first is done."""
         ...
 
-    def has_room(self, read: Read) -> bool:
+    def has_room(self, read: Block) -> bool:
         """Whether `start` has a buffer for this read."""
         ...
 
@@ -61,7 +61,7 @@ class BlockReader(Protocol):
         """A number that grows with what has been read, and what is being read."""
         ...
 
-    def start(self, read: Read) -> Any:
+    def start(self, read: Block) -> Any:
         """Begin to read one block: `done()`, `result()`. Not called again after one has failed."""
         ...
 
@@ -80,7 +80,7 @@ class Moved:
 
 def exchange(
     group: Group,
-    plan: ReadPlan,
+    plan: Schedule,
     reader: BlockReader,
     pieces: Mapping[int, Piece],
     *,
@@ -101,7 +101,7 @@ def exchange(
     ----------
     group : Group
         The ranks.
-    plan : ReadPlan
+    plan : Schedule
         Who reads what, and who needs which part of it.
     reader : BlockReader
         Gives this rank's blocks.
@@ -134,12 +134,12 @@ def exchange(
     Moved
         What it cost.
     """
-    traffic = Traffic(group, tags, seed)
+    traffic = Requests(group, tags, seed)
     advance = _Advance(on_progress)
     complete = _Advance(on_piece)
-    inbox = Inbox(traffic, plan, segments, pieces, checksums, advance, complete)
+    inbox = Receiver(traffic, plan, segments, pieces, checksums, advance, complete)
     packer, shared_packer = Packer(pack_slots), Packer(slots)
-    outbox = Outbox(traffic, segments, packer, shared_packer, dtype, checksums)
+    outbox = Sender(traffic, segments, packer, shared_packer, dtype, checksums)
     moving = _Exchange(traffic, plan, reader, inbox, outbox, bell)
     try:
         moving.run()
@@ -169,7 +169,9 @@ class _Advance:
 
 
 class _Exchange:
-    def __init__(self, traffic: Traffic, plan: ReadPlan, reader: BlockReader, inbox: Inbox, outbox: Outbox, bell: Bell) -> None:
+    def __init__(
+        self, traffic: Requests, plan: Schedule, reader: BlockReader, inbox: Receiver, outbox: Sender, bell: Bell
+    ) -> None:
         self.traffic, self.plan, self.reader, self.inbox, self.outbox = traffic, plan, reader, inbox, outbox
         self.bell, self.watch = bell, traffic.group.watch
         self.rank = traffic.group.rank
@@ -239,7 +241,7 @@ class _Exchange:
             self.following, moved = next(self.reads, None), True
         return moved
 
-    def _deliver(self, block: Block) -> None:
+    def _deliver(self, block: StagedBlock) -> None:
         for part in block.read.parts:
             if part.rank == self.rank:
                 self.inbox.delivered(part)

@@ -18,7 +18,7 @@ import deflate
 import numpy as np
 
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Block, Slot, Slots, aligned, box
+from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, box
 
 __all__ = ["Packer", "checksum", "identity", "message", "sendable"]
 
@@ -122,7 +122,7 @@ class Packer:
         """Most bytes of slots that were in use at a time."""
         return self._slots.peak_nbytes
 
-    def pack(self, block: Block, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
+    def pack(self, block: StagedBlock, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
         """A copy of what `block` holds of `region`, and what to call when it has been sent; None while there is no room.
 
         Asked again for the region that was packed last (replicas), the same copy is shared.

@@ -18,8 +18,8 @@ import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.base import ArrayInfo
-from shardload.planning.read_plan import Grid, Read, ReadPlan
 from shardload.planning.region import Region, Selection
+from shardload.planning.schedule import Block, Grid, Schedule
 from shardload.transfer.counters import MOST_NAMED
 
 __all__ = ["beginning_in", "chunk_numbers", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
@@ -27,16 +27,16 @@ __all__ = ["beginning_in", "chunk_numbers", "counter_of", "describe_missing", "f
 _NONE = 2**63 - 1
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Counter = Callable[[Read, Numbers, Grid], Numbers]
+Counter = Callable[[Block, Numbers, Grid], Numbers]
 
 
-def counter_of(plan: ReadPlan, rank: int) -> Counter:
+def counter_of(plan: Schedule, rank: int) -> Counter:
     """Which of the chunks that it met in a read `rank` counts: each chunk is counted by one rank, in one of its reads.
 
     That is where its first element lies; where each rank reads what it holds, by the first of those that hold the shard there.
     """
 
-    def counts(read: Read, numbers: Numbers, chunks: Grid) -> Numbers:
+    def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
         if not plan.is_direct:
             return beginning_in(read.region, numbers, chunks)
         own = [part.region for part in read.parts if plan.shards.holders(part.shard)[0] == rank]

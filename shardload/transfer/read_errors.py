@@ -8,8 +8,8 @@ from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted import HelperError
-from shardload.planning.read_plan import Grid
 from shardload.planning.region import Region, Selection
+from shardload.planning.schedule import Grid
 
 __all__ = ["Naming"]
 

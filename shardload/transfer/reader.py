@@ -27,12 +27,12 @@ import numpy as np
 from shardload.comm.shared_memory import Bell
 from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.base import ChunkReader, Source, settle_bools
-from shardload.planning.read_plan import Grid, Part, Read
 from shardload.planning.region import Region, Selection
+from shardload.planning.schedule import Block, Grid, Part
 from shardload.system.thread_pool import Pool, done_here
-from shardload.transfer.buffers import Block, Piece, Slots, Tile, aligned
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned
 from shardload.transfer.cast import cast_into
-from shardload.transfer.counters import MOST_NAMED, Tally
+from shardload.transfer.counters import MOST_NAMED, Counters
 from shardload.transfer.messages import checksum, sendable
 from shardload.transfer.missing import Counter, beginning_in, chunk_numbers
 from shardload.transfer.read_errors import Naming
@@ -49,14 +49,14 @@ Array = np.ndarray[Any, Any]
 class Reading:
     """One read under way."""
 
-    block: Block
+    block: StagedBlock
     tasks: list[Future[None]] = field(default_factory=list)
 
     def done(self) -> bool:
         """Whether all of it is there, or has failed."""
         return all(task.done() for task in self.tasks)
 
-    def result(self) -> Block:
+    def result(self) -> StagedBlock:
         """The block; what a task raised, if one did."""
         for task in self.tasks:
             task.result()
@@ -120,12 +120,12 @@ class SourceReader:
         self._n_threads = n_threads if self._chunk_reader is not None else 1  # `read_into` is promised one at a time
         self._pool = Pool(self._n_threads, "shardload-read")
         self._latest: list[Future[None]] = []
-        self._asked: tuple[Read | None, bool] = (None, False)
+        self._asked: tuple[Block | None, bool] = (None, False)
         self._reading: dict[int, Region] = {}  # by thread: what it is at
         self._n_read = 0
         self._own = threading.local()
         self._lock = threading.Lock()
-        self.tally = Tally()
+        self.tally = Counters()
 
     def _find_chunk_reader(self) -> ChunkReader | None:
         size = math.prod(self._chunk_shape) * self._source.dtype.itemsize
@@ -150,22 +150,22 @@ class SourceReader:
         """Reads worth starting before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_threads + 1
 
-    def has_room(self, read: Read) -> bool:
+    def has_room(self, read: Block) -> bool:
         """Whether a slot is free for this read, or it needs none."""
         return not self._needs_slot(read) or self._slots.has_room()
 
-    def start(self, read: Read) -> Reading:
+    def start(self, read: Block) -> Reading:
         """Begin to read one block. Its own parts are in their pieces when it is done."""
         if not all(read.region.contains(part.region) for part in read.parts):
             raise ValueError(f"a part reaches outside its block {read.region}: the plan is wrong")
-        block = Block(read)
+        block = StagedBlock(read)
         if self._needs_slot(read):
             slot = self._slots.take()
             if slot is None:
                 raise ValueError("no slot is free")
             block.slot, block.release = slot, partial(self._slots.give, slot)
         if self._chunk_reader is None:
-            work: list[Callable[[Tally], None]] = [partial(self._read_block, block)]
+            work: list[Callable[[Counters], None]] = [partial(self._read_block, block)]
         else:
             numbers = list(self._chunks.meeting(read.region))
             # Each task takes every n-th chunk, so that all end at about the same time.
@@ -185,7 +185,7 @@ class SourceReader:
         if self._bell is not None:
             self._bell.ring()
 
-    def _needs_slot(self, read: Read) -> bool:
+    def _needs_slot(self, read: Block) -> bool:
         if self._asked[0] is not read:  # asked again and again while no slot is free
             if self._chunk_reader is not None:
                 needs = any(part.rank != self._rank for part in read.parts)
@@ -194,8 +194,8 @@ class SourceReader:
             self._asked = (read, needs)
         return self._asked[1]
 
-    def _run(self, work: Callable[[Tally], None], read: Read) -> None:
-        tally = Tally()
+    def _run(self, work: Callable[[Counters], None], read: Block) -> None:
+        tally = Counters()
         try:
             work(tally)
         except (ShardloadError, MemoryError):
@@ -220,7 +220,7 @@ class SourceReader:
 
     # --- chunk by chunk
 
-    def _read_chunks(self, block: Block, reader: ChunkReader, places: Iterable[tuple[int, int]], tally: Tally) -> None:
+    def _read_chunks(self, block: StagedBlock, reader: ChunkReader, places: Iterable[tuple[int, int]], tally: Counters) -> None:
         for place, number in places:
             region = self._chunks.region(number).intersect(block.read.region)
             if region is None:
@@ -239,13 +239,13 @@ class SourceReader:
 
     def _read_chunk(
         self,
-        block: Block,
+        block: StagedBlock,
         reader: ChunkReader,
         place: int,
         region: Region,
         parts: list[Part],
         index: tuple[int, ...],
-        tally: Tally,
+        tally: Counters,
     ) -> None:
         started = time.perf_counter()
         encoded = reader.fetch(index, self._stored)
@@ -294,7 +294,7 @@ class SourceReader:
         else:
             tally.nbytes_stored += len(encoded.data)
 
-    def _note_missing(self, read: Read, numbers: Array, tally: Tally) -> None:
+    def _note_missing(self, read: Block, numbers: Array, tally: Counters) -> None:
         """Count chunks that are not stored, by their numbers, if nobody else does."""
         numbers = self._counts(read, numbers, self._chunks)
         tally.chunks_missing += len(numbers)
@@ -308,7 +308,7 @@ class SourceReader:
         whole = math.prod(self._chunk_shape) == region.size
         return view if whole and view.flags.c_contiguous else None
 
-    def _cut(self, block: Block, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def _cut(self, block: StagedBlock, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Room in the block's slot for its chunk number `place`."""
         if block.slot is None:
             raise ValueError("a block without a slot has no room")
@@ -331,12 +331,12 @@ class SourceReader:
 
     # --- by the library, block by block
 
-    def _read_block(self, block: Block, tally: Tally) -> None:
+    def _read_block(self, block: StagedBlock, tally: Counters) -> None:
         read = block.read
         # Parts of several shards, and nobody needs what lies between them.
         if len(read.parts) > 1 and sum(part.region.size for part in read.parts) < read.region.size:
             for part in read.parts:
-                self._read_block(Block(Read(part.region, (part,)), slot=block.slot), tally)
+                self._read_block(StagedBlock(Block(part.region, (part,)), slot=block.slot), tally)
             return
         own = self._own_piece(read)
         if own is not None:
@@ -348,7 +348,7 @@ class SourceReader:
         block.tiles.append(Tile(read.region, values))
         self._deliver(read.parts, read.region, values, tally)
 
-    def _own_piece(self, read: Read) -> Array | None:
+    def _own_piece(self, read: Block) -> Array | None:
         """The part of this rank's own piece that is all of the block, where the values can be read straight into it."""
         if self._casts or len(read.parts) != 1:
             return None
@@ -358,12 +358,12 @@ class SourceReader:
         view = self._pieces[part.shard].view(part.region)
         return view if view.flags.c_contiguous else None
 
-    def _view(self, read: Read) -> Array | None:
+    def _view(self, read: Block) -> Array | None:
         """The values themselves, where they are in memory already and can be sent from there."""
         view = None if self._casts else self._source.view(self._selection.to_file(read.region))
         return self._drop_axes(view) if view is not None and sendable(view) else None
 
-    def _fill(self, block: Block, tally: Tally) -> Array:
+    def _fill(self, block: StagedBlock, tally: Counters) -> Array:
         if block.slot is None:
             raise ValueError("only a staged block can be filled")
         region = block.read.region
@@ -376,7 +376,7 @@ class SourceReader:
         cast_into(raw, data, self._names.elements(self._selection.to_file(region)))
         return data
 
-    def _read(self, read: Read, out: Array, tally: Tally) -> None:
+    def _read(self, read: Block, out: Array, tally: Counters) -> None:
         region, box = read.region, self._selection.to_file(read.region)
         started = time.perf_counter()
         with self._at(region):
@@ -397,7 +397,7 @@ class SourceReader:
 
     # --- both
 
-    def _deliver(self, parts: Iterable[Any], region: Region, values: Array, tally: Tally) -> None:
+    def _deliver(self, parts: Iterable[Any], region: Region, values: Array, tally: Counters) -> None:
         """Copy what stays here of `values` (which are `region`) into the pieces."""
         started = time.perf_counter()
         for part in parts:

@@ -18,14 +18,14 @@ import numpy as np
 
 from shardload.comm.shared_memory import Segment
 from shardload.errors import PeerError, ShardloadError
-from shardload.planning.read_plan import Part, ReadPlan
 from shardload.planning.region import Region
+from shardload.planning.schedule import Part, Schedule
 from shardload.transfer.buffers import Piece
 from shardload.transfer.messages import checksum, identity
 from shardload.transfer.messages import message as message_of
-from shardload.transfer.requests import ACK, Integers, Traffic
+from shardload.transfer.requests import ACK, Integers, Requests
 
-__all__ = ["Inbox"]
+__all__ = ["Receiver"]
 
 _WINDOW = 256  # receives posted at a time, over all senders (at least one per sender)
 
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass
-class _Sender:
+class _Peer:
     """One rank that sends to this one: what comes from it, in order, and how much of it is posted or here."""
 
     rank: int
@@ -52,14 +52,14 @@ class _Sender:
         return self.has_receipt and (self.shares is None or self.n_seen >= self.receipt[1])
 
 
-class Inbox:
+class Receiver:
     """What this rank's pieces still need from others.
 
     Parameters
     ----------
     traffic : Traffic
         Of this exchange.
-    plan : ReadPlan
+    plan : Schedule
         Who reads what, and who needs which part of it.
     segments : mapping of int to Segment
         The memory of each rank of this machine; empty where none is shared.
@@ -75,8 +75,8 @@ class Inbox:
 
     def __init__(
         self,
-        traffic: Traffic,
-        plan: ReadPlan,
+        traffic: Requests,
+        plan: Schedule,
         segments: Mapping[int, Segment],
         pieces: Mapping[int, Piece],
         checksums: bool,
@@ -85,7 +85,7 @@ class Inbox:
     ) -> None:
         self._traffic, self._plan, self._segments, self._pieces = traffic, plan, segments, pieces
         self._checksums, self._advance, self._on_piece = checksums, advance, on_piece
-        self._senders: dict[int, _Sender] = {}
+        self._senders: dict[int, _Peer] = {}
         self.n_arrived = dict.fromkeys(pieces, 0)
         held = ((shard, plan.true_region(shard)) for shard in pieces)
         self._n_wanted = {shard: region.size if region else 0 for shard, region in held}
@@ -103,7 +103,7 @@ class Inbox:
             shares = self._segments.get(rank)
             n_sums = len(parts) if self._checksums and shares is None else 0
             receipt = np.zeros(3 + n_sums, dtype=np.uint32)
-            sender = _Sender(rank, parts, len(parts), proof, receipt, [0] * n_sums, shares)
+            sender = _Peer(rank, parts, len(parts), proof, receipt, [0] * n_sums, shares)
             self._senders[rank] = sender
             request = self._traffic.group.comm.Irecv(receipt, source=rank, tag=self._traffic.receipt_tag)
             self._traffic.add(request, partial(self._expect_no_more, sender), receipt)
@@ -124,7 +124,7 @@ class Inbox:
 
     # --- messages
 
-    def _receive_next(self, sender: _Sender) -> None:
+    def _receive_next(self, sender: _Peer) -> None:
         if sender.n_posted >= sender.n_coming:
             return
         number = sender.n_posted
@@ -159,7 +159,7 @@ class Inbox:
         if self.n_arrived[shard] == self._n_wanted[shard]:
             self._on_piece(self._pieces[shard])
 
-    def _expect_no_more(self, sender: _Sender) -> None:
+    def _expect_no_more(self, sender: _Peer) -> None:
         """A receipt has come: what its sender did not send will never come."""
         sender.has_receipt = True
         sender.n_coming = min(sender.n_coming, int(sender.receipt[1]))
@@ -194,7 +194,7 @@ class Inbox:
         shares = self._segments.get(rank)
         self._traffic.tell(rank, np.array([ACK, note[1]], dtype=np.int64), None if shares is None else shares.bell)
 
-    def _take(self, sender: _Sender | None, rank: int, row: list[int]) -> Region | None:
+    def _take(self, sender: _Peer | None, rank: int, row: list[int]) -> Region | None:
         """Copy what one row of a note names. What cannot be is reported, never raised: the sender waits for the answer."""
         n = len(self._plan.blocks.shape)
         try:
@@ -227,7 +227,7 @@ class Inbox:
         if is_whole and all(sender.receipt[0] for sender in self._senders.values()):
             self._check_coverage()
 
-    def _check_receipt(self, sender: _Sender) -> None:
+    def _check_receipt(self, sender: _Peer) -> None:
         went_well, n_sent, proof, *sums = (int(v) for v in sender.receipt)
         if not went_well:
             return  # that rank raises, and all ranks agree on its error

@@ -10,14 +10,14 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell
 
-__all__ = ["ACK", "LOOK", "Traffic"]
+__all__ = ["ACK", "LOOK", "Requests"]
 
 LOOK, ACK = 0, 1  # "look there for these parts", "I have them"
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Traffic:
+class Requests:
     """Requests, with what to do when each is done; the buffers that MPI reads or writes live as long.
 
     Attributes

@@ -19,14 +19,14 @@ import numpy as np
 
 from shardload.comm.shared_memory import Segment
 from shardload.errors import PeerError
-from shardload.planning.read_plan import Part
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Block
+from shardload.planning.schedule import Part
+from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.messages import Packer, checksum, identity
 from shardload.transfer.messages import message as message_of
-from shardload.transfer.requests import LOOK, Integers, Traffic
+from shardload.transfer.requests import LOOK, Integers, Requests
 
-__all__ = ["Outbox"]
+__all__ = ["Sender"]
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,7 @@ class _Sent:
     sums: list[int] = field(default_factory=list)
 
 
-class Outbox:
+class Sender:
     """The parts that still have to leave this rank, in order.
 
     Parameters
@@ -59,7 +59,7 @@ class Outbox:
 
     def __init__(
         self,
-        traffic: Traffic,
+        traffic: Requests,
         segments: Mapping[int, Segment],
         packer: Packer,
         shared_packer: Packer,
@@ -70,7 +70,7 @@ class Outbox:
         self._rank, self._dtype, self._checksums = traffic.group.rank, dtype, checksums
         own = segments.get(self._rank)
         self._base = 0 if own is None else own.data.ctypes.data
-        self._waiting: deque[tuple[Block, Part]] = deque()
+        self._waiting: deque[tuple[StagedBlock, Part]] = deque()
         self._looking: dict[int, Callable[[], None]] = {}
         self._n_notes = 0
         self.sent: dict[int, _Sent] = {}
@@ -85,7 +85,7 @@ class Outbox:
         """Notes that have not been answered."""
         return len(self._looking)
 
-    def put(self, block: Block) -> None:
+    def put(self, block: StagedBlock) -> None:
         """Post what can be posted at once, and queue the other parts."""
         block.n_sending = 1
         notes: dict[int, list[Part]] = {}
@@ -162,7 +162,7 @@ class Outbox:
         for part in parts:
             self._count(part)
 
-    def _post_note(self, block: Block, part: Part) -> bool:
+    def _post_note(self, block: StagedBlock, part: Part) -> bool:
         """Bring a part into shared memory first: its block is somewhere else."""
         packed = self._shared_packer.pack(block, part.region, self._dtype)
         if packed is None:
@@ -172,7 +172,7 @@ class Outbox:
         one_less(block)
         return True
 
-    def _post_message(self, block: Block, part: Part) -> bool:
+    def _post_message(self, block: StagedBlock, part: Part) -> bool:
         tile = block.tile_of(part.region)
         view = None if tile is None else tile.view(part.region)
         done: Callable[[], None] = partial(one_less, block)
@@ -193,7 +193,7 @@ class Outbox:
         return True
 
 
-def one_less(block: Block) -> None:
+def one_less(block: StagedBlock) -> None:
     """One receiver less needs the block; without any its slot is free."""
     block.n_sending -= 1
     if block.n_sending == 0:

@@ -147,8 +147,8 @@ def test_reader_that_holds_nothing(comm: Any, files: dict[str, str]) -> None:
     """Wrong if only ranks with devices read: here rank 0 reads all and the last rank holds all."""
     mesh = mesh_of(jax.devices()[-1:])
     made = shardload.plan(files["chunked"], mesh, P(), dataset=NAME, readers="root")
-    assert made.read_plan.is_reader(0)
-    assert not made.read_plan.shards.shards_of(0)
+    assert made.schedule.is_owner(0)
+    assert not made.schedule.shards.shards_of(0)
     check(made.execute(), ramp(cube()), mesh, P())
 
 

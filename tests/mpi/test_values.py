@@ -358,7 +358,7 @@ def test_tiny_staging(comm: Any, shared_tmp_path: Path, chunks: tuple[int, ...] 
     for spec in (P("b", "a"), P(None, "a", "b"), P()):
         made = shardload.plan(path, mesh_of(), spec, readers=readers, staging=tiny_staging(chunks), verify="checksum")
         if made.readers != "direct":  # there a block is cut by the shards as well
-            assert made.read_plan.blocks.n_cells >= 8
+            assert made.schedule.blocks.n_cells >= 8
         check(made.execute(), values, mesh_of(), spec, spec)
 
 
@@ -375,7 +375,7 @@ def test_messages_are_split(
     for spec in (P("b", "a"), P("a")):
         for verify in ("index", "checksum"):
             made = shardload.plan(path, mesh_of(), spec, readers=readers, verify=verify)
-            sent = [part for parts in made.read_plan.incoming(comm.rank).values() for part in parts]
+            sent = [part for parts in made.schedule.incoming(comm.rank).values() for part in parts]
             assert all(part.region.size * 4 <= nbytes for part in sent)
             check(made.execute(), values, mesh_of(), spec, (spec, verify))
     spec = P("b", "a")

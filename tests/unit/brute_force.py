@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from shardload.planning.read_plan import MAX_MESSAGE_NBYTES, Grid, ReadPlan, plan_blocks, plan_shards
 from shardload.planning.region import Region
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Grid, Schedule, plan_blocks, plan_shards
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24
@@ -45,9 +45,9 @@ class Case:
     def plan(
         self,
         blocks: Grid | None = None,
-        kind: type[ReadPlan] = ReadPlan,
+        kind: type[Schedule] = Schedule,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
-    ) -> ReadPlan:
+    ) -> Schedule:
         shards = plan_shards(self.shape_global, self.axes, self.ranks)
         if blocks is None:
             blocks = plan_blocks(
@@ -140,7 +140,7 @@ def flat_index(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return np.arange(math.prod(shape)).reshape(shape)
 
 
-def simulate(case: Case, plan: ReadPlan) -> Counter[str]:
+def simulate(case: Case, plan: Schedule) -> Counter[str]:
     """Carry a plan out on the index table, rank by rank, and AssertionError at the first thing that is not right.
 
     Returns what was counted on the way: messages, moved elements, reads.
@@ -163,7 +163,7 @@ def simulate(case: Case, plan: ReadPlan) -> Counter[str]:
             counts["reads"] += 1
             assert read.region.size > 0
             assert Region.whole(case.shape).contains(read.region), f"{read.region} reaches outside the array"
-            assert read.region.size <= plan.max_read_size
+            assert read.region.size <= plan.max_block_size
             block = table[read.region.slices()]
             for part in read.parts:
                 assert read.region.contains(part.region) and part.region.size > 0
@@ -197,7 +197,7 @@ def simulate(case: Case, plan: ReadPlan) -> Counter[str]:
     return counts
 
 
-def chunks_read(plan: ReadPlan, chunks: Grid, rank: int) -> list[list[int]]:
+def chunks_read(plan: Schedule, chunks: Grid, rank: int) -> list[list[int]]:
     """The chunks that each read of a rank decodes, by looking at each of the elements that somebody needs of it."""
     numbers = cell_numbers(chunks)
     return [

@@ -32,8 +32,8 @@ import shardload
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.sharding import layout_shards, local_regions, read_sharding, read_spec, verify_layout
 from shardload.errors import ShardloadError
-from shardload.planning.read_plan import Shards, plan_shards
 from shardload.planning.region import Region
+from shardload.planning.schedule import Shards, plan_shards
 from shardload.transfer.buffers import aligned_empty
 
 ROOT = Path(__file__).parents[2]

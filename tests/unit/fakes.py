@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
-from shardload.planning.read_plan import Grid, Part, Read
 from shardload.planning.region import Region, select_axes
-from shardload.transfer.buffers import Block, Piece, Slots
+from shardload.planning.schedule import Block, Grid, Part
+from shardload.transfer.buffers import Piece, Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
 
 Array = np.ndarray[Any, Any]
@@ -148,19 +148,19 @@ def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more
     )  # fmt: skip
 
 
-def fetch(reader: SourceReader, read: Read) -> Block:
+def fetch(reader: SourceReader, read: Block) -> StagedBlock:
     """A block, when all of it is there."""
     return reader.start(read).result()
 
 
-def failure(reader: SourceReader, read: Read) -> BaseException:
+def failure(reader: SourceReader, read: Block) -> BaseException:
     """What a read raises."""
     with pytest.raises(Exception) as found:
         fetch(reader, read)
     return found.value
 
 
-def values_of(block: Block, region: Region, dtype: Any) -> Array:
+def values_of(block: StagedBlock, region: Region, dtype: Any) -> Array:
     """What the tiles of a block hold of a region, each element once."""
     out, seen = np.zeros(region.shape, dtype), np.zeros(region.shape, dtype=int)
     for part, view in block.views(region):
@@ -171,8 +171,8 @@ def values_of(block: Block, region: Region, dtype: Any) -> Array:
     return out
 
 
-def whole(region: Region, rank: int = 0, shard: int = 0) -> Read:
-    return Read(region, (Part(region, shard, rank),))
+def whole(region: Region, rank: int = 0, shard: int = 0) -> Block:
+    return Block(region, (Part(region, shard, rank),))
 
 
 def rows(start: int, stop: int, n: int = 4) -> Region:

@@ -121,7 +121,7 @@ def test_a_dtype_that_jax_has_is_native(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"missing": "ignore"}, {"missing": None}, {"outside": 1}, {"outside": "yes"}, {"untrusted": 1}]
+    "wrong", [{"missing": "ignore"}, {"missing": None}, {"allow_external": 1}, {"allow_external": "yes"}, {"untrusted": 1}]
 )
 def test_missing_outside_and_untrusted_are_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is .*; expected"):
@@ -130,7 +130,19 @@ def test_missing_outside_and_untrusted_are_checked(wrong: dict[str, Any]) -> Non
 
 def test_description_tells_different_options_apart() -> None:
     base = Options.check().describe()
-    names = {"dataset", "select", "dtype", "pad", "readers", "staging", "verify", "timeout", "missing", "outside", "untrusted"}
+    names = {
+        "dataset",
+        "select",
+        "dtype",
+        "pad",
+        "readers",
+        "staging",
+        "verify",
+        "timeout",
+        "missing",
+        "allow_external",
+        "untrusted",
+    }
     names |= {"allow_filters"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
@@ -143,7 +155,7 @@ def test_description_tells_different_options_apart() -> None:
         staging=1,
         verify="checksum",
         missing="error",
-        outside=True,
+        allow_external=True,
         untrusted=True,
         allow_filters="zfp",
     ).items():

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardload.comm.watchdog import Watch, beat_seconds
+from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import StallError
 
 TIMEOUT = 40.0
@@ -56,7 +56,7 @@ class Job:
         self.left: list[tuple[int, float]] = []
         self.departed: dict[int, int] = {}
         self.watches = [
-            Watch(
+            Watchdog(
                 rank,
                 size,
                 self.offices[rank],

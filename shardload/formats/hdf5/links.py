@@ -220,7 +220,7 @@ def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.Fi
     path = _place(name, "HDF5_EXT_PREFIX", file)
     if not os.path.exists(path):
         if not fence.holds(path):
-            raise OutsideError(_outside(link))
+            raise OutsideError(_leads_outside(link))
         raise LostError(f"{link}, which cannot be opened (there is no such file)")
     return _open_other(path, link, fence)
 
@@ -236,7 +236,7 @@ def _open_other(path: str, what: str, fence: Fence) -> h5py.File:
         If HDF5 cannot open it.
     """
     if not fence.holds(path):
-        raise OutsideError(_outside(what))
+        raise OutsideError(_leads_outside(what))
     if (why := why_not_a_file(path)) is not None:
         raise OutsideError(f"{what}, which is {why}")
     try:
@@ -246,11 +246,11 @@ def _open_other(path: str, what: str, fence: Fence) -> h5py.File:
     descriptor = plain_descriptor(opened)
     if descriptor is not None and not fence.holds_open(descriptor, path):
         opened.close()
-        raise OutsideError(_outside(what))
+        raise OutsideError(_leads_outside(what))
     return opened
 
 
-def _outside(what: str) -> str:
+def _leads_outside(what: str) -> str:
     return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
 
 
@@ -397,7 +397,7 @@ def _look_at_source(
     path = str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file)
     what = f"values of another file, '{printable(name)}'"
     if not others.fence.holds(path):
-        raise OutsideError(_outside(what))
+        raise OutsideError(_leads_outside(what))
     if may_be_missing and not os.path.exists(path):
         return False
     if (os.path.realpath(path), inside) in seen:
@@ -443,7 +443,7 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
         path = os.path.join(prefix, name)  # without a prefix: from the working folder, unlike all else
         what = f"values of another file, '{printable(name)}'"
         if not others.fence.holds(path):
-            raise OutsideError(_outside(what))
+            raise OutsideError(_leads_outside(what))
         if (why := why_not_a_file(path)) is not None:
             raise _RefusedError(f"{what}, which is {why}")
         here = min(left, left if size == _UNLIMITED else int(size))
@@ -512,7 +512,7 @@ def nothing_else_opened(fence: Fence) -> Iterator[None]:
         for descriptor, *_ in _open_files() - before:
             if not fence.holds_open(descriptor, "") and _is_hdf5(descriptor):
                 where = os.readlink(f"/proc/self/fd/{descriptor}")
-                raise OutsideError(_outside(f"values of another file, '{where}', as the HDF5 library says when it reads"))
+                raise OutsideError(_leads_outside(f"values of another file, '{where}', as the HDF5 library says when it reads"))
 
 
 def _open_files() -> set[tuple[int, int, int]]:

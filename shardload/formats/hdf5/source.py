@@ -256,7 +256,7 @@ class Hdf5Format:
     def list_arrays(
         self,
         path: str,
-        outside: bool = False,
+        allow_external: bool = False,
         texts: bool = True,
         most: int | None = None,
         like: str = "",
@@ -264,12 +264,12 @@ class Hdf5Format:
     ) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            found = _describe_all(file, path, Fence.around_file(path, outside), texts, most, like, allow)
+            found = _describe_all(file, path, Fence.around_file(path, allow_external), texts, most, like, allow)
             return list(itertools.islice(found, None if most is None else most + 1))
 
-    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        files, fence = [_open_file(path)], Fence.around_file(path, outside)
+        files, fence = [_open_file(path)], Fence.around_file(path, allow_external)
         try:
             found, opened = _look_up(files[0], path, dataset, fence)
             files += opened
@@ -279,7 +279,7 @@ class Hdf5Format:
             close_all(files)
             raise
 
-    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -287,7 +287,7 @@ class Hdf5Format:
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         path = str(obj.file.filename)
-        fence = Fence.around_file(place_of(obj.file), outside)
+        fence = Fence.around_file(place_of(obj.file), allow_external)
         if isinstance(obj, h5py.Group):
             found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
             names = some([repr(info.dataset) for info in found]) or "none"

@@ -93,18 +93,18 @@ class ZarrSource:
         What `describe` says of it.
     store : str or WatchedStore, optional
         What `open_store` gave, to close with this source; None where the array is the caller's.
-    outside : bool
+    allow_external : bool
         Whether a folder may have links that lead out of it.
     allow : collection of str
         As given to `describe`.
     """
 
     def __init__(
-        self, array: Any, info: ArrayInfo, store: Any = None, outside: bool = False, allow: Collection[str] = ()
+        self, array: Any, info: ArrayInfo, store: Any = None, allow_external: bool = False, allow: Collection[str] = ()
     ) -> None:
-        self._array, self._info, self._store = watch(array, outside), info, store
+        self._array, self._info, self._store = watch(array, allow_external), info, store
         self._dtype = native_dtype(array.dtype)
-        self._fence = Fence.around_store(path, outside) if (path := _folder_of(array.store)) is not None else Fence()
+        self._fence = Fence.around_store(path, allow_external) if (path := _folder_of(array.store)) is not None else Fence()
         self._absent: list[tuple[int, ...]] = []
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), allow)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
@@ -253,7 +253,7 @@ class ZarrFormat:
     def list_arrays(
         self,
         path: str,
-        outside: bool = False,
+        allow_external: bool = False,
         texts: bool = True,
         most: int | None = None,
         like: str = "",
@@ -264,9 +264,11 @@ class ZarrFormat:
         with _quiet():
             if os.path.isdir(path):
                 return list(
-                    itertools.islice(_describe_folder(path, Fence.around_store(path, outside), frozenset(), allow=allow), limit)
+                    itertools.islice(
+                        _describe_folder(path, Fence.around_store(path, allow_external), frozenset(), allow=allow), limit
+                    )
                 )
-            store = open_store(path, outside)
+            store = open_store(path, allow_external)
             try:
                 with _naming_codecs(path, "/"):
                     root = zarr.open(store, mode="r")
@@ -275,18 +277,18 @@ class ZarrFormat:
             finally:
                 close_store(store)
 
-    def open_path(self, path: str, dataset: str, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Open an array by its name; KeyError if there is none."""
         parts = dataset.strip("/").split("/")
         if parts != [""] and any(part in ("", ".", "..") for part in parts):
             raise KeyError(dataset)  # Zarr has no such names, and says so with a ValueError
-        store = open_store(path, outside)
+        store = open_store(path, allow_external)
         try:
             with _quiet(), _naming_codecs(path, dataset):
                 found = zarr.open(store, mode="r", path="/".join(parts) or None)
             if not isinstance(found, zarr.Array):
                 raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset, allow), store, outside, allow)
+            return ZarrSource(found, describe(found, path, dataset, allow), store, allow_external, allow)
         except FileNotFoundError as error:
             close_store(store)
             raise KeyError(dataset) from error
@@ -294,7 +296,7 @@ class ZarrFormat:
             close_store(store)
             raise
 
-    def open_object(self, obj: Any, outside: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
@@ -302,7 +304,7 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, outside, allow)
+        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, allow_external, allow)
 
 
 FORMAT = ZarrFormat()

@@ -155,15 +155,15 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
 
 
-def open_store(path: str, outside: bool = False) -> Any:
+def open_store(path: str, allow_external: bool = False) -> Any:
     """What `zarr.open` takes for `path`: a watched store."""
     if "://" in path:
-        if not outside and "reference" in path.lower().split("://")[0].split("::"):
+        if not allow_external and "reference" in path.lower().split("://")[0].split("::"):
             raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
         store = zarr.storage.FsspecStore.from_url(path, read_only=True)
-        return WatchedStore(store, _fence_of(store, path, outside))
+        return WatchedStore(store, _fence_of(store, path, allow_external))
     if os.path.isdir(path):
-        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, outside))
+        return WatchedStore(zarr.storage.LocalStore(path, read_only=True), Fence.around_store(path, allow_external))
     for entry in zip_entries(path):
         if entry.filename.rpartition("/")[2] in _METADATA and entry.file_size > MOST_METADATA_NBYTES:
             raise ValueError(
@@ -245,11 +245,11 @@ class _ShortReads(io.BufferedReader):
         return super().read(size)
 
 
-def watch(array: Any, outside: bool = False) -> Any:
+def watch(array: Any, allow_external: bool = False) -> Any:
     """The same open array, read through a `WatchedStore`, and by decoders that are `checked`."""
     store = array.store
     if not isinstance(store, WatchedStore):
-        store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", outside))
+        store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", allow_external))
     below = array.async_array if hasattr(array, "async_array") else array._async_array
     place = zarr.storage.StorePath(store, array.path)
     settings = getattr(below, "config", None) or below._config
@@ -259,9 +259,9 @@ def watch(array: Any, outside: bool = False) -> Any:
 _REFERENCES = "says of each chunk where it is, which may be anywhere"
 
 
-def _fence_of(store: Any, name: str, outside: bool) -> Fence:
+def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
     """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
-    if outside:
+    if allow_external:
         return Fence()
     store = _unwrapped(store)
     if not isinstance(store, _KNOWN_STORES) and type(store).__name__ != "ObjectStore":

@@ -225,7 +225,7 @@ def _() -> None:
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    traffic = importlib.import_module("shardload.transfer.requests").Traffic
+    traffic = importlib.import_module("shardload.transfer.requests").Requests
     call = lambda: patched("shardload.transfer.sender", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
     before = traffic.tell
     if comm.rank == 0:

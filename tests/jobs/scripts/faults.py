@@ -252,7 +252,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "planning": (importlib.import_module("shardload.load"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
-    "exchange": (importlib.import_module("shardload.transfer.receiver").Inbox, "check"),
+    "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),
     "assembly": (execute, "assemble"),
 }
 

@@ -93,8 +93,8 @@ def slow_source(wait: Callable[..., None]) -> None:
 @case
 def thread(readers: Any) -> None:
     """The last rank that reads is held up in a thread, at its second chunk (where it is to be found again in the text)."""
-    plan = shardload.plan("x.h5", mesh_of(), P("a", "b"), readers=readers, timeout=TIMEOUT).read_plan
-    late = max(rank for rank in range(min(comm.size, 3)) if plan.is_reader(rank))
+    plan = shardload.plan("x.h5", mesh_of(), P("a", "b"), readers=readers, timeout=TIMEOUT).schedule
+    late = max(rank for rank in range(min(comm.size, 3)) if plan.is_owner(rank))
     seen: list[Any] = []
 
     def second(index: Any) -> None:

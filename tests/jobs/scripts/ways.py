@@ -42,10 +42,10 @@ def counted(kind: type, method: str, name: str) -> None:
     setattr(kind, method, call)
 
 
-counted(inbox._Sender, "__init__", "senders")
-counted(outbox.Outbox, "_note", "notes sent")
-counted(outbox.Outbox, "_post_message", "messages sent")
-counted(inbox.Inbox, "_take", "tiles taken")
+counted(inbox._Peer, "__init__", "senders")
+counted(outbox.Sender, "_note", "notes sent")
+counted(outbox.Sender, "_post_message", "messages sent")
+counted(inbox.Receiver, "_take", "tiles taken")
 counted(reader.SourceReader, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget

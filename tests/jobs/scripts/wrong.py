@@ -40,7 +40,7 @@ layout, plan, execute, prepare, reader, group, staging, inbox = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
-        "planning.read_plan",
+        "planning.schedule",
         "jobs.execution",
         "jobs.request",
         "transfer.reader",
@@ -144,9 +144,9 @@ def _(stack: ExitStack) -> None:
 
 def reads_of_rank_0(stack: ExitStack, change: Callable[[Any], Any]) -> None:
     """Let rank 0 send something else than the others expect."""
-    right = plan.ReadPlan.reads
+    right = plan.Schedule.reads
     if comm.rank == 0:
-        stack.enter_context(patched(plan.ReadPlan, "reads", lambda self, rank: change(list(right(self, rank)))))
+        stack.enter_context(patched(plan.Schedule, "reads", lambda self, rank: change(list(right(self, rank)))))
 
 
 @case("two ranks get each other's part", spec=P("a", "b"), readers="root")
@@ -176,7 +176,7 @@ def _(stack: ExitStack) -> None:
 
 @case("the last block dropped by all", spec=P("a", "b"), readers="parallel", dataset="chunked")
 def _(stack: ExitStack) -> None:
-    reads, incoming = plan.ReadPlan.reads, plan.ReadPlan.incoming
+    reads, incoming = plan.Schedule.reads, plan.Schedule.incoming
 
     def last(self: Any) -> Any:
         return self.blocks.region(self.blocks.n_cells - 1)
@@ -188,8 +188,8 @@ def _(stack: ExitStack) -> None:
         kept = {k: [p for p in parts if not last(self).contains(p.region)] for k, parts in incoming(self, rank).items()}
         return {k: parts for k, parts in kept.items() if parts}
 
-    stack.enter_context(patched(plan.ReadPlan, "reads", fewer_reads))
-    stack.enter_context(patched(plan.ReadPlan, "incoming", fewer_parts))
+    stack.enter_context(patched(plan.Schedule, "reads", fewer_reads))
+    stack.enter_context(patched(plan.Schedule, "incoming", fewer_parts))
 
 
 @case("a reader drops its last block", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
@@ -199,10 +199,10 @@ def _(stack: ExitStack) -> None:
 
 @case("a receiver expects a block too few", spec=P("a", "b"), readers="root", dataset="chunked", staging=8192)
 def _(stack: ExitStack) -> None:
-    right = plan.ReadPlan.incoming
+    right = plan.Schedule.incoming
     if comm.rank == 3:
         wrong = lambda self, rank: {k: parts[:-1] for k, parts in right(self, rank).items()}  # noqa: E731
-        stack.enter_context(patched(plan.ReadPlan, "incoming", wrong))
+        stack.enter_context(patched(plan.Schedule, "incoming", wrong))
 
 
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def _(stack: ExitStack) -> None:
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")
 def _(stack: ExitStack) -> None:
     """Rank 0 has one slot and reads the next block into it while the last one is still being sent; the others are late."""
-    expect, take = inbox.Inbox.expect, staging.Slots.take
+    expect, take = inbox.Receiver.expect, staging.Slots.take
     slots: dict[int, Any] = {}
 
     def early(self: Any) -> Any:
@@ -262,7 +262,7 @@ def _(stack: ExitStack) -> None:
         stack.enter_context(patched(staging.Slots, "give", lambda self, slot: None))
         stack.enter_context(patched(staging.Slots, "has_room", lambda self: True))
     else:
-        stack.enter_context(patched(inbox.Inbox, "expect", late))
+        stack.enter_context(patched(inbox.Receiver, "expect", late))
 
 
 # --- notes: where to look in shared memory ----------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tests.mpi.support import check, cube, mesh_of, on_root, ramp
 
 notes: set[int] = set()
 messages: set[int] = set()
-right_note, right_message = outbox.Outbox._note, outbox.Outbox._post_message
+right_note, right_message = outbox.Sender._note, outbox.Sender._post_message
 
 
 def note(self: Any, rank: int, *arguments: Any) -> Any:
@@ -38,8 +38,8 @@ def message(self: Any, block: Any, part: Any) -> Any:
     return right_message(self, block, part)
 
 
-outbox.Outbox._note = note  # type: ignore[method-assign]
-outbox.Outbox._post_message = message  # type: ignore[method-assign]
+outbox.Sender._note = note  # type: ignore[method-assign]
+outbox.Sender._post_message = message  # type: ignore[method-assign]
 
 
 def permuted(devices: Sequence[Any]) -> list[Any]:

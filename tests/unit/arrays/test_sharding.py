@@ -26,7 +26,7 @@ from shardload.arrays.sharding import (
     verify_layout,
 )
 from shardload.errors import ConfigError
-from shardload.planning.read_plan import plan_shards
+from shardload.planning.schedule import plan_shards
 from tests.unit.eight_devices import CHECKS, outcome
 
 MESH = AbstractMesh((2, 4), ("a", "b"))
@@ -58,7 +58,7 @@ def test_processes_are_said_of_an_abstract_mesh_alone(tmp_path: Path) -> None:
             shardload.plan(tmp_path / "a.h5", mesh, None if isinstance(mesh, NamedSharding) else P("a"), processes=1)
     with pytest.raises(TypeError, match="processes"):
         shardload.load(tmp_path / "a.h5", MESH, P("a"), processes=1)  # type: ignore[call-arg]
-    held = shardload.plan(tmp_path / "a.h5", MESH, P("a", "b"), processes=4).read_plan.shards
+    held = shardload.plan(tmp_path / "a.h5", MESH, P("a", "b"), processes=4).schedule.shards
     assert [held.shards_of(rank) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 

@@ -446,7 +446,7 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("Pass dataset= one of these", "Pass --dataset one of these"),
         ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
         ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
-        (TARGET_HINT, "pass --outside if you trust it"),
+        (TARGET_HINT, "pass --allow-external if you trust it"),
         ("pass allow_filters='zfp'.", "pass --allow-filters zfp."),
         ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
         ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
@@ -479,7 +479,7 @@ def test_info_names_no_flag_that_it_lacks(file: str) -> None:
     _, printed, _ = run("info", file, "--json")
     assert "pass allow_filters='bitshuffle'" in printed
     code, _, said = run("info", f"{file}:/far")
-    assert code == 1 and "pass --outside if" in unwrapped(said)
+    assert code == 1 and "pass --allow-external if" in unwrapped(said)
 
 
 @pytest.mark.parametrize("command", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
@@ -491,8 +491,8 @@ def test_a_link_out_of_the_folder_is_followed_where_that_is_typed(file: str, tmp
         h5["far"] = h5py.ExternalLink(file, "/fields/density")
     name, *flags = command
     code, _, said = run(name, f"{inside}/links.h5:/far", *flags)
-    assert code == 1 and "pass --outside if you trust it" in unwrapped(said)
-    code, printed, said = run(name, f"{inside}/links.h5:/far", "--outside", *flags)
+    assert code == 1 and "pass --allow-external if you trust it" in unwrapped(said)
+    code, printed, said = run(name, f"{inside}/links.h5:/far", "--allow-external", *flags)
     assert code == 0, said
     assert "12" in printed and "float32" in printed
 

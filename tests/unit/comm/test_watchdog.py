@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shardload.comm.stall_report import State, text_of, text_without_warden
+from shardload.comm.stall_report import RankState, text_of, text_without_warden
 from shardload.comm.tracebacks import text_of as shown_of
-from shardload.comm.watchdog import Watch, beat_seconds
+from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import PeerError, StallError
 from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeOffice, Job, Post
 
@@ -40,7 +40,7 @@ def test_nothing_is_sent_before_the_first_beat() -> None:
 
 def test_while_nothing_is_due_a_look_is_a_look_at_the_clock() -> None:
     looks, post = [], Post(2)
-    watch = Watch(1, 2, FakeOffice(post, 1), clock=lambda: looks.append(0) or 0.0)  # type: ignore[func-returns-value]
+    watch = Watchdog(1, 2, FakeOffice(post, 1), clock=lambda: looks.append(0) or 0.0)  # type: ignore[func-returns-value]
     watch.begin("", TIMEOUT)
     looks.clear()
     for _ in range(1000):
@@ -381,7 +381,7 @@ def test_after_a_call_nothing_is_sent() -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_without_an_office_a_rank_judges_itself(size: int) -> None:
     now = 0.0
-    watch = Watch(size - 1, size, clock=lambda: now)
+    watch = Watchdog(size - 1, size, clock=lambda: now)
     watch.begin("'f.h5'", TIMEOUT)
     is_named = pytest.raises(StallError, match=rf"rank {size - 1} is reading chunk \(3,\) of '/x'")
     with is_named as found, watch.attend(reading("chunk (3,) of '/x'")):
@@ -407,8 +407,8 @@ def test_each_beat_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_of_many_ranks_a_few_are_named() -> None:
-    heard = {rank: State(1, 1, "exchange", f"chunk ({rank},)") for rank in range(10)}
-    lost = {rank: State(1, 1, "open") for rank in range(10, 20)}
+    heard = {rank: RankState(1, 1, "exchange", f"chunk ({rank},)") for rank in range(10)}
+    lost = {rank: RankState(1, 1, "open") for rank in range(10, 20)}
     text = text_of("'f.h5'", 900, range(20, 4000), lost, heard)
     assert "ranks 20, 21, 22, 23 and 3976 more did not come to this call, or are held up" in text
     assert "ranks 10, 11, 12, 13 and 6 more are held up or gone" in text

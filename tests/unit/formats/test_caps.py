@@ -666,7 +666,7 @@ def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
     tiny = shardload.plan(
         hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
     )
-    assert math.prod(tiny.read_plan.blocks.cell) <= 1 << 14
+    assert math.prod(tiny.schedule.blocks.cell) <= 1 << 14
     assert tiny._job.staging.n_slots * tiny._job.staging.slot_nbytes <= 64 << 20
 
 

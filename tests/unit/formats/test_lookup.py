@@ -308,7 +308,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path, monkeypatch: pytest.Monkey
         "    name = 'XYZ'\n"
         "    def claims_path(self, path): return path.endswith('.xyz')\n"
         "    def claims_object(self, obj): return False\n"
-        "    def list_arrays(self, path, outside=False, texts=True, most=None, like='', allow=()):\n"
+        "    def list_arrays(self, path, allow_external=False, texts=True, most=None, like='', allow=()):\n"
         "        return [ArrayInfo(path, '/x', 'XYZ', (3,), 'float32')]\n"
         "FORMAT = XyzFormat()\n"
     )

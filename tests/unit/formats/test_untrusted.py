@@ -74,7 +74,7 @@ def test_external_links(places: tuple[Path, Path]) -> None:
         np.testing.assert_array_equal(read_all(source), DATA)
         source.close()
     for name in ("/up", "/absolute", "/folder", "/file", "/soft", "/middle", "/g/h/hard/x", "/g/relative/x"):
-        refused(home / "a.h5", name, "outside the folder of this file; pass outside=True")
+        refused(home / "a.h5", name, "outside the folder of this file; pass allow_external=True")
 
 
 def test_a_file_that_is_a_link_itself_is_where_both_are(places: tuple[Path, Path]) -> None:
@@ -307,7 +307,7 @@ def test_links_out_of_a_store(tmp_path: Path, zarr_format: int, order: str, what
     victim = {"chunk": key + "/1", "folder": key, "metadata": "a/.zarray" if zarr_format == 2 else "a/zarr.json", "array": "a"}
     (path / victim[what]).rename(tmp_path / "stolen")
     (path / victim[what]).symlink_to(tmp_path / "stolen")
-    with pytest.raises((SourceError, OSError), match=r"outside the store; pass outside=True if you trust it"):
+    with pytest.raises((SourceError, OSError), match=r"outside the store; pass allow_external=True if you trust it"):
         read_all(open_source(path, "a"))
     listed = {info.dataset: info.refused for info in list_arrays(str(path))}
     assert listed["/b"] is None and (what in ("chunk", "folder") or listed.get("/a", "not followed") is not None)

@@ -476,11 +476,11 @@ def test_a_thread_that_ends_takes_no_helper_with_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         helper = pool.submit(Helper, LIMITS).result()
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("find", path="none.h5", dataset=None, outside=False, values=False)
+        helper.ask("find", path="none.h5", dataset=None, allow_external=False, values=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # for all processes of a job, which are the ranks' to answer
         os.kill(helper.pid, number)
     with pytest.raises(SourceError, match="there is no file"):
-        helper.ask("find", path="none.h5", dataset=None, outside=False, values=False)
+        helper.ask("find", path="none.h5", dataset=None, allow_external=False, values=False)
     helper.end()
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from shardload.planning import cost as costs
 from shardload.planning import traffic as count
 from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, choose_mode, plan_cost
-from shardload.planning.read_plan import (
+from shardload.planning.region import Region
+from shardload.planning.schedule import (
     Grid,
-    ReadPlan,
+    Schedule,
     count_runs,
     plan_blocks,
     plan_direct,
@@ -24,7 +25,6 @@ from shardload.planning.read_plan import (
     plan_shards,
     run_stride,
 )
-from shardload.planning.region import Region
 from tests.unit.brute_force import Case, cases, chunks_read, flat_index, grids, held_regions, simulate
 from tests.unit.eight_devices import CHECKS, outcome
 
@@ -33,7 +33,7 @@ def mode_of(case: Case) -> str:
     return {0: DIRECT, 1: ROOT}.get(case.n_readers, PARALLEL)
 
 
-def cost_of(case: Case, plan: ReadPlan, **more: Any) -> Cost:
+def cost_of(case: Case, plan: Schedule, **more: Any) -> Cost:
     options: dict[str, Any] = dict(has_chunks=True, file_itemsize=case.itemsize, codec="gzip") | more
     return plan_cost(mode_of(case), plan, case.chunks, **options)
 
@@ -101,13 +101,13 @@ def test_peak_memory_is_pieces_and_staging_where_reads_are_staged(case: Case) ->
     pieces = max(sum(r.size for r in mine) for mine in held) * case.itemsize
     if 0 in case.shape:
         return  # several shards are one empty region
-    full = plan.max_read_size * case.itemsize
+    full = plan.max_block_size * case.itemsize
     cost = cost_of(case, plan)
     assert cost.peak_nbytes in (pieces, pieces + 2 * full)
     if staged:
         assert cost.peak_nbytes == pieces + 2 * full
     cast = cost_of(case, plan, casts=True, file_itemsize=8, staging_blocks=4)
-    assert cast.peak_nbytes == pieces + plan.max_read_size * (4 * case.itemsize + 8)
+    assert cast.peak_nbytes == pieces + plan.max_block_size * (4 * case.itemsize + 8)
 
 
 def test_a_direct_read_without_gaps_needs_no_staging() -> None:
@@ -181,7 +181,7 @@ def plan_all(
     plans = {}
     for mode, n_readers in {ROOT: 1, PARALLEL: n_ranks}.items():
         blocks = plan_blocks(chunks, 4, max_nbytes=16 << 20, n_readers=n_readers)
-        plans[mode] = ReadPlan(blocks, shards, 4, n_ranks, n_readers)
+        plans[mode] = Schedule(blocks, shards, 4, n_ranks, n_readers)
     known: dict[str, Any] = dict(has_chunks=cell is not None, file_itemsize=4)
     plans[DIRECT] = plan_direct(chunks, shards, 4, n_ranks, max_nbytes=16 << 20, **known)
     return {mode: plan_cost(mode, plan, chunks, codec=codec, **known, **more) for mode, plan in plans.items()}, n_ranks
@@ -241,7 +241,7 @@ def test_a_process_of_several_devices_reads_once_for_all_of_them(
 def test_what_odd_sets_of_shards_share_is_counted_while_they_are_few() -> None:
     """Three of four shards are no grid. Above a number of such ranks, each shard counts by itself: more, never less."""
     shards = plan_shards((8, 8), ((0,), (1,)), np.array([[0, 0], [0, 1]]))
-    plan = ReadPlan(Grid((8, 8), (8, 8), (0, 0)), shards, 4, 2, 0, is_merged=True)
+    plan = Schedule(Grid((8, 8), (8, 8), (0, 0)), shards, 4, 2, 0, is_merged=True)
     chunks = Grid((8, 8), (8, 2), (0, 0))  # columns: two of them in each shard
     assert count.count_direct(plan, chunks, has_chunks=True) == (6, 4)
     with pytest.MonkeyPatch.context() as patch:
@@ -321,7 +321,7 @@ def test_pairs_along_an_axis_against_its_elements(size: int, cell: int, phase: i
 @pytest.mark.parametrize("per_node", [1, 4, 64])
 def test_sampled_shares_are_near_the_exact_ones(axes: Any, per_node: int) -> None:
     shards = plan_shards((96, 80, 128), axes, np.random.default_rng(1).permutation(64).reshape(8, 8).T)
-    plan = ReadPlan(Grid((96, 80, 128), (2, 20, 128), (1, 0, 0)), shards, 4, 64, 64)
+    plan = Schedule(Grid((96, 80, 128), (2, 20, 128), (1, 0, 0)), shards, 4, 64, 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(count, "_MAX_TRIPLES", 1 << 30)
         exact = count.count_traffic(plan, per_node)

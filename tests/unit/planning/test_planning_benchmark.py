@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from benchmarks import planning
-from shardload.planning.read_plan import ReadPlan
+from shardload.planning.schedule import Schedule
 
 
-def carried_out(plan: ReadPlan) -> dict[tuple[int, int], list[int]]:
+def carried_out(plan: Schedule) -> dict[tuple[int, int], list[int]]:
     """Bytes of each message, by its two ends, as the readers send them."""
     found: dict[tuple[int, int], list[int]] = {}
     for rank in range(plan.n_ranks):
@@ -38,7 +38,7 @@ def test_simulated_is_carried_out(chunks: Any, spec: str, readers: Any) -> None:
                 counts["messages"][rank] += len(sizes)
                 counts["ranks"][rank] += 1
     row = planning.simulate(plan)
-    readers_ = [r for r in range(plan.n_ranks) if plan.is_reader(r)]
+    readers_ = [r for r in range(plan.n_ranks) if plan.is_owner(r)]
     for end, counts, ranks in (("sent", sent, readers_), ("got", got, list(range(plan.n_ranks)))):
         for name, of_rank in counts.items():
             values = sorted(of_rank[r] for r in ranks)

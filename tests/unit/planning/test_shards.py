@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.planning.cost import plan_cost
-from shardload.planning.read_plan import Grid, Part, Parts, RankBoxes, ReadPlan, Shards, plan_blocks, plan_shards
 from shardload.planning.region import Region
+from shardload.planning.schedule import Grid, Part, Parts, RankBoxes, Schedule, Shards, plan_blocks, plan_shards
 from tests.unit.brute_force import Case, cases, simulate
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_as_long_as_the_mesh() -> None:
     assert shards.holders(shard) == (rank,)
     chunks = Grid(shape, (1, 1 << 15, 64), (0, 0, 0))
     blocks = plan_blocks(chunks, 4, max_nbytes=1, n_readers=1 << 30)
-    plan = ReadPlan(blocks, shards, 4, 1 << 30, 1 << 30)
+    plan = Schedule(blocks, shards, 4, 1 << 30, 1 << 30)
     (sender, (part,)), *others = plan.incoming(rank).items()
     assert not others and part.region == shards.region(shard)
     (read,) = plan.reads(sender)

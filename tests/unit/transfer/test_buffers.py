@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.planning.read_plan import Part, Read
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Block, Slots, Tile, aligned, aligned_empty, box
+from shardload.planning.schedule import Block, Part
+from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, box
 from tests.unit.fakes import TABLE, piece_of, rows, values_of
 
 
@@ -80,9 +80,9 @@ def test_no_slots_at_all() -> None:
 # --- blocks
 
 
-def block_of(*tiles: Region) -> Block:
+def block_of(*tiles: Region) -> StagedBlock:
     region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
-    return Block(Read(region, (Part(region, 0, 1),)), [Tile(t, TABLE[t.slices()]) for t in tiles])
+    return StagedBlock(Block(region, (Part(region, 0, 1),)), [Tile(t, TABLE[t.slices()]) for t in tiles])
 
 
 def test_one_tile_or_several() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.planning.read_plan import Part, Read
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Block, Slots, Tile
+from shardload.planning.schedule import Block, Part
+from shardload.transfer.buffers import Slots, StagedBlock, Tile
 from shardload.transfer.messages import Packer, checksum, identity, sendable
 from tests.unit.fakes import TABLE, rows
 
@@ -20,7 +20,7 @@ F4 = np.dtype("f4")
 Array = np.ndarray[Any, Any]
 
 
-def block_of(*tiles: Region) -> Block:
+def block_of(*tiles: Region) -> StagedBlock:
     """A block of TABLE that lies in memory as these tiles, each with gaps."""
     region = Region(min(t.start for t in tiles), max(t.stop for t in tiles))
     made = []
@@ -28,7 +28,7 @@ def block_of(*tiles: Region) -> Block:
         held = np.full((tile.shape[0], tile.shape[1] + 2), -1, F4)
         held[:, 1:-1] = TABLE[tile.slices()]
         made.append(Tile(tile, held[:, 1:-1]))
-    return Block(Read(region, (Part(region, 0, 1),)), made)
+    return StagedBlock(Block(region, (Part(region, 0, 1),)), made)
 
 
 QUARTERS = [Region((i, j), (i + 4, j + 2)) for i in (0, 4) for j in (0, 2)]

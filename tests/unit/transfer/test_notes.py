@@ -13,13 +13,13 @@ import pytest
 
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import PeerError
-from shardload.planning.read_plan import Grid, ReadPlan, plan_shards
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Block, Piece, Slots, Tile
+from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile
 from shardload.transfer.messages import Packer
-from shardload.transfer.receiver import Inbox
+from shardload.transfer.receiver import Receiver
 from shardload.transfer.requests import ACK, LOOK
-from shardload.transfer.sender import Outbox
+from shardload.transfer.sender import Sender
 from tests.unit.fakes import TABLE
 
 F4 = np.dtype("f4")
@@ -61,7 +61,7 @@ class Ranks:
         self, checksums: bool = True, is_shared: bool = True, dtype: Any = F4, seeds: tuple[int, int] = (77, 77)
     ) -> None:
         shards = plan_shards((8, 4), [(), (0,)], np.array([0, 1]))
-        self.plan = ReadPlan(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, 1)
+        self.plan = Schedule(Grid((8, 4), (4, 4), (0, 0)), shards, 4, 2, 1)
         made = Segment.create(4096)
         self.segments = {0: made, 1: Segment.attach(made.handle)}
         made.seal()
@@ -69,11 +69,11 @@ class Ranks:
         self.own[...] = 200
         self.slots = Slots(2, 256, self.own if is_shared else None)
         self.there, self.here = (FakeTraffic(rank, seeds[rank]) for rank in range(2))
-        self.outbox = Outbox(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
+        self.outbox = Sender(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
         self.complete: list[Piece] = []
-        self.inbox = Inbox(  # type: ignore[arg-type]
+        self.inbox = Receiver(  # type: ignore[arg-type]
             self.here, self.plan, {0: self.segments[1]}, {1: self.piece}, checksums, self.advanced.append, self.complete.append
         )
         self.inbox.expect()
@@ -81,7 +81,7 @@ class Ranks:
     def put(self, n_columns: int = 4) -> list[Any]:
         """Send both blocks, each as tiles of so many columns; the notes."""
         for read in self.plan.reads(0):
-            block = Block(read)
+            block = StagedBlock(read)
             slot = self.slots.take()
             assert slot is not None
             block.slot, block.release = slot, lambda slot=slot: self.slots.give(slot)
@@ -164,7 +164,7 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
     for read in ranks.plan.reads(0):
-        ranks.outbox.put(Block(read, [Tile(read.region, TABLE[read.region.slices()])]))
+        ranks.outbox.put(StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
     assert not ranks.outbox.is_empty and ranks.there.messages == []
     while ranks.outbox.post():
         for _, note in ranks.there.messages:

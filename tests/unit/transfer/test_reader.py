@@ -15,9 +15,9 @@ import pytest
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted import HelperError
-from shardload.planning.read_plan import Grid, Part, Read
 from shardload.planning.region import Region, select_axes
-from shardload.transfer.buffers import Block, Slots
+from shardload.planning.schedule import Block, Grid, Part
+from shardload.transfer.buffers import Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
 from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, values_of, whole
 
@@ -48,8 +48,8 @@ def test_what_lies_between_the_shards_of_a_rank_is_not_read(shows: Any) -> None:
     pieces = {0: piece_of(rows(0, 2)), 1: piece_of(rows(2, 4)), 2: piece_of(Region((6, 1), (8, 3)))}
     with reader_of(source, pieces) as reader:
         parts = [Part(piece.region, shard, 0) for shard, piece in pieces.items()]
-        fetch(reader, Read(rows(0, 4), tuple(parts[:2])))
-        fetch(reader, Read(rows(0, 8), (parts[0], parts[2])))
+        fetch(reader, Block(rows(0, 4), tuple(parts[:2])))
+        fetch(reader, Block(rows(0, 8), (parts[0], parts[2])))
     assert shows is not None or source.reads == [rows(0, 4), rows(0, 2), Region((6, 1), (8, 3))]
     for piece in pieces.values():
         np.testing.assert_array_equal(piece.data, TABLE[piece.region.slices()])
@@ -76,15 +76,15 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
     "read",
     [
         whole(rows(0, 2), rank=1),
-        Read(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))),  # a replica elsewhere
-        Read(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))),
-        Read(rows(0, 2), (Part(rows(0, 1), 0, 0),)),
+        Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))),  # a replica elsewhere
+        Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))),
+        Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)),
         whole(Region((0, 0), (2, 3))),  # has gaps in the piece
     ],
     ids=["another's", "replica", "two parts", "less than the block", "gaps"],
 )
 @pytest.mark.parametrize("checksums", [False, True])
-def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Read, checksums: bool) -> None:
+def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Block, checksums: bool) -> None:
     piece = piece_of(rows(0, 8))
     source = FakeSource(TABLE, (2, 4))
     slots = Slots(1, 1 << 10)
@@ -117,7 +117,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
     monkeypatch.setattr("shardload.transfer.reader.np.copyto", wrong)
     for sure in (False, True):
         reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
-        read = Read(rows(0, 2), (Part(rows(0, 1), 0, 0),))
+        read = Block(rows(0, 2), (Part(rows(0, 1), 0, 0),))
         if sure:
             error = failure(reader, read)
             assert isinstance(error, PeerError) and error.rank == 0 and "a checksum after the copy differs" in str(error)
@@ -241,7 +241,7 @@ def test_dropped_axes(index: Any, expected: Array, shows: bool) -> None:
 @pytest.mark.parametrize("n_slots", [1, 2, 3])
 def test_no_more_slots_than_allowed_and_none_before_it_is_given_back(n_slots: int) -> None:
     slots = Slots(n_slots, 16)
-    held: list[tuple[int, Block]] = []
+    held: list[tuple[int, StagedBlock]] = []
     addresses = set()
     order = np.random.default_rng(0)
     with reader_of(FakeSource(TABLE, (1, 4)), slots=slots) as reader:
@@ -276,7 +276,7 @@ def test_a_part_outside_its_block_is_refused() -> None:
     source = FakeSource(TABLE, (1, 4))
     for rank in (0, 1):
         with pytest.raises(ValueError, match="reaches outside its block"):
-            reader_of(source, {0: piece_of(rows(0, 8))}).start(Read(rows(0, 2), (Part(rows(1, 3), 0, rank),)))
+            reader_of(source, {0: piece_of(rows(0, 8))}).start(Block(rows(0, 2), (Part(rows(1, 3), 0, rank),)))
     assert source.reads == []
 
 

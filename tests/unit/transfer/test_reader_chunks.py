@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.planning.read_plan import Grid, Part, Read
 from shardload.planning.region import Region, Selection, select_axes
+from shardload.planning.schedule import Block, Grid, Part
 from shardload.transfer import reader as reader_module
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.reader import SourceReader
@@ -78,14 +78,14 @@ def test_chunks_that_are_all_of_ones_own_are_decoded_straight_into_the_piece() -
 @pytest.mark.parametrize(
     ("read", "held"),
     [
-        (Read(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))), rows(0, 8)),
-        (Read(rows(0, 2), (Part(rows(0, 1), 0, 0),)), rows(0, 8)),
+        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0), Part(rows(1, 2), 0, 0))), rows(0, 8)),
+        (Block(rows(0, 2), (Part(rows(0, 1), 0, 0),)), rows(0, 8)),
         (whole(rows(0, 2)), Region((0, 0), (8, 5))),  # has gaps in the piece
         (whole(rows(1, 3)), rows(0, 8)),  # parts of two chunks
     ],
     ids=["two parts", "less than the chunk", "gaps", "across chunks"],
 )
-def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_threads_own(read: Read, held: Region) -> None:
+def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_threads_own(read: Block, held: Region) -> None:
     """Wrong if it took a slot, of which there are few, or if anything else in the piece were touched."""
     source = chunked(TABLE, (2, 4))
     piece = piece_of(held)
@@ -108,7 +108,7 @@ def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> Non
     slots = Slots(1, 6 * aligned(48))
     piece = piece_of(rows(0, 6, 6))
     region = rows(0, 12, 6)
-    read = Read(region, (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
+    read = Block(region, (Part(rows(0, 6, 6), 0, 0), Part(rows(6, 12, 6), 1, 1)))
     with reader_of(source, {0: piece}, slots=slots) as reader:
         block = fetch(reader, read)
     assert block.slot is not None and not slots.has_room()
@@ -126,7 +126,7 @@ def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
     source = chunked(TABLE, (2, 4))
     pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
     with reader_of(source, pieces) as reader:
-        fetch(reader, Read(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
+        fetch(reader, Block(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
     assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.tally.chunks_decoded == 3
     np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
     np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
@@ -135,7 +135,7 @@ def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
 def test_a_replica_elsewhere_is_staged_and_delivered_here() -> None:
     source = chunked(TABLE, (2, 4))
     piece = piece_of(rows(0, 2))
-    block = fetch(reader_of(source, {0: piece}), Read(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))))
+    block = fetch(reader_of(source, {0: piece}), Block(rows(0, 2), (Part(rows(0, 2), 0, 0), Part(rows(0, 2), 0, 1))))
     assert block.slot is not None and np.shares_memory(chunks_of(source).outs[0], block.slot.data)
     np.testing.assert_array_equal(piece.data, TABLE[:2])
     np.testing.assert_array_equal(values_of(block, rows(0, 2), "f4"), TABLE[:2])
@@ -160,7 +160,7 @@ def test_chunks_that_were_never_written_are_the_fill_value() -> None:
     source = chunked(TABLE, (2, 4), missing=frozenset([(1, 0), (2, 0)]))
     piece = piece_of(rows(0, 4))
     with reader_of(source, {0: piece}) as reader:
-        block = fetch(reader, Read(rows(0, 8), (Part(rows(0, 4), 0, 0), Part(rows(4, 8), 1, 1))))
+        block = fetch(reader, Block(rows(0, 8), (Part(rows(0, 4), 0, 0), Part(rows(4, 8), 1, 1))))
     np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
     np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
     assert reader.tally.chunks_decoded == 4
@@ -174,7 +174,7 @@ def test_casts(dtype: str, n_threads: int) -> None:
     source = chunked(TABLE, (2, 3))
     piece = piece_of(rows(0, 3), to)
     region = rows(0, 8)
-    read = Read(region, (Part(rows(0, 3), 0, 0), Part(rows(3, 8), 1, 1)))
+    read = Block(region, (Part(rows(0, 3), 0, 0), Part(rows(3, 8), 1, 1)))
     with reader_of(source, {0: piece}, dtype=to, n_threads=n_threads) as reader:
         block = fetch(reader, read)
     np.testing.assert_array_equal(piece.data, TABLE[:3].astype(to), strict=True)
@@ -238,7 +238,7 @@ def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
     piece = piece_of(rows(0, 5))
     with reader_of(source, {0: piece}, n_threads=3, slots=Slots(1, 9 * 64)) as reader:
         assert reader.n_at_once == 4
-        block = fetch(reader, Read(rows(0, 9), (Part(rows(0, 5), 0, 0), Part(rows(5, 9), 1, 1))))
+        block = fetch(reader, Block(rows(0, 9), (Part(rows(0, 5), 0, 0), Part(rows(5, 9), 1, 1))))
     assert len(chunks_of(source).threads) == 3
     np.testing.assert_array_equal(piece.data, data[:5])
     np.testing.assert_array_equal(values_of(block, rows(5, 9), "f4"), data[5:])
@@ -354,7 +354,7 @@ def test_all_ranks_readers_together_read_a_selection(
         pieces.append({s: Piece(r, np.full(r.shape, -1, dtype)) for s, r in held.items()})
     for rank in range(case.n_ranks):
         decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
-        room = max(plan.max_read_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
+        room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
         source = chunked(table, tuple(cell)) if n_threads else FakeSource(table, tuple(cell))
         slots = Slots(1, room)
         with SourceReader(

@@ -5,7 +5,7 @@ Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that 
 1. An array is cut three ways, each a `Grid`: by the file into chunks, by the readers into blocks (whole chunks, so that no
    chunk is decoded twice), by the sharding into shards. Each axis is cut independently of the others.
 2. `Shards` is the sharding's cut together with the ranks that hold each shard.
-3. `ReadPlan` says, for one rank at a time and at the cost of its own work alone, which blocks it reads and where each part
+3. `Schedule` says, for one rank at a time and at the cost of its own work alone, which blocks it reads and where each part
    goes (`reads`), and which parts it gets from whom, in the order in which they are sent (`incoming`). The owner of a block is
    a formula, so no rank ever lists what the others do. Parts are made when they are looked at: a block that a million ranks
    share is planned as fast as one that two share.
@@ -30,12 +30,12 @@ from shardload.planning.shards import RankBoxes, Shards, plan_shards
 __all__ = [
     "MAX_MESSAGE_NBYTES",
     "NEAR_NBYTES",
+    "Block",
     "Grid",
     "Part",
     "Parts",
     "RankBoxes",
-    "Read",
-    "ReadPlan",
+    "Schedule",
     "Shards",
     "count_runs",
     "plan_blocks",
@@ -71,7 +71,7 @@ class Part:
     shard : int
         The shard whose piece they belong to.
     rank : int
-        In `Read.parts` the rank that gets them, in `ReadPlan.incoming` the rank that sends them.
+        In `StagedBlock.parts` the rank that gets them, in `Schedule.incoming` the rank that sends them.
     """
 
     region: Region
@@ -156,7 +156,7 @@ class Incoming(Mapping[int, Sequence[Part]]):
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Block:
     """One block to be read, and where its parts go, in the order in which they are sent."""
 
     region: Region
@@ -164,7 +164,7 @@ class Read:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadPlan:
+class Schedule:
     """Who reads what, and who needs which part of it.
 
     Parameters
@@ -204,8 +204,8 @@ class ReadPlan:
         return self.n_readers == 0
 
     @property
-    def max_read_size(self) -> int:
-        """Elements that no `Read` exceeds: a block, or as much of it as a shard, or a rank, has where only that is read."""
+    def max_block_size(self) -> int:
+        """Elements that no `Block` exceeds: a cell of the grid, or what a shard, or a rank, has of it where only that is read."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
     @property
@@ -235,7 +235,7 @@ class ReadPlan:
         n = self.blocks.n_cells
         return range(reader * n // self.n_readers, (reader + 1) * n // self.n_readers)
 
-    def is_reader(self, rank: int) -> bool:
+    def is_owner(self, rank: int) -> bool:
         """Whether a rank has anything to read."""
         return bool(self.shards.shards_of(rank)) if self.is_direct else len(self.blocks_of(rank)) > 0
 
@@ -243,13 +243,13 @@ class ReadPlan:
         """The elements of a shard that the array really has: without padding; None where all of it is padding."""
         return self.shards.region(shard).intersect(Region.whole(self.blocks.shape))
 
-    def reads(self, rank: int) -> Iterator[Read]:
+    def reads(self, rank: int) -> Iterator[Block]:
         """What a rank reads, block by block in file order, and where each part goes."""
         if self.is_direct:
             yield from self._direct_reads(rank)
             return
         for block in self.blocks_of(rank):
-            yield Read(self.blocks.region(block), self._outgoing(block))
+            yield Block(self.blocks.region(block), self._outgoing(block))
 
     def _outgoing(self, block: int) -> Sequence[Part]:
         shards, region = self.shards, self.blocks.region(block)
@@ -273,7 +273,7 @@ class ReadPlan:
 
         return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
-    def _direct_reads(self, rank: int) -> Iterator[Read]:
+    def _direct_reads(self, rank: int) -> Iterator[Block]:
         if self.is_merged:
             yield from self._merged_reads(rank)
             return
@@ -282,9 +282,9 @@ class ReadPlan:
             for block in self.blocks.meeting(held) if held else ():
                 region = self.blocks.region(block).intersect(held) if held else None
                 if region is not None:
-                    yield Read(region, (Part(region, shard, rank),))
+                    yield Block(region, (Part(region, shard, rank),))
 
-    def _merged_reads(self, rank: int) -> Iterator[Read]:
+    def _merged_reads(self, rank: int) -> Iterator[Block]:
         """Each block once, with a part for each shard that it meets. Between the parts there may be gaps."""
         block, shard = (found.tolist() for found in self._arriving(rank))
         for number, pairs in itertools.groupby(zip(block, shard, strict=True), key=operator.itemgetter(0)):
@@ -292,7 +292,7 @@ class ReadPlan:
             parts = tuple(self._part(bounds, met, rank) for _, met in pairs)
             start = tuple(map(min, zip(*(part.region.start for part in parts), strict=True)))
             stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
-            yield Read(Region(start, stop), parts)
+            yield Block(Region(start, stop), parts)
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """What a rank gets from each other rank, in the order in which that rank sends it."""
@@ -439,7 +439,7 @@ def plan_direct(
     file_itemsize: int,
     max_nbytes: int,
     max_cells: int = 1 << 62,
-) -> ReadPlan:
+) -> Schedule:
     """Every rank reads what it holds; what several shards of a rank need is read once, where reading it apart costs more.
 
     That is so where a chunk may lie in two shards, and where runs are so near each other that what lies between is read too.
@@ -459,11 +459,11 @@ def plan_direct(
         Caps on a block: bytes, and chunks in it.
     """
 
-    def cut(is_merged: bool) -> ReadPlan:
+    def cut(is_merged: bool) -> Schedule:
         within = shards.reach if is_merged else shards.shard_shape
         caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
         blocks = plan_blocks(chunks, max(itemsize, file_itemsize), n_readers=0, within=within, **caps)
-        return ReadPlan(blocks, shards, itemsize, n_ranks, 0, is_merged=is_merged)
+        return Schedule(blocks, shards, itemsize, n_ranks, 0, is_merged=is_merged)
 
     if shards.most_held == 1:
         return cut(False)

@@ -12,32 +12,32 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardload.planning.read_plan import (
+from shardload.planning.region import Region
+from shardload.planning.schedule import (
     BLOCKS_PER_READER,
     MAX_MESSAGE_NBYTES,
+    Block,
     Grid,
     Part,
     RankBoxes,
-    Read,
-    ReadPlan,
+    Schedule,
     Shards,
     plan_blocks,
     plan_direct,
     plan_row_chunks,
     plan_shards,
 )
-from shardload.planning.region import Region
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
 
-def check_chunks_and_owners(case: Case, plan: ReadPlan) -> None:
+def check_chunks_and_owners(case: Case, plan: Schedule) -> None:
     """Each chunk once in the job, by readers whose blocks are runs in C order, shared out evenly."""
     n_blocks = plan.blocks.n_cells
     owned = [list(plan.blocks_of(rank)) for rank in range(case.n_ranks)]
     assert sorted(b for mine in owned for b in mine) == list(range(n_blocks)), "each block has one reader"
     for rank, mine in enumerate(owned):
         assert all(plan.owner(b) == rank for b in mine)
-        assert plan.is_reader(rank) == bool(mine)
+        assert plan.is_owner(rank) == bool(mine)
         assert mine == list(range(mine[0], mine[-1] + 1)) if mine else True
     firsts = [mine[0] for mine in owned if mine]
     if case.n_readers > 1:
@@ -66,7 +66,7 @@ def test_every_element_arrives_once_from_the_right_place(case: Case) -> None:
         for rank in range(case.n_ranks):
             assert plan.incoming(rank) == {}
             assert len(plan.blocks_of(rank)) == 0
-            assert plan.is_reader(rank) == bool(held_regions(case)[rank])
+            assert plan.is_owner(rank) == bool(held_regions(case)[rank])
             assert all(part.rank == rank for read in plan.reads(rank) for part in read.parts)
 
 
@@ -91,56 +91,56 @@ COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2,
 FIXED = {"uneven": UNEVEN, "replicas": REPLICAS, "padded": PADDED, "direct": DIRECT, "two each": TWO_EACH, "columns": COLUMNS}
 
 
-class OwnerRoundsDown(ReadPlan):
+class OwnerRoundsDown(Schedule):
     def owner(self, block: int) -> int:
         return self.reader_rank(block * self.n_readers // self.blocks.n_cells)
 
 
-class RemainderDropped(ReadPlan):
+class RemainderDropped(Schedule):
     def blocks_of(self, rank: int) -> range:
         share = self.blocks.n_cells // self.n_readers
         return range(rank * share, (rank + 1) * share) if rank < self.n_readers else range(0)
 
 
-class ReaderTakenForRank(ReadPlan):
+class ReaderTakenForRank(Schedule):
     def owner(self, block: int) -> int:
         return ((block + 1) * self.n_readers - 1) // self.blocks.n_cells
 
 
-class OneReplicaOnly(ReadPlan):
-    def reads(self, rank: int) -> Iterator[Read]:
+class OneReplicaOnly(Schedule):
+    def reads(self, rank: int) -> Iterator[Block]:
         for read in super().reads(rank):
             first: dict[int, Part] = {}
             for part in read.parts:
                 first.setdefault(part.shard, part)
-            yield Read(read.region, tuple(first.values()))
+            yield Block(read.region, tuple(first.values()))
 
 
-class ShardsBeforeBlocks(ReadPlan):
+class ShardsBeforeBlocks(Schedule):
     def incoming(self, rank: int) -> dict[int, list[Part]]:
         return {s: sorted(parts, key=lambda p: p.shard) for s, parts in super().incoming(rank).items()}
 
 
-class PaddingIsRead(ReadPlan):
+class PaddingIsRead(Schedule):
     def true_region(self, shard: int) -> Region | None:
         return self.shards.region(shard)
 
 
-class SwappedPlaces(ReadPlan):
+class SwappedPlaces(Schedule):
     """Parts go to the right rank but to the region of the transposed shard."""
 
-    def reads(self, rank: int) -> Iterator[Read]:
+    def reads(self, rank: int) -> Iterator[Block]:
         for read in super().reads(rank):
-            yield Read(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.shard], p.rank) for p in read.parts))
+            yield Block(read.region, tuple(Part(p.region, [0, 2, 1, 3][p.shard], p.rank) for p in read.parts))
 
 
-class UnsplitReceives(ReadPlan):
+class UnsplitReceives(Schedule):
     def incoming(self, rank: int) -> dict[int, list[Part]]:
-        return ReadPlan.incoming(replace(self, max_message_nbytes=1 << 30), rank)
+        return Schedule.incoming(replace(self, max_message_nbytes=1 << 30), rank)
 
 
-class DirectTwice(ReadPlan):
-    def _direct_reads(self, rank: int) -> Iterator[Read]:
+class DirectTwice(Schedule):
+    def _direct_reads(self, rank: int) -> Iterator[Block]:
         for read in super()._direct_reads(rank):
             yield from (read, read)
 
@@ -161,8 +161,8 @@ class DirectTwice(ReadPlan):
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_a_wrong_plan_is_found_out(case: Case, kind: type[ReadPlan]) -> None:
-    def check(plan: ReadPlan) -> None:
+def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule]) -> None:
+    def check(plan: Schedule) -> None:
         simulate(case, plan)
         if case.n_readers:
             check_chunks_and_owners(case, plan)
@@ -188,7 +188,7 @@ def test_a_wrong_rank_table_is_found_out(wrong: str) -> None:
     shards = Shards(right.shards.shape_global, right.shards.cuts, ranks)
     simulate(case, right)
     with pytest.raises(AssertionError, match="the plan says"):
-        simulate(case, ReadPlan(right.blocks, shards, 4, case.n_ranks, case.n_readers))
+        simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.n_readers))
 
 
 @pytest.mark.parametrize("wrong", ["one cell less", "no phase"])
@@ -210,8 +210,8 @@ def test_a_wrong_grid_is_found_out(wrong: str) -> None:
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 7, 8, 100])
 def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> None:
     shards = plan_shards((n_blocks,), [()], np.arange(7))
-    plan = ReadPlan(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, n_readers, root=3 if n_readers == 1 else 0)
-    readers = [rank for rank in range(7) if plan.is_reader(rank)]
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, n_readers, root=3 if n_readers == 1 else 0)
+    readers = [rank for rank in range(7) if plan.is_owner(rank)]
     assert len(readers) == min(n_readers, n_blocks)
     if n_readers == 1:
         assert readers == [3]
@@ -224,7 +224,7 @@ def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
     shards = plan_shards((6,), [(1,)], np.array([[3, 0], [1, 2]]))
-    plan = ReadPlan(Grid((5,), (2,), (0,)), shards, 8, 4, 2)
+    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, 2)
     assert [shards.holders(s) for s in (0, 1)] == [(1, 3), (0, 2)]
     assert [plan.owner(b) for b in range(3)] == [0, 2, 2]
 
@@ -311,7 +311,7 @@ def test_shards_that_cannot_be() -> None:
 def test_plans_that_cannot_be(n_ranks: int, n_readers: int, root: int) -> None:
     shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
     with pytest.raises(ValueError, match=f"{n_readers} readers of {n_ranks} ranks with root {root}"):
-        ReadPlan(Grid((4,), (1,), (0,)), shards, 4, n_ranks, n_readers, root)
+        Schedule(Grid((4,), (1,), (0,)), shards, 4, n_ranks, n_readers, root)
 
 
 # --- blocks
@@ -345,7 +345,7 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     within = shards.reach if is_merged else shards.shard_shape
     blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_readers=0, within=within)
-    plan = ReadPlan(blocks, shards, case.itemsize, case.n_ranks, 0, is_merged=is_merged)
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, 0, is_merged=is_merged)
     simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
@@ -356,10 +356,10 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
         for shard in [None] if is_merged else shards.shards_of(rank):
             decoded = [n for read, numbers in found for n in numbers if shard in (None, read.parts[0].shard)]
             assert len(decoded) == len(set(decoded))
-    assert largest <= plan.max_read_size
+    assert largest <= plan.max_block_size
     cell_nbytes = math.prod(map(min, case.cell, within)) * case.itemsize
     # ... and the bound on a read, which staging buffers are made of, is no looser than the cap.
-    assert plan.max_read_size * case.itemsize <= max(cap, cell_nbytes) * 2 ** len(case.shape)
+    assert plan.max_block_size * case.itemsize <= max(cap, cell_nbytes) * 2 ** len(case.shape)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
     shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
     blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, n_readers=0, within=shards.shard_shape)
-    plan = ReadPlan(blocks, shards, 4, 4096, 0)
-    assert max(read.region.size for read in plan.reads(17)) == plan.max_read_size <= 1 << 18
+    plan = Schedule(blocks, shards, 4, 4096, 0)
+    assert max(read.region.size for read in plan.reads(17)) == plan.max_block_size <= 1 << 18
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_row_chunks_fit_any_shape() -> None:
 def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert MAX_MESSAGE_NBYTES == 1 << 30
     shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
-    plan = ReadPlan(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, 1)
+    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, 1)
     (read,) = plan.reads(0)
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28
