@@ -1,0 +1,97 @@
+"""Does each room import what it promises, and nothing else?
+
+The import linter reads the code; here each room is imported in a process in which the other libraries cannot be.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardload
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = ("deflate", "google_crc32c", "h5py", "jax", "ml_dtypes", "mpi4py", "numcodecs", "numpy", "rich", "typer", "zarr")
+
+# What importing a room may import: all of its modules, or the one that is named.
+ROOMS = {
+    "shardload": (),
+    "shardload.errors": (),
+    "shardload.units": ("numpy",),
+    "shardload.system": ("numpy",),
+    "shardload.planning": ("numpy",),
+    "shardload.formats.base": ("numpy",),
+    "shardload.formats.lookup": ("numpy",),
+    "shardload.options": ("numpy",),
+    "shardload.transfer": ("numpy", "deflate"),
+    "shardload.comm": ("numpy", "jax", "ml_dtypes"),  # JAX is what `launch` starts; MPI waits until somebody needs it
+    "shardload.jobs": ("numpy", "deflate", "jax", "ml_dtypes"),  # no format, no MPI
+    "shardload.cli.main": ("numpy", "typer", "rich"),
+}
+
+IMPORT = """
+import importlib, pkgutil, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {libraries!r}:
+            raise ImportError(f"{{name}} is imported")
+
+sys.meta_path.insert(0, Blocked())
+room = importlib.import_module({room!r})
+if {room!r} != "shardload":
+    for found in pkgutil.walk_packages(getattr(room, "__path__", ()), {room!r} + "."):
+        importlib.import_module(found.name)
+print(*sorted(set({libraries!r}) & set(sys.modules)))
+"""
+
+
+def imported(room: str, allowed: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Import a room, with its modules, in a process that can import no library but those `allowed`."""
+    blocked = {name for name in LIBRARIES if name not in allowed}
+    code = IMPORT.format(libraries=blocked, room=room)
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+
+
+@pytest.mark.parametrize(("room", "allowed"), ROOMS.items(), ids=ROOMS)
+def test_a_room_imports_what_it_promises(room: str, allowed: tuple[str, ...]) -> None:
+    done = imported(room, allowed)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_a_library_that_is_imported_is_noticed() -> None:
+    done = imported("shardload.planning", ())
+    assert done.returncode and "numpy is imported" in done.stderr
+
+
+@pytest.mark.parametrize("name", shardload.__all__)
+def test_public_names_are_looked_up_when_they_are_used(name: str) -> None:
+    """Wrong if a module of the package were called like a public name, and took its place once it is imported."""
+    code = f"import shardload; assert {name!r} in dir(shardload) and {name!r} not in vars(shardload); shardload.{name}"
+    assert not (ROOT / "shardload" / f"{name}.py").exists() and not (ROOT / "shardload" / name).exists()
+    assert getattr(shardload, name).__name__ == name
+    if name.endswith("Error"):  # the others import JAX, which takes a second each
+        subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'shardload' has no attribute 'lode'"):
+        shardload.lode  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_folder_is_what_the_linter_lists() -> None:
+    """Wrong if a room were added without its place in the order, or the top of the package filled up with files."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = {name for layer in contract["layers"] for name in layer.split(" | ")}
+    files = {path.stem for path in (ROOT / "shardload").glob("*.py")}
+    folders = {path.parent.name for path in (ROOT / "shardload").glob("*/__init__.py")}
+    assert layers == (files - {"__init__"}) | folders
+    assert len(files) <= 6 and {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()} - folders <= {
+        "__pycache__"
+    }
