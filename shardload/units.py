@@ -21,7 +21,7 @@ def parse_nbytes(text: object) -> int:
     >>> parse_nbytes("256MiB"), parse_nbytes("1.5 kB"), parse_nbytes(10)
     (268435456, 1500, 10)
     """
-    if isinstance(text, Integral) and type(text) is not bool:
+    if not isinstance(text, bool) and isinstance(text, Integral):
         n = int(text)
     else:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
