@@ -1,4 +1,4 @@
-"""The picture and the table of docs/design/data-flow.md show the rooms that the import linter checks and that shardload/ has."""
+"""The picture and the table of docs/design/data-flow.md show the rooms that the linter checks and that shardload/ has."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shardload.cli.doctor import run as doctor
 from shardload.cli.doctor.checks import Check
 from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
 from shardload.cli.doctor.report import Report, as_json, as_text
-from shardload.cli.doctor.rules import ERROR, NOTE, Finding
+from shardload.cli.doctor.rules import ERROR, NOTE, Finding, diagnose
 from shardload.comm.group import Group
 from tests.unit.cli.test_doctor import alone, job, singleton
 
@@ -136,6 +136,20 @@ def test_it_fits_and_loses_nothing(width: int) -> None:
         assert text.count(f"{rank}/6 node ? local ?") == 1 and f"gpu {rank} (1 of 6)" in text
     for whole in ("3.0 MiB", "1,2", "MPICH 5.0.2", "--gpus-per-task=1", "FAILED: 6 ranks on 2 nodes, 6 devices; 1 error"):
         assert whole in text
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    """Wrong if a finding, the table or the last line were printed otherwise than docs/first-run.md shows them."""
+    page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text()
+    one = Facts(host="n1", launcher="srun", n_launched=4, mpi_library="MPICH 5.0.2", n_files=20000, shm_nbytes=4 << 30)
+    two = replace(one, host="vm", launcher="mpiexec", n_launched=2, mpi_library="Open MPI v5.0.11")
+    rows = [replace(row, host=f"n{1 + row.node[0] // 2}", platform="cpu", gpus=(), n_gpus=2) for row in job(3, 2)]
+    rows = [replace(row, devices=(2048 * row.rank,), environ={"HDF5_USE_FILE_LOCKING": "FALSE"}) for row in rows]
+    for case in ([one], [two], rows):
+        findings = [finding for finding in diagnose(case) if finding.level != NOTE]
+        *_, found, last = as_text(Report(case, findings, []), 120).split("\n\n")
+        assert found in page and last in page
+        assert case is rows or as_text(Report(case, findings, []), 120).split("\n\n")[0] in page
 
 
 @pytest.mark.parametrize(
