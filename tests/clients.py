@@ -66,7 +66,7 @@ def write_file(folder: Path) -> Path:
 def run_client(client: Client, n: int, folder: Path, python: Path | None = None) -> str:
     """What the script says, on `n` ranks. AssertionError if it fails."""
     job = run_job([client.script, folder / "clients.h5"], n, timeout=300, python=python, env={"JAX_PLATFORMS": "cpu"}).check()
-    return next(line for line in job.stdout.splitlines() if line.startswith("well: "))
+    return next(line for line in job.stdout.splitlines() if line.startswith("OK: "))
 
 
 def install(client: Client) -> Path:

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks.cells import cut_axes
+from benchmarks.cases.cells import cut_axes
 from benchmarks.remote import serve
 
 # Heat imports torchvision for a data set of pictures; its wheels need CUDA, and nothing here needs it.

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 from mpi4py import MPI
 
-from benchmarks.cells import box
+from benchmarks.cases.cells import box
 from benchmarks.remote import serve
 
 comm = MPI.COMM_WORLD

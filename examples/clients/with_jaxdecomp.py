@@ -33,4 +33,4 @@ for shard in modes.addressable_shards:
 for shard in back.addressable_shards:
     np.testing.assert_allclose(shard.data, values[shard.index], atol=1e-5)
 if jax.process_index() == 0:
-    print(f"well: {modes.shape} modes as {modes.sharding.spec} on {mesh.size} devices, jax {jax.__version__}")
+    print(f"OK: {modes.shape} modes as {modes.sharding.spec} on {mesh.size} devices, jax {jax.__version__}")

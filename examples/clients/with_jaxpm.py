@@ -32,4 +32,4 @@ expected = np.asarray(lpt(jax_cosmo.Planck15(), jnp.asarray(values), a=0.1)[0])
 for shard in dx.addressable_shards:
     np.testing.assert_allclose(shard.data, expected[shard.index], atol=1e-4 * np.abs(expected).max())
 if jax.process_index() == 0:
-    print(f"well: displacements {dx.shape} as {dx.sharding.spec} on {mesh.size} devices, jax {jax.__version__}")
+    print(f"OK: displacements {dx.shape} as {dx.sharding.spec} on {mesh.size} devices, jax {jax.__version__}")

@@ -33,4 +33,4 @@ expected = compute_mesh2_spectrum(RealMeshField(jnp.asarray(values), attrs=attrs
 found, expected = (np.asarray(one.get(0).value()) for one in (spectrum, expected))
 np.testing.assert_allclose(found, expected, rtol=1e-4)
 if jax.process_index() == 0:
-    print(f"well: {found.size} bins of P(k), {found[0]:.6g} the first, on {mesh.size} devices, jax {jax.__version__}")
+    print(f"OK: {found.size} bins of P(k), {found[0]:.6g} the first, on {mesh.size} devices, jax {jax.__version__}")

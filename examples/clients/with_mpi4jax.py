@@ -31,4 +31,4 @@ rank, n = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 np.testing.assert_array_equal(mine, np.split(values, n)[rank])
 np.testing.assert_allclose(float(total), values.sum(dtype="f8"), rtol=1e-4)
 if rank == 0:
-    print(f"well: {n} slabs {mine.shape}, the sum of all is {float(total):.6g}, jax {jax.__version__}")
+    print(f"OK: {n} slabs {mine.shape}, the sum of all is {float(total):.6g}, jax {jax.__version__}")

@@ -33,4 +33,4 @@ expected = values.sum(axis=0, keepdims=True)
 for shard in rho.addressable_shards:
     np.testing.assert_allclose(shard.data, expected[shard.index], rtol=1e-5)
 if jax.process_index() == 0:
-    print(f"well: rho {rho.shape} as {rho.sharding.spec} on {grid.nDevices} devices, jax {jax.__version__}")
+    print(f"OK: rho {rho.shape} as {rho.sharding.spec} on {grid.nDevices} devices, jax {jax.__version__}")

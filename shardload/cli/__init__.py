@@ -1,5 +1,8 @@
-"""What does a person type in a shell? The commands, and what they print.
+"""The command line: what a person types in a shell, and what is printed.
 
-Open `main` first: it declares them all. `arguments` reads what several of them take; `verify`, `demo` and `doctor` are commands
-too long to stand beside the others.
+main       declares all commands and their options; open this first. It has `info` and `plan`
+arguments  parses the options that several commands take
+verify     ``shardload verify``
+demo       ``shardload demo``
+doctor     ``shardload doctor``
 """

@@ -1,12 +1,12 @@
-"""Does it work here, and is it faster than the usual ways? What ``mpiexec -n 4 python -m shardload demo`` runs.
+"""Does it work here, and is it faster than other ways to load? What ``mpiexec -n 4 python -m shardload demo`` runs.
 
-1. Real climate fields (netCDF, from the PyPI package iris-sample-data) as slabs, pencils and blocks.
-2. A field of SIZE^3 in one gzip HDF5 file and one zstd Zarr store, chunked by planes, as the pencils of a 3-D FFT,
-   which is then done (``examples/pencil_fft.py``) and compared with `numpy.fft.fftn`.
-3. The same load as tutorials do it, in two ways, timed in the same manner.
+1. Climate data (netCDF, from the PyPI package iris-sample-data), loaded as slabs, pencils and blocks.
+2. A SIZE^3 field in a gzip HDF5 file and in a zstd Zarr store, chunked by planes, loaded as pencils for a 3-D FFT. The FFT
+   (``examples/pencil_fft.py``) is compared with `numpy.fft.fftn`.
+3. The same load in the two ways that tutorials show, timed in the same manner.
 
-Every load is compared, on every rank and for every shard, with what h5py or zarr-python reads there by itself. Every
-number that is printed was measured in the run that prints it.
+Each shard of each load is compared, on its rank, with what h5py or zarr-python reads there. All numbers that are printed were
+measured in this run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _REPEATS = 3
 _LOADS = ("array", "shape", "layout", "shard", "readers", "seconds", "chunk reads", "max error")
 _COMPARISON = ("file", "how", "seconds", "x shardload", "chunk reads")
 _NUMBERS = ("seconds", "x shardload", "chunk reads", "max error")
-_PLAIN = ("shape", "layout", "readers")  # say what they are
-_FFT_TOLERANCE = 1e-5  # of the largest mode; a float32 FFT is good to about 1e-7 times the log of its length
+_PLAIN = ("shape", "layout", "readers")  # shown without their title
+_FFT_TOLERANCE = 1e-5  # relative to the largest mode; a float32 FFT is accurate to about 1e-7 times the log of its length
 _SLABS, _PENCILS, _BLOCKS = P(("a", "b")), P(None, "a", "b"), P("a", "b")
 _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("hybrid_height.nc", "air_potential_temperature", (_SLABS, _PENCILS)),
@@ -57,7 +57,7 @@ _FIELDS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("E1_north_america.nc", "air_temperature", (_SLABS, _PENCILS)),
 )
 
-# What stands beside each other where not all columns fit.
+# Columns that stay side by side if not all fit.
 _NARROW = (
     ("array", "shard", "seconds", "chunk reads", "max error"),
     ("array", "seconds", "chunk reads", "max error"),
@@ -71,7 +71,7 @@ Index = tuple[slice, ...]
 
 @dataclass
 class _Table:
-    """Rows of texts, shown as wide as the terminal allows."""
+    """A table of text, as wide as the terminal allows."""
 
     title: str
     headings: tuple[str, ...]
@@ -87,7 +87,7 @@ class _Table:
 
 
 class _Ranks:
-    """The few things the demo asks of MPI, which all work without it as well: then there is one rank."""
+    """The MPI calls that the demo needs. Without MPI they work too, with one rank."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -95,7 +95,7 @@ class _Ranks:
         self.size: int = comm.Get_size() if comm else 1
 
     def wait(self) -> None:
-        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
+        """A barrier that sleeps between tests: a rank that spins would slow down rank 0, which is busy."""
         if self.comm:
             request = self.comm.Ibarrier()
             while not request.Test():
@@ -113,7 +113,7 @@ class _Ranks:
 
 @dataclass
 class _Demo:
-    """What all steps share, and what they found."""
+    """What all steps share, and their results."""
 
     ranks: _Ranks
     out: IO[str]
@@ -134,7 +134,7 @@ class _Demo:
             print("\n".join(lines), file=self.out, flush=True)
 
     def median_seconds(self, load: Callable[[], jax.Array]) -> tuple[jax.Array, float]:
-        """Time `load` as stated below the table, and return its last array too."""
+        """Time `load` as stated below the table. Returns its last array and the median seconds."""
         seconds = []
         for _ in range(1 + _REPEATS):
             self.ranks.allgather(None)  # a barrier
@@ -144,42 +144,43 @@ class _Demo:
         return x, statistics.median(seconds[1:])
 
     def verify(self, name: str, x: jax.Array, stored: _Stored) -> float:
-        """Compare each shard on each rank with the array, sliced there; returns the largest difference on any rank."""
+        """Compare each shard with the file, on the shard's rank. Returns the largest difference on any rank."""
         wrong, n_elements, worst = [], 0, 0.0
         with stored.opened() as array:
             for shard in x.addressable_shards:
                 expected, found = _expected(array, shard.index, shard.data.shape), np.asarray(shard.data)
                 if found.dtype != expected.dtype or not np.array_equal(found, expected, equal_nan=True):
-                    wrong.append(f"{name}: {shard.device} of rank {self.ranks.rank} holds wrong values in {shard.index}")
+                    wrong.append(f"{name}: {shard.device} of rank {self.ranks.rank} differs from the file in {shard.index}")
                 n_elements += found.size if shard.replica_id == 0 else 0
                 worst = max(worst, float(np.nanmax(np.abs(found - expected), initial=0)))
         per_rank = self.ranks.allgather((wrong, n_elements, worst))
         self.failures += [message for messages, _, _ in per_rank for message in messages]
         if sum(n for _, n, _ in per_rank) != x.size:
-            self.failures.append(f"{name}: the shards together do not have {x.size} elements")
+            n_found = sum(n for _, n, _ in per_rank)
+            self.failures.append(f"{name}: the shards have {n_found} elements together, expected {x.size}")
         return max(float(error) for _, _, error in per_rank)
 
 
 def run(size: int = 256) -> int:
-    """Run the demo on the processes there are.
+    """Run the demo on all processes of this job.
 
     Collective: yes, all processes of the job.
 
     Parameters
     ----------
     size : int
-        Elements along each axis of the FFT field, rounded up to what the mesh divides.
+        Elements along each axis of the FFT field, rounded up to a multiple of the mesh axes.
 
     Returns
     -------
     int
-        Exit code: 0 if every load was exact and the FFT right, else 1.
+        Exit code: 0 if every load was exact and the FFT correct, else 1.
     """
     with own_stdout() as out:
         shardload.initialize()
         ranks = _Ranks(world())
         try:
-            with _one_fate(ranks):
+            with _all_end_together(ranks):
                 return _run(ranks, out, size)
         except ShardloadError as error:
             if ranks.rank == 0:
@@ -202,12 +203,12 @@ def _conclude(demo: _Demo, comparison: _Table) -> int:
     demo.say(demo.loads)
     demo.say(comparison)
     demo.say(
-        f"\nseconds: slowest rank, median of {_REPEATS} after one run that is not counted, file in the page cache\n"
+        f"\nseconds: slowest rank, median of {_REPEATS} runs after one warm-up run, file in the page cache\n"
         "chunk reads: chunks decoded by all ranks together / chunks in the array\n"
-        "max error: of a load, absolute; of an FFT, relative to its largest mode, against numpy.fft.fftn in float64\n"
+        "max error: for a load, absolute; for an FFT, relative to the largest mode of numpy.fft.fftn in float64\n"
     )
-    verdict = ["FAILED", *demo.failures] if demo.failures else [f"all {demo.n_loads} loads verified element by element"]
-    demo.say("\n".join(verdict))
+    result = ["FAILED", *demo.failures] if demo.failures else [f"all {demo.n_loads} loads verified element by element"]
+    demo.say("\n".join(result))
     return 1 if demo.failures else 0
 
 
@@ -223,7 +224,7 @@ def _load_climate(demo: _Demo) -> None:
 
 
 def _load_verified(demo: _Demo, stored: _Stored, spec: Any) -> tuple[jax.Array, float, str]:
-    """Load, time, compare, and add a row to the table."""
+    """Load, time and compare with the file; adds a row to the table."""
     title = f"{stored.path.name}:/{stored.dataset}"
     plans: list[shardload.Plan] = []
     demo.say(f"loading {title} as {_spec_text(spec)}")
@@ -238,14 +239,14 @@ def _load_verified(demo: _Demo, stored: _Stored, spec: Any) -> tuple[jax.Array, 
     plan: Any = plans[-1]  # of the last run
     decoded = _per_chunk(plan.report.chunks_decoded, stored)
     shape = [f"{n}+{m - n}" if m > n else str(n) for n, m in zip(plan.shape, plan.shape_global, strict=True)]
-    layout, shard = f"{plan.decomposition} {_spec_text(spec)}", _box(plan.shard_shape)
-    row = (title, _box(shape), layout, shard, plan.readers, f"{seconds:.3f}", decoded)
+    layout, shard = f"{plan.decomposition} {_spec_text(spec)}", _shape_text(plan.shard_shape)
+    row = (title, _shape_text(shape), layout, shard, plan.readers, f"{seconds:.3f}", decoded)
     demo.loads.add_row(*row, f"{error:g}")
     return x, seconds, decoded
 
 
 def _load_and_transform(demo: _Demo, folder: Path, size: int) -> _Table:
-    """Write the field, load it both ways, transform it, and time the peers; returns the comparison."""
+    """Write the field, load it from both formats, do the FFT, time the other ways to load; returns the comparison."""
     step = math.lcm(*demo.mesh.devices.shape)
     n = -(-size // step) * step
     if demo.ranks.rank == 0:
@@ -263,7 +264,7 @@ def _load_and_transform(demo: _Demo, folder: Path, size: int) -> _Table:
         demo.ranks.wait()
         _check_fft(demo, file, demo.pencil_fft.fft3d(x), reference)
         for how, peer in (("rank 0 reads, comm.scatter", _rank0_scatters), ("every process slices", _everyone_slices)):
-            demo.say(f"the same, the usual way: {how}")
+            demo.say(f"the same load for comparison: {how}")
             y, peer_seconds, decoded = peer(demo, stored, x.sharding)
             demo.verify(f"{file}, {how}", y, stored)
             table.add_row(file, how, f"{peer_seconds:.3f}", f"{peer_seconds / seconds:.1f}", decoded)
@@ -271,7 +272,7 @@ def _load_and_transform(demo: _Demo, folder: Path, size: int) -> _Table:
 
 
 def _write_field(folder: Path, n: int, say: Callable[[str], None]) -> None:
-    """Long waves plus noise, plane by plane, into one HDF5 file and one Zarr store of the same values."""
+    """Write long waves plus noise, plane by plane, into an HDF5 file and a Zarr store with the same values."""
     rng = np.random.default_rng(0)
     turn = 2 * np.pi * np.arange(n) / n
     waves = [np.cos(turn[:, None] + 2 * turn), np.sin(3 * turn[:, None] - turn)]
@@ -288,7 +289,7 @@ def _write_field(folder: Path, n: int, say: Callable[[str], None]) -> None:
 
 
 def _check_fft(demo: _Demo, file: str, modes: jax.Array, reference: Any) -> None:
-    """Bring the modes to rank 0 and compare them there; adds a row to the table."""
+    """Gather the modes on rank 0 and compare them there; adds a row to the table."""
     everything = demo.ranks.gather([(shard.index, np.asarray(shard.data)) for shard in modes.addressable_shards])
     error = 0.0
     if everything is not None:
@@ -300,12 +301,12 @@ def _check_fft(demo: _Demo, file: str, modes: jax.Array, reference: Any) -> None
     error = demo.ranks.allgather(error)[0]
     if not error <= _FFT_TOLERANCE:  # also when it is NaN
         demo.failures.append(f"the FFT of {file} differs from numpy.fft.fftn by {error:g} of the largest mode")
-    shard = _box(modes.sharding.shard_shape(modes.shape))
-    demo.loads.add_row(f"  its FFT ({modes.dtype})", _box(modes.shape), "", shard, "", "", "", f"{error:.1e}")
+    shard = _shape_text(modes.sharding.shard_shape(modes.shape))
+    demo.loads.add_row(f"  its FFT ({modes.dtype})", _shape_text(modes.shape), "", shard, "", "", "", f"{error:.1e}")
 
 
 def _rank0_scatters(demo: _Demo, stored: _Stored, sharding: Any) -> tuple[jax.Array, float, str]:
-    """Rank 0 reads all of it and scatters a list of pieces, which mpi4py pickles."""
+    """Rank 0 reads the whole array and scatters a list of pieces, which mpi4py pickles."""
     mine = list(sharding.addressable_devices_indices_map(stored.shape).values())
     wanted = demo.ranks.allgather(mine)
 
@@ -334,7 +335,7 @@ def _everyone_slices(demo: _Demo, stored: _Stored, sharding: Any) -> tuple[jax.A
 def _timed_and_counted(
     demo: _Demo, stored: _Stored, load: Callable[[list[object] | None], jax.Array]
 ) -> tuple[jax.Array, float, str]:
-    """A peer's times, and how many chunks all ranks fetched in its first run, which is not timed."""
+    """The median seconds of a way to load, and the chunks that all ranks fetched in its first run, which is not timed."""
     fetched: list[object] = []
     runs = iter([fetched])
     x, seconds = demo.median_seconds(lambda: load(next(runs, None)))
@@ -342,10 +343,10 @@ def _timed_and_counted(
 
 
 class _Stored:
-    """An array in a file, read by its format's own library. Open only while somebody reads.
+    """An array in a file, read by its format's own library. Open only during a read.
 
-    HDF5 keeps decoded chunks as long as anybody in the process has the dataset open (1 MiB of them, since HDF5 2.0 8 MiB), and
-    would give them to the next run, or to the next way of reading.
+    HDF5 caches decoded chunks while a dataset is open (1 MiB of them, since HDF5 2.0 8 MiB). The next run, or the next way to
+    load, would get chunks from that cache.
     """
 
     def __init__(self, path: Path, dataset: str) -> None:
@@ -357,7 +358,7 @@ class _Stored:
 
     @contextmanager
     def opened(self, fetched: list[object] | None = None) -> Iterator[Any]:
-        """The array; into `fetched` goes something for each chunk that the library takes out of the file, to decode it."""
+        """The array. `fetched` gets one item for each chunk that the library reads from the file, to decode it."""
         if self.path.suffix == ".zarr":
             store = LocalStore(self.path, read_only=True)
             counting = None if fetched is None else _CountingStore(store, fetched)
@@ -374,7 +375,7 @@ class _Stored:
 
 
 class _CountingFile(io.FileIO):
-    """A file for HDF5 to read, which notes when it reads where a chunk lies: then it decodes it."""
+    """A file for HDF5 that records each read of a stored chunk: HDF5 decodes each chunk that it reads."""
 
     places: Collection[int] = ()
     fetched: list[object]
@@ -386,7 +387,7 @@ class _CountingFile(io.FileIO):
 
 
 class _CountingStore(WrapperStore[LocalStore]):
-    """A store for zarr-python to read, which notes when it reads a chunk: then it decodes it."""
+    """A store for zarr-python that records each read of a chunk: zarr-python decodes each chunk that it reads."""
 
     def __init__(self, store: LocalStore, fetched: list[object]) -> None:
         super().__init__(store)
@@ -402,7 +403,7 @@ class _CountingStore(WrapperStore[LocalStore]):
 
 
 def _expected(array: Any, index: Index, shape: tuple[int, ...]) -> Any:
-    """What a shard has to hold: the file's values, and zeros where the array was padded."""
+    """The values that a shard must hold: the file's, and zeros in the padding."""
     expected = np.zeros(shape, array.dtype.newbyteorder("="))
     inside = tuple(slice(*part.indices(n)) for part, n in zip(index, array.shape, strict=True))
     expected[tuple(slice(0, part.stop - part.start) for part in inside)] = array[inside]
@@ -413,7 +414,7 @@ def _per_chunk(n_decoded: int, stored: _Stored) -> str:
     return f"{n_decoded / stored.n_chunks:.2f}" if stored.n_chunks else "no chunks"
 
 
-def _box(shape: Sequence[object]) -> str:
+def _shape_text(shape: Sequence[object]) -> str:
     return " x ".join(map(str, shape))
 
 
@@ -428,7 +429,7 @@ def _pencil_fft() -> ModuleType:
     paths = [folder / "examples" / "pencil_fft.py" for folder in (package, package.parent)]
     spec = next((spec_from_file_location("pencil_fft", path) for path in paths if path.is_file()), None)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"neither {paths[0]} nor {paths[1]} exists: this installation is incomplete")
+        raise ConfigError(f"pencil_fft.py is missing: neither {paths[0]} nor {paths[1]} exists. Install shardload again.")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -436,30 +437,30 @@ def _pencil_fft() -> ModuleType:
 
 @contextmanager
 def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
-    """A temporary folder that all ranks see, removed however the demo ends."""
+    """A temporary folder that all ranks see. It is removed however the demo ends."""
     folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
     try:
         blind = [rank for rank, sees in enumerate(ranks.allgather(folder.is_dir())) if not sees]
         if blind:
             raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
         yield folder
-        ranks.wait()  # nobody removes what another still reads
-    finally:  # rank 0, which writes, goes first; a rank that failed alone is about to end it, and waits no longer
+        ranks.wait()  # before it is removed, no rank may still be reading
+    finally:  # rank 0, which writes, removes it; a rank that failed alone, and is about to end rank 0, does so after 2 s
         began = time.monotonic()
         while folder.exists() and (waited := time.monotonic() - began) < 4:
             shutil.rmtree(folder, ignore_errors=True) if ranks.rank == 0 or waited > 2 else time.sleep(0.01)
 
 
 @contextmanager
-def _one_fate(ranks: _Ranks) -> Iterator[None]:
-    """End all ranks when one fails by itself, is interrupted or is out of time: the others would wait for ever."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: first remove the folder
+def _all_end_together(ranks: _Ranks) -> Iterator[None]:
+    """End all ranks when one fails by itself, is interrupted or is terminated: the others would wait for ever."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # SystemExit, so that the folder is removed
     try:
         yield
     except ShardloadError:  # raised on all ranks alike
         raise
     except BaseException as error:
-        if isinstance(error, Exception):  # and neither Ctrl-C nor the end of the job's time
+        if isinstance(error, Exception):  # not Ctrl-C, and not SIGTERM
             traceback.print_exc()
         if ranks.comm:
             ranks.comm.Abort(1)

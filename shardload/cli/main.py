@@ -1,11 +1,11 @@
-"""What is in this file, what would a load cost, is it right, does it work here? Commands: info, plan, verify, demo, doctor.
+"""Which commands are there, what do they take, and what do they print? info, plan, verify, demo, doctor.
 
-Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong flag ends
-with exit code 2 and what to type, what shardload refuses (a `ShardloadError`) with one message and exit code 1.
+Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong option ends with
+exit code 2 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
 
-What is printed for people fits the terminal, and 80 columns where there is none: the same in a log, a mail and a pipe. In
-a narrow place more lines are taken, and nothing is left out or cut; the line that begins with an array's name has its shape and
-dtype where these fit, for grep. ``COLUMNS=1000`` puts everything about an array into one line, and ``--json`` is for programs.
+Output for people fits the terminal's width, or 80 columns where there is no terminal (a log, a pipe). Narrow output takes more
+lines; nothing is left out or cut. The line that begins with an array's name also has its shape and dtype where they fit, for
+grep. ``COLUMNS=1000`` prints one line per array, and ``--json`` is for programs.
 """
 
 from __future__ import annotations
@@ -96,21 +96,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Load HDF5, netCDF4 and Zarr arrays into sharded jax.Arrays on many processes.
 
-    [bold]Look before you load[/bold] (no MPI, no devices, on a login node):
+    [bold]Before you load[/bold] (on a login node; needs neither MPI nor devices):
 
       shardload info run.h5
 
       shardload plan run.h5:/density --mesh a=4,b=2 --spec a,b
 
-    [bold]Be sure of it[/bold], element by element:
+    [bold]Load and compare every element with the file:[/bold]
 
       mpiexec -n 8 shardload verify run.h5:/density --mesh a=4,b=2 --spec a,b
 
-    [bold]See it work[/bold], checked element by element:
+    [bold]Try it on example data:[/bold]
 
       mpiexec -n 4 python -m shardload demo
 
-    [bold]Was my job started right?[/bold] (under its own launcher):
+    [bold]Check how a job is started[/bold] (with the job's own launcher and flags):
 
       srun --mpi=pmi2 -n 4 shardload doctor
     """,
@@ -149,8 +149,8 @@ def info(
 ) -> None:
     """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
 
-    Attributes such as scale_factor or _FillValue are shown because they change what the values mean; shardload never
-    applies them.
+    Attributes such as scale_factor or _FillValue are shown because they change the meaning of the values. shardload does not
+    apply them.
 
     For example:
 
@@ -198,8 +198,8 @@ def plan(
 ) -> None:
     """Show what a load would do and cost, without loading anything.
 
-    Needs no MPI and no devices, so a mesh of any size can be asked for on a laptop. Each device is a process of its own, unless
-    --processes says how many there are.
+    Needs neither MPI nor devices: you can plan for a mesh of any size on a laptop. One process per device is assumed, unless
+    --processes says otherwise.
 
     For example:
 
@@ -252,9 +252,10 @@ def verify(
     how: How = "full",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
-    """Load on the processes there are, compare every element with the file, and say what was proven. Exit code 1 if not.
+    """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.
 
-    The mesh is made of the devices of all processes. On CPU a process makes as many as are needed, so one is enough.
+    The mesh takes the devices of all processes. On CPU each process simulates as many devices as it needs, so one process is
+    enough.
 
     For example:
 
@@ -275,9 +276,9 @@ def verify(
 
 @app.command()
 def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
-    r"""Load real climate fields and a field of SIZE^3, check every element, transform it, compare with the usual ways.
+    r"""Load climate data and a SIZE^3 field, check every element, do an FFT, and compare times with other ways to load.
 
-    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a temporary folder, and removes it.
+    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a temporary folder and removes it.
 
     For example:
 
@@ -298,16 +299,16 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a rank that waits says for what, and ends.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Say whether this job was started right: what each rank sees, what is wrong with it, and the flag that mends it.
+    """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.
 
-    Run it in place of your script, with the same launcher and flags. Exit status 0: loads will work; 1: they will not.
+    Run it in place of your script, with the same launcher and flags. Exit code 0: loads will work; 1: they will not.
 
     For example:
 
       mpiexec -n 4 python -m shardload doctor --json
     """
     with _one_message():
-        from shardload.cli.doctor import run
+        from shardload.cli.doctor.run import run
 
         raise typer.Exit(run(timeout, as_json))
 
@@ -326,7 +327,7 @@ def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | Non
 
 @contextmanager
 def _one_message(typed: Callable[[str], str] = as_typed) -> Iterator[None]:
-    """Turn what shardload refuses into one message on stderr and exit code 1: it says what to do, a trace does not."""
+    """Turn a `ShardloadError` into its message on stderr and exit code 1: the message says what to do, a traceback does not."""
     try:
         yield
     except ShardloadError as error:
@@ -348,7 +349,13 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     ]
     rows = []
     for array in arrays:
-        row = [array.dataset, _box(array.shape), array.dtype, _box(array.chunks), *([_box(array.shards)] if sharded else [])]
+        row = [
+            array.dataset,
+            _shape_text(array.shape),
+            array.dtype,
+            _shape_text(array.chunks),
+            *([_shape_text(array.shards)] if sharded else []),
+        ]
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
         rows.append([printable(cell) for cell in row])
     narrow = [[column.title for column in columns[:-1]], ["name", "shape", "dtype", "size"], ["name", "shape", "dtype"]]
@@ -364,10 +371,10 @@ def _print_array(array: ArrayInfo) -> None:
     rows = {
         "array": str(array),
         "format": array.format,
-        "shape": _box(array.shape),
+        "shape": _shape_text(array.shape),
         "dtype": array.dtype,
-        "chunks": _box(array.chunks),
-        "shards": _box(array.shards) if array.shards else "",
+        "chunks": _shape_text(array.chunks),
+        "shards": _shape_text(array.shards) if array.shards else "",
         "codec": array.codec,
         "size": human_size(_nbytes(array)),
         "stored": human_size(array.nbytes_stored),
@@ -402,7 +409,7 @@ def _to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in the types that JSON has; NaN and infinities, which it has not, as text."""
+    """`value` in JSON's types; NaN and infinities, which JSON does not have, as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if hasattr(value, "tolist"):  # NumPy arrays and scalars
@@ -426,11 +433,11 @@ def _nbytes(array: ArrayInfo) -> int | None:
 
     try:
         return math.prod(array.shape) * np.dtype(array.dtype).itemsize
-    except TypeError:  # a type that only the file knows
+    except TypeError:  # a type that NumPy does not have
         return None
 
 
-def _box(shape: Sequence[int] | None) -> str:
+def _shape_text(shape: Sequence[int] | None) -> str:
     if shape is None:
         return "-"
     return " x ".join(map(str, shape)) or "scalar"

@@ -1,4 +1,4 @@
-"""Does this file load right on this machine? What ``shardload verify`` does, on the processes there are."""
+"""Does this file load correctly on this machine? ``shardload verify``: load it, compare it with the file, print the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["run"]
 
 
 def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool = False, **how: Any) -> int:
-    """Load, verify, and say on rank 0 what was proven.
+    """Load, verify, and print on rank 0 what was checked.
 
     Collective: yes, all processes of the job.
 
@@ -33,18 +33,18 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: boo
     file : str
         The file, with or without the name of the array.
     axes : mapping of str to int
-        Mesh axes and their sizes. The mesh is made of the first devices of the job; on CPU a process has as many as it needs.
+        Mesh axes and their sizes. The mesh takes the first devices of the job; on CPU a process has as many as it needs.
     parts : tuple
-        Of the PartitionSpec.
+        The parts of the PartitionSpec.
     as_json : bool
-        Print one JSON document, also of what went wrong, in place of text.
+        Print one JSON document in place of text, also for an error.
     **how
         Keywords of `shardload.plan`.
 
     Returns
     -------
     int
-        Exit code: 0 if all was proven, else 1.
+        Exit code: 0 if the check passed, else 1.
     """
     with own_stdout() as out:
         return _run(out, file, axes, parts, as_json, how)
@@ -98,10 +98,10 @@ def _as_json(made: Plan, n_devices: int) -> str:
 
 
 def _have_devices(n: int) -> None:
-    """Let JAX make `n` devices of this process's CPU, if that is where it runs and has not looked yet."""
+    """Have JAX simulate `n` devices on this process's CPU, if JAX runs on the CPU and has not started yet."""
     try:
         jax.config.update("jax_num_cpu_devices", n)
-    except (AttributeError, RuntimeError, ValueError):  # a release without it, or devices that are in use already
+    except (AttributeError, RuntimeError, ValueError):  # an older JAX without this option, or devices that are in use already
         return
 
 
@@ -110,7 +110,7 @@ def _mesh(axes: Mapping[str, int], n: int) -> Mesh:
     if len(devices) < n:
         sizes = ",".join(f"{name}={size}" for name, size in axes.items())
         raise ConfigError(
-            f"--mesh {sizes} has {n} devices, but this job has {len(devices)}. Type a smaller mesh, or start more processes: "
+            f"--mesh {sizes} needs {n} devices, but this job has {len(devices)}. Use a smaller mesh, or start more processes: "
             f"mpiexec -n {n} shardload verify ..."
         )
     return Mesh(np.array(devices[:n], dtype=object).reshape(tuple(axes.values())), tuple(axes))

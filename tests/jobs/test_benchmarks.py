@@ -8,10 +8,10 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.cells import FLOOR, LAYOUTS, OURS, Cell
-from benchmarks.layouts import make
-from benchmarks.measure import measure
-from benchmarks.report import read_records, write_report
+from benchmarks.cases.cells import FLOOR, LAYOUTS, OURS, Cell
+from benchmarks.cases.layouts import make
+from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs.measure import measure
 
 HERE = Path(__file__).parent
 WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment

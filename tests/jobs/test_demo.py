@@ -114,7 +114,7 @@ sys.exit(demo.run(16))
 
 
 def test_demo_without_the_climate_fields_says_what_to_install() -> None:
-    program = "import sys; sys.modules['iris_sample_data'] = None; from shardload.cli.main import demo; sys.exit(demo.run(16))"
+    program = "import sys; sys.modules['iris_sample_data'] = None; from shardload.cli import demo; sys.exit(demo.run(16))"
     job = run_job(["-W", "error", "-c", program], 2, timeout=120)
     assert job.returncode == 1
     assert (job.stderr + job.stdout).count("pip install 'shardload[demo]'") == 1

@@ -42,7 +42,7 @@ def test_four_ranks_are_four_rows(mpi: str) -> None:
     assert lines[6] == ""
     for check in ("messages, same node", "shared memory", "all-reduce", "scatter"):
         assert [line.startswith("ok ") for line in lines if f"  {check} " in line] == [True]
-    assert lines[-1].startswith("well: 4 ranks on 1 node, 4 devices")
+    assert lines[-1].startswith("OK: 4 ranks on 1 node, 4 devices")
     assert "Gloo" not in job.stdout
 
 
@@ -155,7 +155,7 @@ def test_mpiexec_of_the_other_library() -> None:
     assert [bool(out) for out in job.rank_stdout] == [True, False]
     assert "singletons: mpiexec started 2 tasks" in job.stdout
     assert "mpi4py uses Open MPI" in job.stdout
-    assert job.stdout.splitlines()[-1].startswith("NOT WELL: 2 tasks, of which each is alone; 1 error")
+    assert job.stdout.splitlines()[-1].startswith("FAILED: 2 tasks, each a job of its own; 1 error")
 
 
 def test_mpirun_of_the_other_library() -> None:
@@ -165,7 +165,7 @@ def test_mpirun_of_the_other_library() -> None:
     job = run_job([*plain, *DOCTOR], 2, timeout=120, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
     # Once; twice where the second rank comes when the first is gone and the launcher has not noticed.
-    assert job.stderr.count("MPI ended this process while it started") in (1, 2)
+    assert job.stderr.count("MPI ended this process while MPI was starting") in (1, 2)
     assert "--mpi=pmi2 for MPICH" in job.stderr
 
 
@@ -202,7 +202,7 @@ SPOILED = """
 import sys, time
 from unittest import mock
 from mpi4py import MPI
-from shardload.cli import doctor
+from shardload.cli.doctor import run as doctor
 from shardload.cli.doctor import checks
 
 def fail(*args, **more):
@@ -246,7 +246,7 @@ def test_a_scatter_that_one_rank_cannot_do() -> None:
     program = """
 import sys
 from mpi4py import MPI
-from shardload.cli import doctor
+from shardload.cli.doctor import run as doctor
 from shardload.cli.doctor import checks
 
 right = checks.scatter

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mpi4py.MPI import COMM_WORLD
 
-from benchmarks import floor, ways
-from benchmarks.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
-from benchmarks.layouts import boxes, cube, make, plane
-from benchmarks.report import must_table
+from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
+from benchmarks.cases.layouts import boxes, cube, make, plane
+from benchmarks.peers import floor, ways
+from benchmarks.reports.tables import must_table
 
 SIZE = 16
 

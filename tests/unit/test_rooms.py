@@ -1,10 +1,11 @@
-"""Does each room import what it promises, and nothing else?
+"""Does each room import what it promises, and is it where the linter, the picture and the page say?
 
 The import linter reads the code; here each room is imported in a process in which the other libraries cannot be.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -85,13 +86,36 @@ def test_a_name_that_is_not_there() -> None:
         shardload.lode  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_folder_is_what_the_linter_lists() -> None:
-    """Wrong if a room were added without its place in the order, or the top of the package filled up with files."""
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    layers = {name for layer in contract["layers"] for name in layer.split(" | ")}
-    files = {path.stem for path in (ROOT / "shardload").glob("*.py")}
-    folders = {path.parent.name for path in (ROOT / "shardload").glob("*/__init__.py")}
-    assert layers == (files - {"__init__"}) | folders
-    assert len(files) <= 6 and {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()} - folders <= {
-        "__pycache__"
-    }
+def layers() -> list[str]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    return list(contract["layers"])
+
+
+def test_the_linter_s_layers_are_the_folders_and_modules_at_the_top() -> None:
+    """Wrong if a layer named several rooms, or if a file lay at the top that is no room."""
+    package = ROOT / "shardload"
+    folders = {path.parent.name for path in package.glob("*/__init__.py")}
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    assert len(layers()) == len(folders) + len(modules) and set(layers()) == folders | modules
+    assert len(modules) < 6  # and __init__
+
+
+def test_the_tests_have_the_rooms_of_the_package() -> None:
+    folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir()} - {"__pycache__"}
+    assert folders <= set(layers())
+
+
+def test_the_picture_shows_the_rooms_in_their_order() -> None:
+    """Wrong if a room were added and the picture not drawn again: python docs/figures/rooms.py."""
+    drawn = re.findall(r'<g id="room-(\w+)">', (ROOT / "docs" / "figures" / "rooms.svg").read_text())
+    assert drawn == layers()
+
+
+def test_the_table_has_the_rooms_in_their_order_and_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "design" / "data-flow.md").read_text()
+    rows = re.findall(r"^\| `(\w+?)(?:/|\.py)` \|.*\|([^|]*)\|$", page, re.MULTILINE)
+    assert [room for room, _ in rows] == layers()
+    for room, first in rows:
+        for name in re.findall(r"`([\w/]+\.py)`", first):
+            assert (ROOT / "shardload" / room / name).is_file(), f"{room}: {name}"

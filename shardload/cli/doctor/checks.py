@@ -1,7 +1,7 @@
 """Does what every load needs work here, and how fast?
 
-Each check is a step that all ranks take, and after which they agree: what fails on one rank is told on all, and nobody waits
-for it. A rank that hangs inside of MPI or of JAX is ended by `Watch`, which says where it was.
+All ranks run each check together and agree on its outcome: a failure on one rank is reported by all, and no rank waits for it.
+A rank that hangs inside MPI or JAX is ended by `Deadline`, which says what it was waiting for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shardload.comm.group import Group
 from shardload.errors import ShardloadError
 from shardload.units import format_nbytes
 
-__all__ = ["Check", "Watch", "run_checks"]
+__all__ = ["Check", "Deadline", "run_checks"]
 
 _SCATTER_NBYTES, _WIDTH = 1 << 20, 64
 _MESSAGE_NBYTES = 8 << 20
 _ROUNDS = 3
-# Other ranks have the same time: let them say where they are before a launcher ends them because this one is gone.
+# All ranks have the same deadline: let the others print before the launcher ends them because this one exited.
 _GRACE_SECONDS = 2.0
 _LAST_SECONDS = 10.0
 
@@ -43,37 +43,37 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True)
 class Check:
-    """A step that was taken: whether all ranks got through it (None: not tried), and what came of it."""
+    """The outcome of one check: whether it passed on all ranks (None: not tried), and details."""
 
     name: str
     ok: bool | None
     text: str
 
 
-class Watch:
-    """Ends this process with exit code 1 after so many seconds, and says what it waited for.
+class Deadline:
+    """Ends this process with exit code 1 after `seconds`, and says what it was waiting for.
 
     Parameters
     ----------
     seconds : float
-        From now on.
+        Counted from ``with``.
     who : str
-        This process, for people.
+        What this process is called in the message.
     """
 
     def __init__(self, seconds: float, who: str) -> None:
         self.at = "MPI to start"
-        self.problem = ""  # what this rank knows to be wrong, and could not tell the others
+        self.problem = ""  # an error on this rank that it could not report to the others
         self._seconds, self._who = seconds, who
         self._done = threading.Event()
 
-    def name(self, who: str) -> None:
-        """Call this process otherwise from now on."""
+    def rename(self, who: str) -> None:
+        """Change what this process is called in the message."""
         self._who = who
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Deadline:
         threading.Thread(target=self._wait, daemon=True).start()
-        # A library that hangs with the interpreter's lock held would stop that thread too, and this not.
+        # A library that hangs while it holds the GIL stops that thread too, but not this one.
         faulthandler.dump_traceback_later(self._seconds + _LAST_SECONDS, exit=True, file=2)
         return self
 
@@ -90,19 +90,19 @@ class Watch:
             os._exit(1)
 
 
-def run_checks(group: Group, rows: Sequence[Facts], watch: Watch, has_errors: bool) -> list[Check]:
-    """All checks, in order. Collective; returns, never raises, what fails.
+def run_checks(group: Group, rows: Sequence[Facts], deadline: Deadline, has_errors: bool) -> list[Check]:
+    """Run all checks, in order. Collective. A failed check is returned, not raised.
 
     Parameters
     ----------
     group : Group
         All ranks.
     rows : sequence of Facts
-        Of all of them.
-    watch : Watch
-        Is told what is waited for.
+        One per rank.
+    deadline : Deadline
+        Is told which check is running.
     has_errors : bool
-        Whether the diagnosis found errors: then what needs JAX is not tried.
+        Whether the rules found errors: then the checks that need JAX are not tried.
     """
     steps: list[tuple[str, Callable[[], str]]] = []
     can_send = group.comm is not None
@@ -112,28 +112,28 @@ def run_checks(group: Group, rows: Sequence[Facts], watch: Watch, has_errors: bo
             steps.append((name, lambda partner=partner: _ping_pong(group, partner)))  # type: ignore[misc]
     if can_send and any(len(row.node) > 1 for row in rows) and all(row.shares_memory for row in rows):
         steps.append(("shared memory", lambda: _look(group)))
-    checks = [_take(group, watch, name, work) for name, work in steps]
+    checks = [_take(group, deadline, name, work) for name, work in steps]
     why_not = "not tried, because of the errors below" if has_errors else ""
     for name, work in (("all-reduce", _all_reduce), ("scatter", _scatter)):
         if work is _scatter and group.size > 1 and not can_send:
-            why_not = "not tried, because without MPI the processes can send each other nothing"
+            why_not = "not tried, because without MPI the processes cannot send each other data"
         if why_not:
             checks.append(Check(name, None, why_not))
             continue
-        checks.append(_take(group, watch, name, lambda work=work: _on_all_devices(group, work)))  # type: ignore[misc]
+        checks.append(_take(group, deadline, name, lambda work=work: _on_all_devices(group, work)))  # type: ignore[misc]
         why_not = "" if checks[-1].ok else f"not tried, because the {name} failed"
     return checks
 
 
-def _take(group: Group, watch: Watch, name: str, work: Callable[[], str]) -> Check:
-    """One step, after which all ranks agree."""
-    watch.at, watch.problem = f"the check '{name}'", ""
+def _take(group: Group, deadline: Deadline, name: str, work: Callable[[], str]) -> Check:
+    """Run one check and agree on its outcome."""
+    deadline.at, deadline.problem = f"the check '{name}'", ""
     text, error = "", None
     try:
         text = work()
     except Exception as found:
         error = found
-        watch.problem = f"here it failed: {type(found).__name__}: {found}"
+        deadline.problem = f"here it failed: {type(found).__name__}: {found}"
     try:
         group.agree(error)
     except ShardloadError as shared:
@@ -142,13 +142,13 @@ def _take(group: Group, watch: Watch, name: str, work: Callable[[], str]) -> Che
 
 
 def _partners(rows: Sequence[Facts]) -> tuple[int, int]:
-    """With whom rank 0 measures: the next rank of its node, and the first of another; 0 where there is none."""
+    """The partners of rank 0 for messages: the next rank of its node and the first of another node; 0 where there is none."""
     node = rows[0].node
     return next((rank for rank in node if rank), 0), next((row.rank for row in rows if row.rank not in node), 0)
 
 
 def _ping_pong(group: Group, partner: int) -> str:
-    """How fast messages go between rank 0 and `partner`, and do they arrive as they were?"""
+    """How fast are messages between rank 0 and `partner`, and do they arrive unchanged?"""
     tag = group.next_tags()[0]
     sent = _pattern(_MESSAGE_NBYTES)
     found = np.empty_like(sent)
@@ -166,13 +166,13 @@ def _ping_pong(group: Group, partner: int) -> str:
         best = min(best, time.perf_counter() - began)
     if not np.array_equal(found, sent):
         raise ValueError(
-            f"a message of {format_nbytes(sent.nbytes)} between ranks 0 and {partner} did not arrive as it was sent"
+            f"a message of {format_nbytes(sent.nbytes)} between ranks 0 and {partner} arrived with other values than were sent"
         )
     return f"{_rate(2 * sent.nbytes, best)} between ranks 0 and {partner}, {format_nbytes(sent.nbytes)} each"
 
 
 def _look(group: Group) -> str:
-    """How fast does a rank read another's memory, and is it the other's?"""
+    """How fast does a rank read another rank's memory, and does it find what that rank wrote?"""
     segments = group.shared_memory(SHARED_NBYTES)
     if segments:
         segments[group.rank].data[:SHARED_NBYTES] = _mark(group.rank)
@@ -189,12 +189,15 @@ def _look(group: Group) -> str:
         np.copyto(mine, theirs)
         best = min(best, time.perf_counter() - began)
     if not (mine == _mark(neighbour)).all():
-        raise ValueError(f"what rank {group.rank} took for the memory of rank {neighbour} is something else")
+        raise ValueError(
+            f"rank {group.rank} does not see what rank {neighbour} wrote into shared memory: expected {_mark(neighbour)} "
+            f"everywhere, got {sorted({int(value) for value in (mine.min(), mine.max())})}"
+        )
     return f"{_rate(mine.nbytes, best)} from rank {neighbour} to rank {group.rank}, {format_nbytes(mine.nbytes)}"
 
 
 def _on_all_devices(group: Group, work: Callable[[list[Any]], str]) -> str:
-    """A check of all devices, begun only if every rank has them: the others would wait in the middle of it for one without."""
+    """A check on all devices, started only if every rank has devices: otherwise the others would wait for that rank."""
     devices: list[Any] = []
     error = None
     try:
@@ -206,7 +209,7 @@ def _on_all_devices(group: Group, work: Callable[[list[Any]], str]) -> str:
 
 
 def _all_reduce(devices: list[Any]) -> str:
-    """Is the sum over all devices, by the devices themselves, what it must be?"""
+    """Do the devices compute the right sum over all devices?"""
     values = np.arange(len(devices), dtype=np.int32) % 1000 + 1
     mesh = Mesh(np.array(devices), ("d",))
     x = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("d")), lambda index: values[index])
@@ -222,8 +225,8 @@ def _all_reduce(devices: list[Any]) -> str:
 
 
 def _scatter(devices: list[Any]) -> str:
-    """Does each device get its own rows, and as they were?"""
-    devices = devices[::-1]  # another order than that of processes: wrong if one were taken for the other
+    """Does each device get its own rows, unchanged?"""
+    devices = devices[::-1]  # not in process order, so that mixing up the two orders fails the check
     n_rows = max(1, _SCATTER_NBYTES // (4 * _WIDTH * len(devices)))
     shape = (n_rows * len(devices), _WIDTH)
     mesh = Mesh(np.array(devices), ("d",))
@@ -232,14 +235,16 @@ def _scatter(devices: list[Any]) -> str:
         first = devices.index(shard.device) * n_rows * _WIDTH
         expected = np.arange(first, first + n_rows * _WIDTH, dtype=np.int32)
         if crc32(np.asarray(shard.data).tobytes()) != crc32(expected.tobytes()):
-            raise ValueError(f"device {shard.device.id} did not get the rows that are its own")
+            raise ValueError(
+                f"device {shard.device.id} holds wrong values, expected rows {first // _WIDTH} to {first // _WIDTH + n_rows}"
+            )
     return (
         f"{format_nbytes(x.nbytes)} from rank 0 to {len(devices)} devices, checksums of all {len(devices)} shards as expected"
     )
 
 
 def _pattern(nbytes: int) -> Bytes:
-    return np.resize(np.arange(251, dtype=np.uint8), nbytes)  # a prime: shifted by any power of 2 it is another
+    return np.resize(np.arange(251, dtype=np.uint8), nbytes)  # 251 is prime: shifted by a power of 2, the pattern differs
 
 
 def _mark(rank: int) -> int:

@@ -1,7 +1,7 @@
-"""What does this process see of the job that it is part of?
+"""What does this process see of its job?
 
-One `Facts` a rank: plain values, so that they can be sent, compared, made up in a test, and printed as JSON. Gathering them
-never raises: what is not there is a fact too.
+One `Facts` per rank: plain values, so that they can be sent, compared, made up in a test, and printed as JSON. Gathering them
+never raises: something missing is a fact too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardload.comm.group import Group, mpi_problem, world
 
 __all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
 
-# What tells how a job was started, and what changes what comes of it.
+# Variables that show how the job was started, or that change its behaviour.
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "JAX_PLATFORMS",
@@ -45,7 +45,7 @@ _VARIABLES = (
     "SLURM_GPUS_ON_NODE",
 )
 _PACKAGES = ("shardload", "jax", "jaxlib", "numpy", "mpi4py", "h5py", "zarr")
-SHARED_NBYTES = 8 << 20  # of memory that the ranks of a node share, to see whether they can and how fast it is
+SHARED_NBYTES = 8 << 20  # shared between the ranks of a node, to see whether that works and how fast it is
 
 T = TypeVar("T")
 
@@ -57,45 +57,45 @@ class Facts:
     Attributes
     ----------
     host : str
-        Its own name.
+        The host's name.
     task : int
-        Its number as the launcher counts.
+        The launcher's number for this process.
     launcher, n_launched : str, int
-        Who started it with how many others; empty and 1 where nobody says so.
+        What started the process, and how many tasks it started; empty and 1 if no launcher is recognized.
     rank, size : int
-        In the group that examines: COMM_WORLD, or JAX's processes where there is no MPI.
+        In COMM_WORLD, or among JAX's processes where there is no MPI.
     mpi_size : int
-        Of COMM_WORLD; 1 without MPI.
+        Size of COMM_WORLD; 1 without MPI.
     mpi_library, mpi_threads, mpi_problem : str
-        Name and version, thread level, and why there is no MPI.
+        Name and version, thread level, and the reason if there is no MPI.
     jax_process, jax_processes : int or None
-        None where JAX was not started.
+        Process index and number of processes; None if JAX was not started.
     platform : str
-        Of JAX's devices: cpu, gpu.
+        Platform of JAX's devices: cpu or gpu.
     devices : tuple of int
         Ids of this process's devices.
     n_devices : int
-        Devices of the job.
+        Number of devices in the job.
     gpus : tuple of str
-        Which GPUs those of its devices are that are GPUs: the same names on ranks that use the same ones.
+        A name for each GPU that this process uses, equal on ranks that use the same GPU.
     n_gpus : int
-        GPUs of this node that the system shows.
+        GPUs of this node that the operating system shows.
     jax_problem : str
         Why JAX could not be started.
     environ : dict of str to str
-        The variables looked at, where they are set.
+        The environment variables that matter, as far as they are set.
     cores : tuple of int
-        Where it may run.
+        CPU cores on which it may run.
     shm_nbytes : int or None
-        Free in /dev/shm; None where there is none.
+        Free bytes in /dev/shm; None if there is no /dev/shm.
     n_files : int
-        Files it may have open.
+        Number of files it may have open.
     versions : dict of str to str
-        Of python and of packages that are installed.
+        Versions of Python and of installed packages.
     node : tuple of int
-        The ranks with which it shares a machine, as MPI says (or the names of the hosts, without MPI), itself among them.
+        The ranks on the same node, including its own: from MPI, or from host names without MPI.
     shares_memory : bool
-        Whether it could look into the memory of the other ranks in `node`.
+        Whether it could read the memory of the other ranks in `node`.
     """
 
     host: str = ""
@@ -126,7 +126,7 @@ class Facts:
 
 
 def before_jax(environ: Mapping[str, str]) -> Facts:
-    """What can be known before JAX has devices. Starts MPI."""
+    """The facts that are known before JAX has devices. Starts MPI."""
     launcher, n_launched = launched(environ)
     facts = Facts(
         host=_or("", socket.gethostname),
@@ -149,7 +149,7 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
 
 
 def with_node(facts: Facts, group: Group) -> Facts:
-    """`facts`, and what the group says of MPI and of this machine. Collective."""
+    """`facts`, completed with what MPI says about itself and this node. Collective."""
     if group.comm is None:
         return facts
     mpi = group.mpi
@@ -165,7 +165,7 @@ def with_node(facts: Facts, group: Group) -> Facts:
 
 
 def with_jax(facts: Facts) -> Facts:
-    """`facts`, and what JAX sees; the first call starts its devices, and so waits for the other processes."""
+    """`facts`, completed with what JAX sees. The first call starts JAX's devices, and so waits for the other processes."""
     try:
         local = jax.local_devices()
         return replace(
@@ -177,7 +177,7 @@ def with_jax(facts: Facts) -> Facts:
             n_devices=jax.device_count(),
             gpus=_gpus(local),
         )
-    except Exception as error:  # whatever JAX, its plugins and drivers raise is what is to be told
+    except Exception as error:  # JAX, its plugins or its drivers: report whatever they raise
         return replace(facts, jax_problem=f"{type(error).__name__}: {error}")
 
 
@@ -195,20 +195,20 @@ def from_json(text: str) -> Facts:
 def _or(missing: T, find: Callable[[], T]) -> T:
     try:
         return find()
-    except Exception:  # a system without it: that is the fact
+    except Exception:  # not available on this system, which is a fact too
         return missing
 
 
 def _versions() -> dict[str, str]:
     found = {name: _or("", lambda name=name: metadata.version(name)) for name in _PACKAGES}  # type: ignore[misc]
-    from shardload import __version__  # a folder on PYTHONPATH has no metadata
+    from shardload import __version__  # read here, because a folder on PYTHONPATH has no metadata
 
     found["shardload"] = __version__
     return {name: version for name, version in found.items() if version}
 
 
 def _library_name(text: str) -> str:
-    r"""Name and version, of what may be a page: Open MPI's ends in a comma, MPICH's goes on for lines.
+    r"""Name and version from MPI's text: Open MPI puts a comma after them, MPICH many more lines.
 
     >>> _library_name("MPICH Version:      5.0.2\nMPICH Release date: ..."), _library_name("Open MPI v5.0.8, package: ...")
     ('MPICH 5.0.2', 'Open MPI v5.0.8')
@@ -220,7 +220,7 @@ def _library_name(text: str) -> str:
 
 
 def _gpus(devices: list[Any]) -> tuple[str, ...]:
-    """Names of the GPUs behind these devices that do not depend on what each process may see of them."""
+    """Names of these devices' GPUs, the same in every process whatever its CUDA_VISIBLE_DEVICES is."""
     own = [device for device in devices if device.platform in ("gpu", "cuda")]
     return tuple(_or(f"number {_ordinal(device)}", lambda device=device: _uuid(_ordinal(device))) for device in own)  # type: ignore[misc]
 
@@ -231,8 +231,8 @@ def _ordinal(device: Any) -> int:
 
 
 def _uuid(ordinal: int) -> str:
-    # Asked of the driver, which JAX has started. CUDA_VISIBLE_DEVICES would not tell: under Slurm each task of a node may
-    # see a GPU of its own, and each call it 0.
+    # From the driver, which JAX has started. CUDA_VISIBLE_DEVICES is not enough: under Slurm each task of a node may see its
+    # own GPU as number 0.
     driver = ctypes.CDLL("libcuda.so.1")
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), ordinal):

@@ -1,4 +1,4 @@
-"""How is an examination shown: a table with a row per rank, what was checked, and what to type; or all of it as JSON."""
+"""How is the result printed? A table with one row per rank, the checks, the findings and what to type; or all of it as JSON."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import asdict, dataclass
 
 from shardload.cli.doctor.checks import Check
 from shardload.cli.doctor.facts import Facts
-from shardload.cli.doctor.finding import ERROR, NOTE, WARNING, Finding, ranges, ranks_text
+from shardload.cli.doctor.rules import ERROR, NOTE, WARNING, Finding
 from shardload.errors import printable
 from shardload.system.terminal import WIDTH, fit_table, wrap
 from shardload.system.terminal import Column as TextColumn
-from shardload.units import format_nbytes
+from shardload.units import format_nbytes, ranges, ranks_text
 
 __all__ = ["Report", "as_json", "as_text"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an examination found, the same on every rank."""
+    """Facts, findings and checks of a job; the same on every rank."""
 
     rows: Sequence[Facts]
     findings: Sequence[Finding]
     checks: Sequence[Check]
 
     @property
-    def is_well(self) -> bool:
+    def is_ok(self) -> bool:
         """Whether loads will work: no error, and no check that failed."""
         return not self.n(ERROR) and not any(check.ok is False for check in self.checks)
 
@@ -38,7 +38,7 @@ class Report:
 def as_json(report: Report) -> str:
     """For scripts."""
     what = {
-        "ok": report.is_well,
+        "ok": report.is_ok,
         "ranks": [asdict(row) for row in report.rows],
         "findings": [asdict(finding) for finding in report.findings],
         "checks": [asdict(check) for check in report.checks],
@@ -47,7 +47,7 @@ def as_json(report: Report) -> str:
 
 
 def as_text(report: Report, width: int = WIDTH) -> str:
-    """For people, in `width` columns: a row a rank with what differs first, then what all ranks have in common."""
+    """For people, in `width` columns: a table of what differs between ranks, then what all ranks have in common."""
     common, columns = _split(report.rows)
     titles = [title for title, _ in columns]
     rows = [[printable(show(row)) for _, show in columns] for row in report.rows]
@@ -68,10 +68,10 @@ def as_text(report: Report, width: int = WIDTH) -> str:
         where = "" if len(finding.ranks) == len(report.rows) or where in finding.text else f" ({where})"
         lines += _wrapped(f"{finding.level}: ".ljust(9), finding.text + where, width)
         lines += _wrapped("   -> ".ljust(9), finding.fix, width)
-    return "\n".join([*lines, *([""] if report.findings else []), *wrap(_verdict(report), width, "", "  ")])
+    return "\n".join([*lines, *([""] if report.findings else []), *wrap(_summary(report), width, "", "  ")])
 
 
-def _verdict(report: Report) -> str:
+def _summary(report: Report) -> str:
     rows = report.rows
     counted = [(report.n(level), level) for level in (ERROR, WARNING, NOTE)]
     counted.append((sum(check.ok is False for check in report.checks), "failed check"))
@@ -79,8 +79,8 @@ def _verdict(report: Report) -> str:
     n_nodes = len({row.node[0] for row in rows})
     job = f"{_count(len(rows), 'rank')} on {_count(n_nodes, 'node')}, {_count(rows[0].n_devices, 'device')}"
     if rows[0].size == 1 and rows[0].n_launched > 1:
-        job = f"{rows[0].n_launched} tasks, of which each is alone"
-    return f"{'well' if report.is_well else 'NOT WELL'}: {job}{'; ' + said if said else ''}"
+        job = f"{rows[0].n_launched} tasks, each a job of its own"
+    return f"{'OK' if report.is_ok else 'FAILED'}: {job}{'; ' + said if said else ''}"
 
 
 def _count(n: int, what: str) -> str:
@@ -88,7 +88,7 @@ def _count(n: int, what: str) -> str:
 
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
-    # Flags and paths stay whole, so that they can be copied.
+    # Flags and paths are not broken, so that they can be copied.
     return wrap(text, width, head, None if len(head) <= width // 2 else "    ")
 
 
@@ -96,7 +96,7 @@ Column = tuple[str, Callable[[Facts], str]]
 
 
 def _split(rows: Sequence[Facts]) -> tuple[list[tuple[str, str]], list[Column]]:
-    """What all rows have in common, and the columns of the table: those that always are, and what differs."""
+    """What is equal in all rows, and the table's columns: the fixed ones, and what differs."""
     common: list[tuple[str, str]] = []
     columns = list(_ALWAYS)
     for title, show in _WHERE_DIFFERENT:

@@ -1,7 +1,13 @@
-"""What is wrong with how this job was started, and what mends it?
+"""What is wrong with how this job was started, how bad is it, and what fixes it?
 
-`diagnose` is pure: a table of `Facts`, a row per rank, in; findings out. Each misconfiguration that is known is one function
-here, which says nothing when all is well.
+`diagnose` is pure: `Facts` in, one row per rank; a list of `Finding` out. Each known misconfiguration is one function here,
+which yields nothing if the job does not have it.
+
+=========  =================================================================================
+`ERROR`    Loads would fail, or each process would do the work of all.
+`WARNING`  Loads work, but slower than they could, or on fewer devices than there are.
+`NOTE`     Good to know; it may be intended.
+=========  =================================================================================
 """
 
 from __future__ import annotations
@@ -9,25 +15,51 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from shardload.cli.doctor.facts import Facts
-from shardload.cli.doctor.finding import ERROR, NOTE, WARNING, Finding, ranks_text
-from shardload.units import format_nbytes
+from shardload.units import format_nbytes, ranks_text
 
-__all__ = ["diagnose"]
+__all__ = ["ERROR", "NOTE", "WARNING", "Finding", "diagnose"]
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
 
 _OLDEST_JAX = (0, 7, 1)
 _LEAST_SHM_NBYTES, _LEAST_FILES = 64 << 20, 1024
-# With these a rank that waits gives its core away.
+# With these a rank that waits yields its core to others.
 _YIELDING = ("MPIR_CVAR_ENABLE_HEAVY_YIELD", "OMPI_MCA_mpi_yield_when_idle")
 _WEAK_THREADS = ("SINGLE", "FUNNELED")
-
 
 Rows = Sequence[Facts]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One problem of a job, or one thing that is worth a look.
+
+    Attributes
+    ----------
+    name : str
+        Short, for scripts.
+    level : str
+        `ERROR`, `WARNING` or `NOTE`.
+    text : str
+        What was found, and what it leads to.
+    fix : str
+        What to type.
+    ranks : tuple of int
+        The ranks where it was found.
+    """
+
+    name: str
+    level: str
+    text: str
+    fix: str
+    ranks: tuple[int, ...]
+
+
 def diagnose(rows: Rows) -> list[Finding]:
-    """All that is wrong with a job of which each rank reported one row, the worst first."""
+    """All findings about a job, from one row per rank; the worst first."""
     found = [finding for rule in _RULES for finding in rule(rows)]
     return sorted(found, key=lambda finding: (ERROR, WARNING, NOTE).index(finding.level))
 
@@ -68,7 +100,7 @@ def _singletons(rows: Rows) -> Iterator[Finding]:
             wanted, other = "cray_shasta", "pmi2"
         fix = (
             f"srun --mpi={wanted} ... is right for {library} (--mpi={other} for the other kind of MPI); "
-            "'srun --mpi=list' shows what this cluster has; SHARDLOAD_MPI=0 to do without MPI, every process reading for itself"
+            "'srun --mpi=list' shows what this cluster has; SHARDLOAD_MPI=0 runs without MPI: each process reads for itself"
         )
     else:
         start = "Open MPI's mpirun" if row.launcher == "mpirun" else "the mpiexec of MPICH or Intel MPI"
@@ -77,8 +109,8 @@ def _singletons(rows: Rows) -> Iterator[Finding]:
             "mpi4py use the other library: MPI4PY_LIBMPI=/path/to/lib/libmpi.so"
         )
     text = (
-        f"singletons: {row.launcher} started {row.n_launched} tasks, but each believes that it is alone (COMM_WORLD has size "
-        "1). Every one would load everything, and write over the others' results"
+        f"singletons: {row.launcher} started {row.n_launched} tasks, but each is a job of its own (COMM_WORLD has size 1). "
+        "Each would load everything and overwrite the results of the others"
     )
     yield from _one("singletons", ERROR, [row], text, fix)
 
@@ -98,13 +130,13 @@ def _no_mpi(rows: Rows) -> Iterator[Finding]:
         text = f"mpi4py is not installed ({_short(row.mpi_problem)})"
         fix = "pip install --no-binary=mpi4py mpi4py, with the site's MPI module loaded"
     if row.size > 1:
-        text += f": JAX's {row.size} processes can each read for themselves, and send each other nothing"
+        text += f": JAX's {row.size} processes can each read for themselves, but cannot send each other data"
         yield from _one("no-mpi", NOTE, rows, text, fix)
     elif row.n_launched > 1:
         text += f", and {row.launcher} started {row.n_launched} tasks: each would load everything by itself"
         yield from _one("no-mpi", ERROR, [row], text, fix)
     else:
-        yield from _one("no-mpi", NOTE, [row], text + ": one process can load, several cannot send each other anything", fix)
+        yield from _one("no-mpi", NOTE, [row], text + ": one process can load, several cannot send each other data", fix)
 
 
 def _threads(rows: Rows) -> Iterator[Finding]:
@@ -129,7 +161,7 @@ def _jax_failed(rows: Rows) -> Iterator[Finding]:
 def _jax_alone(rows: Rows) -> Iterator[Finding]:
     n = rows[0].mpi_size
     alone = [row for row in rows if n > 1 and row.jax_processes == 1]
-    text = f"MPI has {n} ranks, but JAX sees one process: each rank has a JAX of its own"
+    text = f"MPI has {n} ranks, but JAX sees one process: each rank runs JAX by itself"
     yield from _one("jax-alone", ERROR, alone, text, "call shardload.initialize() first, before anything that uses JAX devices")
 
 
@@ -153,7 +185,7 @@ def _jax_order(rows: Rows) -> Iterator[Finding]:
     yield from _one("jax-twice", ERROR, twice, "ranks have the same JAX process index", fix)
     if not twice:
         moved = [row for row in rows if row.jax_process != row.rank]
-        text = "JAX process indices are not MPI ranks; shardload knows which is which, a script of yours may not"
+        text = "JAX process indices are not MPI ranks; shardload handles that, but your own scripts may not"
         yield from _one("jax-order", NOTE, moved, text, fix + ", which makes them equal")
 
 
@@ -177,7 +209,7 @@ def _gpus_shared(rows: Rows) -> Iterator[Finding]:
             continue
         n_seen = len(users)
         if n_seen > 1 and all(len(set(row.gpus)) == n_seen for row in sharing):
-            text = f"{_where(sharing)} each take all {n_seen} GPUs of the node, and share every one"
+            text = f"{_where(sharing)} each use all {n_seen} GPUs of the node, so that every GPU is shared"
             fix = "srun --gpus-per-task=1; or start JAX with shardload.initialize(), one GPU for each rank; or one rank a node"
             yield from _one("gpus-all-seen", ERROR, sharing, text, fix)
             continue
@@ -202,7 +234,7 @@ def _gpus_unused(rows: Rows) -> Iterator[Finding]:
     yield from _one("gpus-off", WARNING, meant, filled, "unset JAX_PLATFORMS")
     rest = [row for row in unused if row not in meant]
     text = f"there are {n_gpus(rest[0]) if rest else 0} GPUs on the node, but JAX finds none and uses the CPU"
-    fix = "pip install 'shardload[cuda12]' (or cuda13); nvidia-smi must work on the node; JAX_PLATFORMS=cpu if it is meant"
+    fix = "pip install 'shardload[cuda12]' (or cuda13); nvidia-smi must work on the node; JAX_PLATFORMS=cpu if you want the CPU"
     yield from _one("gpus-unused", ERROR, rest, text, fix)
 
 
@@ -218,7 +250,7 @@ def _unequal(rows: Rows) -> Iterator[Finding]:
     if len(devices) > 1:
         least = [row for row in rows if len(row.devices) == min(devices)]
         text = f"processes have different numbers of devices: from {min(devices)} to {max(devices)}"
-        fix = "srun --gpus-per-task=N, the same for all; a mesh of equal parts needs equal processes"
+        fix = "srun --gpus-per-task=N, the same for all; a mesh needs the same number of devices in each process"
         yield from _one("devices-unequal", WARNING, least, text, fix)
 
 
@@ -231,7 +263,7 @@ def _cores(rows: Rows) -> Iterator[Finding]:
         if len(node) == 1 or not together:
             continue
         if len(together) == 1:
-            text = f"{_where(node)} are all bound to core {next(iter(together))}: they take turns"
+            text = f"{_where(node)} are all bound to core {next(iter(together))}, so only one of them runs at a time"
             fix = "srun --cpus-per-task=N --cpu-bind=cores; MPICH: mpiexec -bind-to none; Open MPI: mpirun --bind-to none"
             yield from _one("one-core", WARNING, node, text, fix)
         elif len(together) < len(node):
@@ -239,7 +271,7 @@ def _cores(rows: Rows) -> Iterator[Finding]:
             fix = "srun --cpus-per-task=1 or more; fewer ranks a node"
             level = NOTE
             if not all(any(row.environ.get(name) == "1" for name in _YIELDING) for row in node):
-                level, text = WARNING, text + ": those that wait keep the others from working"
+                level, text = WARNING, text + ": those that wait for messages slow down the others"
                 fix += "; or MPIR_CVAR_ENABLE_HEAVY_YIELD=1 (MPICH), OMPI_MCA_mpi_yield_when_idle=1 (Open MPI)"
             yield from _one("few-cores", level, node, text, fix)
 
@@ -249,11 +281,15 @@ def _memory(rows: Rows) -> Iterator[Finding]:
     free = format_nbytes(small[0].shm_nbytes) if small and small[0].shm_nbytes is not None else "nothing"
     text = f"/dev/shm has {free} free: MPI and NCCL keep messages of one node there (shardload does not)"
     yield from _one(
-        "small-shm", NOTE, small, text, "containers: --shm-size=1g or --ipc=host; else remove what other jobs left there"
+        "small-shm",
+        NOTE,
+        small,
+        text,
+        "containers: --shm-size=1g or --ipc=host; otherwise remove files that other jobs left there",
     )
     apart = [row for row in rows if not row.shares_memory]
     off = any(row.environ.get("SHARDLOAD_SHARED_MEMORY") == "0" for row in apart)
-    text = f"{_where(apart) if apart else ''} cannot look into each other's memory, and send messages instead: slower"
+    text = f"{_where(apart) if apart else ''} cannot read each other's memory, so they send messages, which is slower"
     fix = (
         "unset SHARDLOAD_SHARED_MEMORY"
         if off
@@ -267,7 +303,7 @@ def _hosts(rows: Rows) -> Iterator[Finding]:
     for node in _nodes(rows).values():
         hosts = sorted({row.host for row in node})
         text = f"{ranks_text(_ranks(node))} share memory, but their hosts are called {', '.join(hosts)}"
-        fix = "fine for containers with host names of their own; else look at the host file"
+        fix = "fine for containers with host names of their own; otherwise check the host file"
         yield from _one("names-differ", WARNING, node if len(hosts) > 1 else [], text, fix)
     leaders: dict[str, set[int]] = defaultdict(set)
     for row in rows:
@@ -283,11 +319,11 @@ def _hosts(rows: Rows) -> Iterator[Finding]:
 
 def _files(rows: Rows) -> Iterator[Finding]:
     few = [row for row in rows if row.n_files < _LEAST_FILES]
-    text = f"a process may have {few[0].n_files if few else 0} files open: few, for sharded stores and many ranks a node"
+    text = f"a process may open only {few[0].n_files if few else 0} files, few for sharded stores and many ranks per node"
     yield from _one("few-files", WARNING, few, text, "ulimit -n 4096, before the launcher")
     unset = [row for row in rows if "HDF5_USE_FILE_LOCKING" not in row.environ]
-    text = "HDF5_USE_FILE_LOCKING is not set: HDF5 locks the files that it reads, which some Lustre and NFS mounts refuse"
-    fix = "HDF5_USE_FILE_LOCKING=FALSE where opening says 'unable to lock file', if nobody writes the file meanwhile"
+    text = "HDF5_USE_FILE_LOCKING is not set: HDF5 locks the files it reads, which some Lustre and NFS mounts refuse"
+    fix = "HDF5_USE_FILE_LOCKING=FALSE if opening fails with 'unable to lock file' and no other program writes the file"
     yield from _one("hdf5-locking", NOTE, unset, text, fix)
 
 
@@ -297,7 +333,7 @@ def _versions(rows: Rows) -> Iterator[Finding]:
         if len(set(found)) > 1:
             other = [row for row in rows if row.versions.get(name, "missing") != found[0]]
             text = f"ranks have different versions of {name}: {', '.join(sorted(set(found)))}"
-            fix = "one environment for all: activate it in the job script, before srun; the same image on every node"
+            fix = "one environment for all ranks: activate it in the job script, before srun; the same image on every node"
             yield from _one("versions-differ", ERROR, other, text, fix)
     libraries = sorted({row.mpi_library for row in rows})
     if len(libraries) > 1:
@@ -315,8 +351,8 @@ def _slurm(rows: Rows) -> Iterator[Finding]:
     n = environ.get("SLURM_NTASKS", "1")
     level = WARNING if n.isdecimal() and int(n) > 1 else NOTE
     text = (
-        f"SLURM_JOB_ID is set, but this process is in no step of job {environ['SLURM_JOB_ID']} (of {n} tasks): it is the batch "
-        "script's own shell, or a login to the node, and one process"
+        f"SLURM_JOB_ID is set, but this process is in no step of job {environ['SLURM_JOB_ID']} (of {n} tasks): it was started "
+        "by the batch script itself or by a login to the node, as one process"
     )
     yield from _one(
         "no-step", level, [row], text, "start it with srun, inside sbatch or salloc: srun --mpi=pmi2 (or pmix) python ..."
@@ -345,13 +381,13 @@ _RULES: tuple[Callable[[Rows], Iterator[Finding]], ...] = (
 
 
 def _short(text: str) -> str:
-    """The first line, and not too much of it."""
+    """The first line, at most 300 characters."""
     line = text.strip().partition("\n")[0].rstrip(":. ")
     return line if len(line) <= 300 else line[:297] + "..."
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Comparable; what is no number is left out.
+    """Comparable numbers of a version; other text is left out.
 
     >>> _number("0.10.2"), _number("0.7.1.dev3") >= (0, 7, 1)
     ((0, 10, 2), True)

@@ -2,7 +2,7 @@
 
 import jax
 
-from benchmarks import job, ways
+from benchmarks.peers import job, ways
 
 
 def neighbour(file, sharding, comm):

@@ -12,8 +12,7 @@ import pytest
 
 from shardload.cli.doctor import rules as findings
 from shardload.cli.doctor.facts import Facts
-from shardload.cli.doctor.finding import ERROR, NOTE, WARNING
-from shardload.cli.doctor.rules import diagnose
+from shardload.cli.doctor.rules import ERROR, NOTE, WARNING, diagnose
 
 Rows = list[Facts]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shardload.cli import doctor
+from shardload.cli.doctor import run as doctor
 from shardload.cli.doctor.checks import Check
 from shardload.cli.doctor.facts import Facts, before_jax, from_json, to_json, with_jax, with_node
-from shardload.cli.doctor.finding import ERROR, NOTE, Finding
 from shardload.cli.doctor.report import Report, as_json, as_text
+from shardload.cli.doctor.rules import ERROR, NOTE, Finding, diagnose
 from shardload.comm.group import Group
 from tests.unit.cli.test_doctor import alone, job, singleton
 
@@ -70,15 +70,15 @@ def test_whatever_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_machine_has_is_the_same_for_its_ranks() -> None:
     """Wrong if free memory that changed between two looks were a difference between ranks of one node."""
     rows = [replace(row, shm_nbytes=100 - row.rank) for row in job(5, 3)]
-    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [98, 98, 98, 96, 96]
-    assert [row.node for row in doctor._by_machine(rows)] == [row.node for row in rows]
+    assert [row.shm_nbytes for row in doctor._with_node_facts(rows)] == [98, 98, 98, 96, 96]
+    assert [row.node for row in doctor._with_node_facts(rows)] == [row.node for row in rows]
     rows[1] = replace(rows[1], shm_nbytes=None)
-    assert [row.shm_nbytes for row in doctor._by_machine(rows)] == [None, None, None, 96, 96]
+    assert [row.shm_nbytes for row in doctor._with_node_facts(rows)] == [None, None, None, 96, 96]
 
 
 def test_without_mpi_the_names_of_hosts_say_who_shares_one() -> None:
     rows = [replace(row, mpi_problem="off", host=f"n{row.rank % 2}", node=(row.rank,)) for row in job(5, 1)]
-    assert [row.node for row in doctor._by_machine(rows)] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
+    assert [row.node for row in doctor._with_node_facts(rows)] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
 
 
 # --- the report
@@ -96,7 +96,7 @@ def test_a_row_for_each_rank_and_once_what_all_have() -> None:
         assert f"{rank}/6 node ? local ?" in row
     assert text.count("MPICH 5.0.2") == 1, "the same on all ranks"
     assert text.count("77.0") == 1
-    assert "well: 6 ranks on 2 nodes, 6 devices" in text
+    assert "OK: 6 ranks on 2 nodes, 6 devices" in text
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
@@ -120,7 +120,7 @@ def test_findings_with_where_and_what_to_type() -> None:
     assert "(ranks 1-2)" in text and "all of them\n" in text and "on n1 do\n" in text, "where, once, unless it is everywhere"
     assert "   ->    srun --gpus-per-task=1" in lines
     assert "FAILED  scatter" in text and "ok      scatter" in text and "-       all-reduce" in text
-    assert lines[-1] == "NOT WELL: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
+    assert lines[-1] == "FAILED: 4 ranks on 2 nodes, 4 devices; 1 error, 2 notes, 1 failed check"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -134,20 +134,34 @@ def test_it_fits_and_loses_nothing(width: int) -> None:
     text = " ".join(" ".join(lines).split())
     for rank in range(6):
         assert text.count(f"{rank}/6 node ? local ?") == 1 and f"gpu {rank} (1 of 6)" in text
-    for whole in ("3.0 MiB", "1,2", "MPICH 5.0.2", "--gpus-per-task=1", "NOT WELL: 6 ranks on 2 nodes, 6 devices; 1 error"):
+    for whole in ("3.0 MiB", "1,2", "MPICH 5.0.2", "--gpus-per-task=1", "FAILED: 6 ranks on 2 nodes, 6 devices; 1 error"):
         assert whole in text
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    """Wrong if a finding, the table or the last line were printed otherwise than docs/first-run.md shows them."""
+    page = (Path(__file__).parents[3] / "docs" / "first-run.md").read_text()
+    one = Facts(host="n1", launcher="srun", n_launched=4, mpi_library="MPICH 5.0.2", n_files=20000, shm_nbytes=4 << 30)
+    two = replace(one, host="vm", launcher="mpiexec", n_launched=2, mpi_library="Open MPI v5.0.11")
+    rows = [replace(row, host=f"n{1 + row.node[0] // 2}", platform="cpu", gpus=(), n_gpus=2) for row in job(3, 2)]
+    rows = [replace(row, devices=(2048 * row.rank,), environ={"HDF5_USE_FILE_LOCKING": "FALSE"}) for row in rows]
+    for case in ([one], [two], rows):
+        findings = [finding for finding in diagnose(case) if finding.level != NOTE]
+        *_, found, last = as_text(Report(case, findings, []), 120).split("\n\n")
+        assert found in page and last in page
+        assert case is rows or as_text(Report(case, findings, []), 120).split("\n\n")[0] in page
+
+
 @pytest.mark.parametrize(
-    ("levels", "checks", "is_well"),
+    ("levels", "checks", "is_ok"),
     [([], [], True), ([NOTE], [True, None], True), ([ERROR], [True], False), ([], [False], False), (["warning"], [], True)],
 )
-def test_what_ends_with_0_and_what_with_1(levels: list[str], checks: list[bool | None], is_well: bool) -> None:
+def test_what_ends_with_0_and_what_with_1(levels: list[str], checks: list[bool | None], is_ok: bool) -> None:
     findings = [Finding("a", level, "t", "f", (0,)) for level in levels]
     report = Report(job(), findings, [Check("c", ok, "") for ok in checks])
-    assert report.is_well is is_well
-    assert json.loads(as_json(report))["ok"] is is_well
-    assert as_text(report).splitlines()[-1].startswith("well" if is_well else "NOT WELL")
+    assert report.is_ok is is_ok
+    assert json.loads(as_json(report))["ok"] is is_ok
+    assert as_text(report).splitlines()[-1].startswith("OK" if is_ok else "FAILED")
 
 
 def test_json_has_everything() -> None:
@@ -167,7 +181,7 @@ def test_a_process_that_ends_inside_leaves_a_word(tmp_path: Path, ends: bool, sa
     read, write = os.pipe()
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys\nfrom shardload.cli.doctor import _last_words\n"
+        "import os, sys\nfrom shardload.cli.doctor.run import _last_words\n"
         "with _last_words('what to type'):\n    os._exit(3) if sys.argv[1] == 'True' else None\n"
     )
     with os.fdopen(read) as errors:
@@ -190,7 +204,7 @@ def test_the_first_to_come_speaks_for_its_launcher() -> None:
     second = [
         sys.executable,
         "-c",
-        "from shardload.cli.doctor import _first_here\nwith _first_here() as first: print(first)",
+        "from shardload.cli.doctor.run import _first_here\nwith _first_here() as first: print(first)",
     ]
     with doctor._first_here() as one, doctor._first_here() as other:
         assert (one, other) == (True, False)

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zarr.abc.codec import BytesBytesCodec
 
 import shardload
-from benchmarks.fuzz_filter_files import FilterKind, hdf5_kinds
+from benchmarks.fuzz.filter_files import FilterKind, hdf5_kinds
 from shardload.errors import SourceError
 from shardload.formats.hdf5 import chunk_heads as hdf5_heads
 from shardload.formats.hdf5 import filters as hdf5_filters

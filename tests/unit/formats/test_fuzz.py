@@ -14,11 +14,11 @@ import h5py
 import numpy as np
 import pytest
 
-from benchmarks.fuzz import GOOD, Outcomes, Worker, fuzz
-from benchmarks.fuzz_files import Case, Kind, make_case, make_kinds
-from benchmarks.fuzz_filter_files import FilterKind, filter_case
-from benchmarks.fuzz_filters import FilterOutcomes, is_listed
-from benchmarks.fuzz_worker import by_library, judge
+from benchmarks.fuzz.files import Case, Kind, make_case, make_kinds
+from benchmarks.fuzz.filter_files import FilterKind, filter_case
+from benchmarks.fuzz.filters import FilterOutcomes, is_listed
+from benchmarks.fuzz.loads import GOOD, Outcomes, Worker, fuzz
+from benchmarks.fuzz.worker import by_library, judge
 
 N_CASES = 150
 
@@ -55,7 +55,7 @@ def test_a_case_is_its_number(kinds: list[Kind]) -> None:
 def test_bytes_that_were_changed_are_told_from_the_rest(kinds: list[Kind]) -> None:
     """Wrong if damage to metadata counted as damage to one chunk: then wrong values there would pass."""
     named = {kind.name: kind for kind in kinds}
-    module: Any = __import__("benchmarks.fuzz_files", fromlist=["_touched"])
+    module: Any = __import__("benchmarks.fuzz.files", fromlist=["_touched"])
     kind = named["hdf5-latest-chunks"]
     (name, data), (_, first, end, index) = next(iter(kind.files.items())), kind.payload[0]
     for at, expected in ((first, {index}), (end - 1, {index}), (8, None)):
@@ -107,13 +107,11 @@ def test_crashes_and_hangs_are_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_pat
         "    if n == 3: time.sleep(600)\n"
         "    print(json.dumps([n, 'kind', 'what', 'right', '']), flush=True)\n"
     )
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package would go first
-    (tmp_path / "benchmarks" / "fuzz_worker.py").write_text(script)
-    monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
+    _fuzz_package(tmp_path, script)
+    monkeypatch.setattr("benchmarks.fuzz.loads.ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("benchmarks.fuzz.DEADLINE_SECONDS", 2.0)
-    monkeypatch.setattr("benchmarks.fuzz._told", lambda seed, number: ["told", "damage"])
+    monkeypatch.setattr("benchmarks.fuzz.loads.DEADLINE_SECONDS", 2.0)
+    monkeypatch.setattr("benchmarks.fuzz.loads._told", lambda seed, number: ["told", "damage"])
     found = fuzz(seed=1, n_cases=5)
     assert found.counts == {"kind": {"right": 3}, "told": {"CRASH": 1, "HANG": 1}}
     assert [(case["number"], case["came"]) for case in found.bad] == [(1, "CRASH"), (3, "HANG")]
@@ -124,11 +122,17 @@ def test_crashes_and_hangs_are_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert record["cases"] == 5 and record["versions"]["HDF5"] == h5py.version.hdf5_version
 
 
+def _fuzz_package(folder: Path, worker: str) -> None:
+    package = folder / "benchmarks" / "fuzz"
+    package.mkdir(parents=True)
+    for initial in (package.parent, package):
+        (initial / "__init__.py").touch()  # or the installed package would go first
+    (package / "worker.py").write_text(worker)
+
+
 def test_a_worker_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").touch()  # or the installed package would go first
-    (tmp_path / "benchmarks" / "fuzz_worker.py").write_text("raise SystemExit('no such thing')")
-    monkeypatch.setattr("benchmarks.fuzz.ROOT", tmp_path)
+    _fuzz_package(tmp_path, "raise SystemExit('no such thing')")
+    monkeypatch.setattr("benchmarks.fuzz.loads.ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="a worker did not start"):
         Worker(1)
@@ -143,7 +147,7 @@ def test_nothing_ran() -> None:
 
 FILTERS = """
 import json, sys
-from benchmarks import fuzz_filters as f
+from benchmarks.fuzz import filters as f
 kinds = f.good_kinds()
 found = f.fuzz_filters(7, 3 * len(kinds), kinds=kinds)
 record = found.record() | {"promises": found.broken_promises(), "table": found.table(), "n_kinds": len(kinds)}

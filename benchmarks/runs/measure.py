@@ -26,10 +26,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import FLOOR, OURS, PEERS, Cell
-from benchmarks.environments import missing, start
-from benchmarks.layouts import File
+from benchmarks.cases.cells import FLOOR, OURS, PEERS, Cell
+from benchmarks.cases.layouts import File
 from benchmarks.remote import RemoteError, RemoteJob
+from benchmarks.runs.environments import missing, start
 
 _WORTH_WARMING_NBYTES = 16 << 20
 LOAD_SECONDS = 300.0  # for one load; then it has hung

@@ -27,7 +27,7 @@ import h5py
 GOOD = ("right", "value", "as said", "lost", "refused", "large")
 DEADLINE_SECONDS = 60.0  # far more than any case takes, on a busy machine too
 _START_SECONDS = 300.0
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Worker:
     """One process that runs cases."""
 
     def __init__(self, seed: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.fuzz_worker", str(seed)]
+        command = [sys.executable, "-m", "benchmarks.fuzz.worker", str(seed)]
         # netCDF4 sets this to filters of its own, which fit its own HDF5 alone.
         environment = {name: value for name, value in os.environ.items() if name != "HDF5_PLUGIN_PATH"}
         self._process = subprocess.Popen(
@@ -201,7 +201,7 @@ def fuzz(
 def _told(seed: int, number: int) -> list[str]:
     """Kind and damage of a case whose worker could not say them any more."""
     script = (
-        "import pathlib, sys, tempfile\nfrom benchmarks.fuzz_files import make_case, make_kinds\n"
+        "import pathlib, sys, tempfile\nfrom benchmarks.fuzz.files import make_case, make_kinds\n"
         "with tempfile.TemporaryDirectory() as made:\n"
         "    case = make_case(make_kinds(pathlib.Path(made)), int(sys.argv[1]), int(sys.argv[2]))\n"
         "print(case.kind.name)\nprint(case.what)\n"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import OURS, spec_text
-from benchmarks.layouts import make
-from benchmarks.measure import Jobs, Say, median, new_record, turns, warm_free_memory, without_folders
+from benchmarks.cases.cells import OURS, spec_text
+from benchmarks.cases.layouts import make
 from benchmarks.remote import RemoteError
+from benchmarks.runs.measure import Jobs, Say, median, new_record, turns, warm_free_memory, without_folders
 
 LEVELS = ("index", "checksum", "file", "full")
 CHECKSUM_AT_MOST = 1.10  # of the time of "index", where chunks are compressed

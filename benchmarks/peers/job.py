@@ -1,6 +1,6 @@
 """The ranks that load with JAX: answer the conductor's requests (`benchmarks.remote`), all of them collective.
 
-mpiexec -n 4 python -m benchmarks.job               # started by benchmarks.measure
+mpiexec -n 4 python -m benchmarks.peers.job         # started by benchmarks.runs.measure
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
-from benchmarks.cells import box, mesh_shape
+from benchmarks.cases.cells import box, mesh_shape
+from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
-from benchmarks.ways import SCATTERS, WAYS, last_report
 
 PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate")
 comm = MPI.COMM_WORLD

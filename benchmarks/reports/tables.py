@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import (
+from benchmarks.cases.cells import (
     BEST_PEER_AT_LEAST,
     FLOOR,
     FLOOR_AT_MOST,
@@ -23,10 +23,10 @@ from benchmarks.cells import (
     Cell,
     spec_text,
 )
-from benchmarks.devices import devices_table
-from benchmarks.extras import ALLOWANCE_NBYTES, MIB, memory_text
-from benchmarks.measure import median
-from benchmarks.verification import verification_table
+from benchmarks.runs.devices import devices_table
+from benchmarks.runs.extras import ALLOWANCE_NBYTES, MIB, memory_text
+from benchmarks.runs.measure import median
+from benchmarks.runs.verification import verification_table
 
 KINDS = ("run", "cold", "field", "scatter", "small", "memory", "verify", "devices")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}

@@ -25,7 +25,7 @@ import iris_sample_data
 import numpy as np
 import zarr
 
-from benchmarks.cells import LAYOUTS
+from benchmarks.cases.cells import LAYOUTS
 
 RECIPE = 1  # counted up when what is written changes
 NAME = "x"

@@ -9,10 +9,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from benchmarks.cells import OURS, spec_text
-from benchmarks.layouts import File, make
-from benchmarks.measure import Jobs, Say, median, new_record, turns, without_folders
+from benchmarks.cases.cells import OURS, spec_text
+from benchmarks.cases.layouts import File, make
 from benchmarks.remote import RemoteError
+from benchmarks.runs.measure import Jobs, Say, median, new_record, turns, without_folders
 
 SCATTER_WAYS = (OURS, "scatter", "scatterv")
 SCATTER_SPECS = ("a", "-,a,b")  # slabs, which Scatterv takes as they lie, and pencils, which it must have packed

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.cells import FLOOR, LAYOUTS, PEERS, spec_text
-from benchmarks.report import in_order, ratio
+from benchmarks.cases.cells import FLOOR, LAYOUTS, PEERS, spec_text
+from benchmarks.reports.tables import in_order, ratio
 
 # Okabe and Ito's colours, which people tell apart whatever their eyes; each way has a shape of its own as well.
 MARKS = {

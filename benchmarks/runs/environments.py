@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.remote import RemoteError, RemoteJob
 from tests.jobs.launch import job_command, job_environment
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HEAT = ROOT / ".venv-heat"
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 DEBIAN_PACKAGES = "python3-h5py-mpi python3-mpi4py openmpi-bin"
@@ -64,9 +64,9 @@ def start(job: str, n: int, program: Sequence[str] | None = None, devices: int =
         raise RemoteError(why)
     env = job_environment(n, devices_per_process=devices) | {"PYTHONPATH": str(ROOT), "HDF5_PLUGIN_PATH": _hdf5_plugins()}
     if job == "jax":
-        return RemoteJob(job, job_command(program or ["-m", "benchmarks.job"], n), n, env)
+        return RemoteJob(job, job_command(program or ["-m", "benchmarks.peers.job"], n), n, env)
     if job == "floor":
-        return RemoteJob(job, [sys.executable, "-m", "benchmarks.floor"], 1, env)
+        return RemoteJob(job, [sys.executable, "-m", "benchmarks.peers.floor"], 1, env)
     if job == "heat":
         return RemoteJob(job, job_command(["-m", "benchmarks.peers.heat"], n, python=heat_python()), n, env)
     command = ["mpiexec.openmpi", "--oversubscribe", "--bind-to", "none", "-n", str(n)]

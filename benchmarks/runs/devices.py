@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import MODES, OURS, spec_text
-from benchmarks.layouts import File, make
-from benchmarks.measure import Jobs, Say, median, new_record, turns, warm_free_memory, without_folders
+from benchmarks.cases.cells import MODES, OURS, spec_text
+from benchmarks.cases.layouts import File, make
 from benchmarks.remote import RemoteError
+from benchmarks.runs.measure import Jobs, Say, median, new_record, turns, warm_free_memory, without_folders
 
 LAYOUTS = ("hdf5-gzip-planes", "hdf5-gzip-cubes", "hdf5-contiguous", "zarr-zstd-planes")
 SPECS = ("a", "a,b", "-,a,b")

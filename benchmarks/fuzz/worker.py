@@ -28,7 +28,7 @@ import zarr
 from jax.sharding import Mesh, PartitionSpec
 
 import shardload
-from benchmarks.fuzz_files import Case, make_case, make_kinds
+from benchmarks.fuzz.files import Case, make_case, make_kinds
 from shardload.transfer import reader
 
 Array = np.ndarray[Any, Any]

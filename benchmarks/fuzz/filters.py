@@ -35,7 +35,7 @@ import h5py
 import numpy as np
 import zarr.registry
 
-from benchmarks.fuzz_filter_files import FilterCase, FilterKind, filter_case, filter_kinds
+from benchmarks.fuzz.filter_files import FilterCase, FilterKind, filter_case, filter_kinds
 from shardload.formats import lookup as sources
 from shardload.formats.base import read_by_chunks
 from shardload.formats.hdf5 import filters as hdf5_filters

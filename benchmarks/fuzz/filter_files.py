@@ -25,7 +25,7 @@ import zarr
 import zarr.codecs
 from zarr.codecs import numcodecs as of_numcodecs
 
-from benchmarks.fuzz_files import METADATA, STRANGE, damaged, some_field
+from benchmarks.fuzz.files import METADATA, STRANGE, damaged, some_field
 
 __all__ = ["FilterCase", "FilterKind", "filter_case", "filter_kinds", "hdf5_kinds"]
 
