@@ -356,7 +356,7 @@ class SharedMemoryChannel(Channel):
         last = min(self._n_seen + int(offer[2]), len(expected))
         for number in range(self._n_seen, last):
             of, part = expected[number]
-            if of != array or not _are_all_of(part.region, tiles.pop(number, [])):
+            if not _are_all_of(part.region, tiles.pop(number, [])):
                 arrivals.report_list(part.region, rank, of)
         for number in tiles:  # offers come in order
             of, part = expected[number]

@@ -118,7 +118,7 @@ def exchange(
     arrivals = Arrivals(arrays, progress, complete)
     packers = Packer(buffers.pack_slots), Packer(buffers.slots)
     channels = Channels(transport, arrays, arrivals, *packers, checksums)
-    moving = _Exchange(group, transport, channels, arrays, arrivals, buffers.bell)
+    moving = _Exchange(group, transport, channels, arrays, arrivals, buffers)
     try:
         moving.run()
     except BaseException:
@@ -159,15 +159,17 @@ class _Exchange:
         channels: Channels,
         arrays: Sequence[ArrayMove],
         arrivals: Arrivals,
-        bell: Bell,
+        buffers: Buffers,
     ) -> None:
         self.transport, self.channels, self.arrays = transport, channels, arrays
         self.sender, self.receiver = Sender(channels), Receiver(channels, arrays, arrivals)
-        self.bell, self.watch, self.rank = bell, group.watch, group.rank
+        self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
+        self.shares_memory = bool(buffers.segments)
         self.failure: Exception | None = None  # of this rank's own staging or sending
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
         self.under_way: deque[tuple[int, Staged]] = deque()
+        self.to_be_packed: int | None = None  # an array whose parts may need slots to be brought into shared memory
         self.has_sent_receipts = False
 
     def _now(self) -> tuple[int, str]:
@@ -232,11 +234,27 @@ class _Exchange:
         while self.following is not None:
             array, block = self.following
             producer = self.arrays[array].producer
-            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block):
+            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block) or self._keeps_slots(array):
                 break
+            n_taken = self.slots.n_taken
             self.under_way.append((array, producer.start(block)))
+            if self.shares_memory and self.slots.n_taken == n_taken and any(part.rank != self.rank for part in block.parts):
+                self.to_be_packed = array
             self.following, moved = next(self.blocks, None), True
         return moved
+
+    def _keeps_slots(self, array: int) -> bool:
+        """Whether the blocks of an array must wait for those of another one, which need slots to be packed into.
+
+        They would take these slots and wait behind them in the sender's queue. (Only where one array is in memory already and
+        the next one is not.)
+        """
+        if self.to_be_packed in (None, array):
+            return False
+        if self.under_way or not self.sender.is_empty:
+            return True
+        self.to_be_packed = None
+        return False
 
     def _deliver(self, array: int, block: StagedBlock) -> None:
         for part in block.read.parts:

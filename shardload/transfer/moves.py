@@ -2,11 +2,15 @@
 
 The engine moves parts from holders to holders and does not ask what they are. An `ArrayMove` names both ends: a `Producer`,
 which stages what this rank sends, block by block, and the targets that this rank fills. Its `Flow` says who sends which part to
-whom. To load is `BlocksToPieces`: the file's blocks are produced, the shards' pieces are the targets.
+whom:
+
+- `BlocksToPieces`, to load: each block's owner sends, the holders of the shards receive.
+- `PiecesToBlocks`, the opposite: each shard's first holder sends, the owners of the blocks receive.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ import numpy as np
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece
 
-__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "Producer", "Staged"]
+__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Staged"]
 
 
 class Staged(Protocol):
@@ -49,9 +53,9 @@ class Producer(Protocol):
         ...
 
     def start(self, block: Block) -> Staged:
-        """Begin to stage one block; its parts that stay here are in their targets when it is done.
+        """Begin to stage one block, in a slot that is taken at once or where it lies already.
 
-        Not called again after one has failed.
+        Its parts that stay here are in their targets when it is done. Not called again after one has failed.
         """
         ...
 
@@ -100,6 +104,47 @@ class BlocksToPieces:
         """See `Flow`."""
         region = self.schedule.true_region(target)
         return region.size if region else 0
+
+
+@dataclass(frozen=True)
+class PiecesToBlocks:
+    """The opposite of `BlocksToPieces`: the holders of the shards send, each block's owner receives all of the block.
+
+    Of replicas the first holder sends. What a rank stages for a block is all that it sends of it; the targets are blocks.
+    """
+
+    schedule: Schedule
+
+    @property
+    def ndim(self) -> int:
+        """See `Flow`."""
+        return len(self.schedule.blocks.shape)
+
+    def outgoing(self, rank: int) -> Iterator[Block]:
+        """See `Flow`."""
+        blocks = self.schedule.blocks
+        own = (part for block in self.schedule.reads(rank) for part in block.parts if part.rank == rank)
+        lists = {**self.schedule.incoming(rank), rank: own}
+        for owner in sorted(lists):  # owners ascend with blocks
+            parts = (part for part in lists[owner] if self._sender(part.shard) == rank)
+            for number, of_block in itertools.groupby(parts, key=lambda part: next(blocks.meeting(part.region))):
+                yield Block(blocks.region(number), tuple(Part(part.region, number, owner) for part in of_block))
+
+    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+        """See `Flow`."""
+        found: dict[int, list[Part]] = {}
+        for number, block in zip(self.schedule.blocks_of(rank), self.schedule.reads(rank), strict=True):
+            for part in block.parts:
+                if part.rank == self._sender(part.shard) != rank:
+                    found.setdefault(part.rank, []).append(Part(part.region, number, part.rank))
+        return found
+
+    def n_wanted(self, target: int) -> int:
+        """See `Flow`."""
+        return self.schedule.blocks.region(target).size
+
+    def _sender(self, shard: int) -> int:
+        return self.schedule.shards.holders(shard)[0]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """How do the parts of a block leave? In order, each over the channel of the rank that gets it.
 
-What can go at once from where it lies does so (shared memory); the rest waits in one queue for room to be packed. Nothing
-overtakes what waits for the same rank: receivers count parts through. Each receiver gets a receipt in the end.
+What can go at once from where it lies does so (shared memory); the rest waits in one queue for room to be packed. Receivers
+count parts through, so what goes at once must not meet parts for the same rank in the queue: `exchange` begins no such block
+before they have left. Each receiver gets a receipt in the end.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from shardload.planning.schedule import Part
@@ -28,7 +29,6 @@ class Sender:
     def __init__(self, channels: Channels) -> None:
         self._channels, self._rank = channels, channels.transport.rank
         self._waiting: deque[tuple[Channel, int, StagedBlock, Sequence[Part]]] = deque()
-        self._n_waiting: Counter[int] = Counter()
         self._receivers: dict[int, Channel] = {}
 
     @property
@@ -47,29 +47,24 @@ class Sender:
             if channel.takes_as_it_lies(block):
                 together.setdefault(part.rank, []).append(part)
             else:
-                self._queue(channel, array, block, (part,))
-        for rank, parts in together.items():
-            channel = self._channels.route(rank)
-            if self._n_waiting[rank]:
-                self._queue(channel, array, block, parts)
-            else:
                 block.n_sending += 1
-                self._send(channel, array, block, parts)
+                self._waiting.append((channel, array, block, (part,)))
+        for rank, parts in together.items():
+            block.n_sending += 1
+            self._send(self._channels.route(rank), array, block, parts)
         one_less(block)
 
     def post(self) -> bool:
         """Send what is queued, in order, as far as there is room to pack it; whether anything was."""
         posted = False
         while self._waiting and self._send(*self._waiting[0]):
-            channel, *_ = self._waiting.popleft()
-            self._n_waiting[channel.rank] -= 1
+            self._waiting.popleft()
             posted = True
         return posted
 
     def clear(self, parts: Iterable[Part]) -> None:
         """Send no more; whoever still expects one of `parts` gets a receipt that says so."""
         self._waiting.clear()
-        self._n_waiting.clear()
         for part in parts:
             if part.rank != self._rank:
                 self._receivers[part.rank] = self._channels.route(part.rank)
@@ -78,11 +73,6 @@ class Sender:
         """Nothing more will come."""
         for channel in self._receivers.values():
             channel.send_receipt(went_well)
-
-    def _queue(self, channel: Channel, array: int, block: StagedBlock, parts: Sequence[Part]) -> None:
-        block.n_sending += 1
-        self._waiting.append((channel, array, block, parts))
-        self._n_waiting[channel.rank] += 1
 
     def _send(self, channel: Channel, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
         if not channel.send(array, block, parts):
