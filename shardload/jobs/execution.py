@@ -44,8 +44,9 @@ from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, Slots, aligned
-from shardload.transfer.exchange import exchange
+from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
@@ -408,21 +409,22 @@ class Job:
     ) -> tuple[jax.Array | None, LoadReport | None, BaseException | None]:
         """Read, exchange, assemble. What goes wrong is returned: the ranks still have to agree on it."""
         pieces, early = ready.pieces, ready.early
-        failed, moved = exchange(
-            group,
-            self.schedule,
+        move = ArrayMove(
+            BlocksToPieces(self.schedule),
             ready.reader,
             pieces,
+            self.dtype,
+            on_complete=lambda piece: early.start(piece.region, piece.data),
+            seed=crc32(json.dumps([*self.agreed.items(), *tags]).encode()),
+        )
+        pack_slots = Slots(self.staging.n_pack, self.staging.pack_nbytes)
+        failed, moved = exchange(
+            group,
+            [move],
+            Buffers(ready.slots, pack_slots, segments, ready.bell),
             tags=tags,
-            dtype=self.dtype,
-            slots=ready.slots,
-            pack_slots=Slots(self.staging.n_pack, self.staging.pack_nbytes),
-            segments=segments,
-            bell=ready.bell,
             checksums=self.options.checksums,
             on_progress=ready.advance,
-            on_piece=lambda piece: early.start(piece.region, piece.data),
-            seed=crc32(json.dumps([*self.agreed.items(), *tags]).encode()),
         )
         array, seconds = None, 0.0
         if failed is None:

@@ -20,9 +20,7 @@ from shardload.comm import group
 from shardload.comm.shared_memory import Segment
 from shardload.formats import lookup as sources
 from shardload.jobs import execution as execute
-from shardload.transfer import reader
-from shardload.transfer import receiver as inbox
-from shardload.transfer import sender as outbox
+from shardload.transfer import channels, reader
 
 execute._WORTH_SHARING_NBYTES = 0
 reader._MIN_CHUNK_NBYTES = 1
@@ -42,10 +40,10 @@ def counted(kind: type, method: str, name: str) -> None:
     setattr(kind, method, call)
 
 
-counted(inbox._Peer, "__init__", "senders")
-counted(outbox.Sender, "_note", "notes sent")
-counted(outbox.Sender, "_post_message", "messages sent")
-counted(inbox.Receiver, "_take", "tiles taken")
+counted(channels.Channel, "expect", "senders")
+counted(channels.SharedMemoryChannel, "_offer", "notes sent")
+counted(channels.MessageChannel, "send", "messages sent")
+counted(channels.SharedMemoryChannel, "_take", "tiles taken")
 counted(reader.SourceReader, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget
