@@ -194,6 +194,11 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     return [f"{len(items)} tests run here" + "".join(f"; {n} {reason}" for reason, n in sorted(dropped.items()))]
 
 
+def pytest_sessionfinish() -> None:
+    if persistent := sys.modules.get("tests.jobs.persistent"):
+        persistent.close_all()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Add this run's counts to the Makefile's sum of all runs."""
     if (tally := os.environ.get("SHARDLOAD_TALLY")) and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
