@@ -77,6 +77,7 @@ def output_to(out: str, err: str) -> Iterator[None]:
 def as_before() -> Iterator[None]:
     """Take back whatever a program changes in this process, so far as it can be."""
     environment, folder, path, arguments = dict(os.environ), os.getcwd(), [*sys.path], [*sys.argv]
+    importers = [*sys.meta_path]
     streams = sys.stdin, sys.stdout, sys.stderr
     kept = {*sys.modules}
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -95,7 +96,7 @@ def as_before() -> Iterator[None]:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.path[:], sys.argv[:] = path, arguments
+        sys.path[:], sys.argv[:], sys.meta_path[:] = path, arguments, importers
         sys.stdin, sys.stdout, sys.stderr = streams
         sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
         tempfile.tempdir = None  # TMPDIR may be another
