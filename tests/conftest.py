@@ -22,6 +22,7 @@ import atexit
 import faulthandler
 import gc
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -30,7 +31,9 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Generator, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,15 @@ import pytest
 TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
+N_SLOWEST = 25
+# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
+TOGETHER = {
+    "persistent jobs": (
+        "test_descriptors", "test_errors", "test_faults", "test_jaxdecomp", "test_ways_of_travelling", "test_wrong_implementations",
+    ),
+    "eight devices": ("test_assemble", "test_cost", "test_layout"),
+}  # fmt: skip
+APART = ("test_benchmarks", "test_doctor", "test_harness", "test_modes_of_launch", "test_stall", "test_verify_command")  # in jobs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
@@ -189,12 +201,48 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     return [f"{len(items)} tests run here" + "".join(f"; {n} {reason}" for reason, n in sorted(dropped.items()))]
 
 
+def pytest_sessionfinish() -> None:
+    if persistent := sys.modules.get("tests.jobs.persistent"):
+        persistent.close_all()
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add this run's counts to the Makefile's sum of all runs."""
+    """Add this run's counts and its slowest tests to those of all runs of `make test` (see `stages`)."""
     if (tally := os.environ.get("SHARDLOAD_TALLY")) and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
         counts = [len(terminalreporter.stats.get(key, ())) for key in ("passed", "failed", "error")]
+        seconds: Counter[str] = Counter()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+        said = {"stage": os.environ.get("SHARDLOAD_STAGE", ""), "passed": counts[0], "failed": counts[1] + counts[2]}
+        slowest = [[round(took, 1), name] for name, took in seconds.most_common(N_SLOWEST)]
         with open(tally, "a") as file:
-            file.write(f"{counts[0]} {counts[1] + counts[2]}\n")
+            file.write(json.dumps({**said, "slowest": slowest}) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers: which of them gets which tests. See `unit_of_work`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of_work(nodeid)
+
+    return ByUnit(config, log)
+
+
+def unit_of_work(nodeid: str) -> str:
+    """Tests of the same unit go to the same worker, one after the other: those that share what takes long to make.
+
+    >>> unit_of_work("tests/unit/test_region.py::test_text[a]"), unit_of_work("tests/jobs/test_stall.py::test_a")
+    ('tests/unit/test_region.py', 'tests/jobs/test_stall.py::test_a')
+    """
+    file = nodeid.partition("::")[0]
+    name = file.rpartition("/")[2].removesuffix(".py")
+    if name in APART and "/jobs/" in file:
+        return nodeid
+    return next((what for what, names in TOGETHER.items() if name in names), file)
 
 
 class Ranks:

@@ -61,9 +61,10 @@ class Row:
     seconds: float
 
 
-def start(folder: Path, *what: str, timeout: float = 60, mpi: str = "mpich") -> Job:
+def start(folder: Path, *what: str, timeout: float = 60, mpi: str = "mpich", fresh: bool = True) -> Job:
     """Run the script."""
-    return run_job(["-W", "error", SCRIPT, folder, *what], N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)})
+    command = ["-W", "error", SCRIPT, folder, *what]
+    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, fresh=fresh)
 
 
 def said(job: Job) -> list[list[dict[str, Any]]]:
@@ -73,7 +74,7 @@ def said(job: Job) -> list[list[dict[str, Any]]]:
 
 def survivors(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
     """What each rank said in each case that a job survives; it loaded well after each."""
-    return said(start(folder, timeout=120, mpi=mpi).check())
+    return said(start(folder, timeout=120, mpi=mpi, fresh=False).check())
 
 
 def check_survivors(ranks: list[list[dict[str, Any]]]) -> None:
@@ -97,7 +98,7 @@ def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
 
 def interrupted(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
     """What each rank said after Ctrl-C in each phase; it loaded well after each."""
-    return said(start(folder, "interrupt", *INTERRUPTS, mpi=mpi).check())
+    return said(start(folder, "interrupt", *INTERRUPTS, mpi=mpi, fresh=False).check())
 
 
 def rows() -> Iterator[Row]:

@@ -84,7 +84,7 @@ class Job:
     def tail(self) -> str:
         """Every rank's last lines, and mpiexec's."""
         said = "".join(self.rank_stderr)
-        return _tails(self.rank_stdout, self.rank_stderr, self.stderr.removeprefix(said))
+        return tails(self.rank_stdout, self.rank_stderr, self.stderr.removeprefix(said))
 
 
 def run_job(
@@ -97,6 +97,7 @@ def run_job(
     devices_per_process: int = 1,
     python: str | Path | None = None,
     cwd: str | Path | None = None,
+    fresh: bool = True,
 ) -> Job:
     """Run a Python program on `n` ranks and wait for it, at most `timeout` seconds.
 
@@ -118,12 +119,24 @@ def run_job(
         Interpreter (default: this one).
     cwd : path, optional
         Where to run (default: here).
+    fresh : bool
+        False: in a job that has been started already, MPI and JAX with it (`persistent`). For programs whose subject is not
+        how a process starts, ends, is ended, or what it has in memory.
 
     Raises
     ------
     AssertionError
         If the job hung. A job that fails is returned: see `Job.check`.
     """
+    arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
+    if not fresh:
+        from tests.jobs.persistent import run_in_persistent_job  # which starts its jobs with this module
+
+        if python is not None:
+            raise ValueError("fresh=False takes this interpreter")
+        return run_in_persistent_job(
+            arguments, n, timeout=timeout, mpi=mpi, env=env or {}, devices_per_process=devices_per_process, cwd=cwd
+        )
     with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
         environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
         environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}
@@ -131,16 +144,11 @@ def run_job(
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:
             code, seconds, killed = _run(command, environment, timeout, launcher, launcher, cwd)
-        out = tuple(_read(Path(folder, f"{rank}.out")) for rank in range(n))
-        err = tuple(_read(Path(folder, f"{rank}.err")) for rank in range(n))
-        said = _read(log)
+        out = tuple(read(Path(folder, f"{rank}.out")) for rank in range(n))
+        err = tuple(read(Path(folder, f"{rank}.err")) for rank in range(n))
+        said = read(log)
     if code is None:
-        what = " ".join(map(str, [program] if isinstance(program, (str, Path)) else program))
-        raise AssertionError(
-            f"HUNG: {what} on {n} ranks ({mpi}): not done after {timeout} s; "
-            f"its {killed} processes were killed\n"
-            f"{_tails(out, err, said)}"
-        )
+        raise AssertionError(hung(arguments, n, mpi, timeout, killed, out, err, said))
     if killed:
         said += f"run_job: {killed} processes outlived mpiexec and were killed\n"
     return Job(code, "".join(out), "".join(err) + said, seconds, out, err)
@@ -223,9 +231,29 @@ def _run(
     cwd: str | Path | None,
 ) -> tuple[int | None, float, int]:
     """Exit code (None: hung), seconds, and how many processes had to be killed."""
+    began = time.monotonic()
+    job, launcher = start_job(command, env, stdout, stderr, cwd)
+    code = None
+    try:
+        code = launcher.wait(timeout)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also when interrupted
+        seconds = time.monotonic() - began
+        killed = kill_job(job, launcher, stacks=True) if code is None else _kill_orphans(job, launcher)
+    return code, seconds, killed
+
+
+def start_job(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdout: IO[bytes] | None,
+    stderr: IO[bytes] | None,
+    cwd: str | Path | None,
+) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start a launcher; its process, and the job's id, which all that it starts carry with them."""
     job = uuid.uuid4().hex
     marks = f"{os.environ.get(MARK, '')}:{job}"  # a job inside a job ends with the outer one
-    began = time.monotonic()
     launcher = subprocess.Popen(
         command,
         env={**env, MARK: marks},
@@ -235,15 +263,7 @@ def _run(
         stderr=stderr,
         start_new_session=True,
     )
-    code = None
-    try:
-        code = launcher.wait(timeout)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:  # also when interrupted
-        seconds = time.monotonic() - began
-        killed = _kill(job, launcher, stacks=True) if code is None else _kill_orphans(job, launcher)
-    return code, seconds, killed
+    return job, launcher
 
 
 def _processes(job: str) -> list[psutil.Process]:
@@ -261,12 +281,12 @@ def _kill_orphans(job: str, launcher: subprocess.Popen[bytes]) -> int:
     deadline = time.monotonic() + 2
     while _processes(job):
         if time.monotonic() > deadline:
-            return _kill(job, launcher, stacks=False)
+            return kill_job(job, launcher, stacks=False)
         time.sleep(0.05)
     return 0
 
 
-def _kill(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> int:
+def kill_job(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> int:
     """Kill every process of a job; return how many there were."""
     processes = _processes(job)
     segments = {path for process in processes for path in _shared_memory(process)}
@@ -327,11 +347,28 @@ def _shared_memory(process: psutil.Process) -> set[Path]:
     return {Path(name) for name in names if not name.endswith(" (deleted)")}
 
 
-def _read(path: Path) -> str:
+def hung(
+    arguments: Sequence[str],
+    n: int,
+    mpi: str,
+    timeout: float,
+    n_killed: int,
+    out: Sequence[str],
+    err: Sequence[str],
+    launcher: str,
+) -> str:
+    """What there is to say of a job that was not done in time."""
+    head = f"HUNG: {' '.join(arguments)} on {n} ranks ({mpi}): not done after {timeout} s"
+    return f"{head}; its {n_killed} processes were killed\n{tails(out, err, launcher)}"
+
+
+def read(path: Path) -> str:
+    """What is in a file; nothing if there is none."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _tails(out: Sequence[str], err: Sequence[str], launcher: str) -> str:
+def tails(out: Sequence[str], err: Sequence[str], launcher: str) -> str:
+    """The last lines of every rank, and of the launcher."""
     parts = []
     for rank in range(len(out)):
         parts += [(f"rank {rank} stdout", out[rank]), (f"rank {rank} stderr", err[rank])]

@@ -175,7 +175,7 @@ def make_mistakes(
 ) -> dict[str, list[Said]]:
     """What each rank raised in each case."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}, fresh=False).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     return {said[0]["case"]: list(said) for said in zip(*ranks, strict=True)}
 

@@ -92,7 +92,7 @@ WAYS: dict[str, dict[str, str]] = {
 def meet_defects(folder: Path, *names: str, mpi: str, way: str, timeout: float = 120) -> Found:
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
-    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **WAYS[way]}).check()
+    job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **WAYS[way]}, fresh=False).check()
     ranks = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in job.rank_stdout]
     return {(said[0]["case"], said[0]["verify"]): list(said) for said in zip(*ranks, strict=True)}
 

@@ -1,8 +1,8 @@
 """A pytest plugin: let the small arrays of `tests/mpi` travel as large ones do, and count how they travelled.
 
 Variables of the environment (beside shardload's own): ``WAYS_COUNTS``, a folder for each rank's counts; ``WAYS_THREADS``, how
-many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_BOTH``, if there must be many notes and
-messages on every rank (with ``SHARDLOAD_RANKS_PER_NODE=2``, on 4 ranks).
+many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_MUST``, how parts must have travelled when
+all tests are done: ``notes``, ``messages`` (alone), or ``both``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ reader._MIN_CHUNK_NBYTES = 1
 reader._INLINE_NBYTES = -1
 sources._SMALL_NBYTES = 0
 counts: Counter[str] = Counter()
+
+# What there must be many of on every rank, and none of on any.
+MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "": ((), ()),
+    "notes": (("notes sent", "tiles taken", "chunks decoded"), ("messages sent",)),
+    "messages": (("messages sent", "chunks decoded"), ("notes sent", "tiles taken")),
+    "both": (("notes sent", "tiles taken", "chunks decoded", "messages sent"), ()),
+}
 
 
 def counted(kind: type, method: str, name: str) -> None:
@@ -70,6 +78,7 @@ if "WAYS_WITHOUT" in os.environ:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "WAYS_COUNTS" in os.environ:
         Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
-    if "WAYS_BOTH" in os.environ and min(counts[name] for name in ("notes sent", "messages sent", "tiles taken")) <= 100:
+    many, none = MUST[os.environ.get("WAYS_MUST", "")]
+    if any(counts[name] <= 100 for name in many) or any(counts[name] for name in none):
         os.write(2, f"rank {group.world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

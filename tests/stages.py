@@ -1,0 +1,174 @@
+"""How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program.
+
+Stages in lanes: those of a lane run one after the other, lanes beside each other, because what starts jobs waits more than it
+works. What a stage prints is kept in a file and shown whole when it has ended, so that stages do not mix their lines. The quick
+checks come first, and end everything if one of them fails; after them all stages run, whatever fails, and those that failed are
+named at the end.
+
+At the end: the seconds of each stage, the slowest tests of all stages together, and how many passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+LOGS = ROOT / ".test-logs"
+N_SLOWEST = 25
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, and what people call it."""
+
+    name: str
+    command: tuple[str, ...]
+
+    @property
+    def log(self) -> Path:
+        return LOGS / ("-".join("".join(c if c.isalnum() else " " for c in self.name).split()) + ".log")
+
+
+def make(name: str, target: str, *variables: str) -> Stage:
+    """A target of the Makefile."""
+    return Stage(name, (os.environ.get("MAKE", "make"), target, *variables))
+
+
+def tool(name: str, *command: str) -> Stage:
+    """A program of the environment."""
+    return Stage(name, (str(BIN / command[0]), *command[1:]))
+
+
+QUICK = (
+    tool("ruff check", "ruff", "check", "."),
+    tool("ruff format", "ruff", "format", "--check", "."),
+    tool("import direction", "lint-imports", "--no-cache"),
+)
+# The longest lanes first. Each lane has jobs that wait, and none more than four ranks that work.
+LANES = (
+    (make("pytest: 1 process and the jobs it starts", "test-plain"),),
+    (
+        make("pytest: 4 ranks", "test-mpi", "N=4"),
+        make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
+        make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
+    ),
+    (
+        make("pytest: slurm", "test-slurm"),
+        tool("mypy", "mypy"),
+        make("doctests", "test-doctests"),
+    ),
+)
+
+
+class Run:
+    """Stages that have been started, and what came of them."""
+
+    def __init__(self, tally: Path) -> None:
+        self.tally = tally
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def run(self, stage: Stage) -> bool:
+        """Run a stage and show what it printed. Whether all was well."""
+        began = time.monotonic()
+        env = {**os.environ, "SHARDLOAD_STAGE": stage.name, "SHARDLOAD_TALLY": str(self.tally)}
+        with stage.log.open("wb") as log:
+            with self._lock:
+                if self._ended:
+                    return False
+                process = subprocess.Popen(
+                    stage.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                )
+                self._running[stage.name] = process
+            code = process.wait()
+        seconds = time.monotonic() - began
+        said = stage.log.read_text(errors="replace").strip()
+        with self._lock:
+            del self._running[stage.name]
+            self.seconds[stage.name] = seconds
+            how = f"FAILED with exit status {code} after" if code else "passed in"
+            lines = [f"\n=== {stage.name}", *([said] if said else []), f"=== {stage.name}: {how} {seconds:.1f} s"]
+            if code:
+                self.failed.append(stage.name)
+                lines[-1] = f"*** {lines[-1][4:]}"
+            print("\n".join(lines), flush=True)
+        return code == 0
+
+    def lane(self, stages: tuple[Stage, ...]) -> None:
+        """Run stages one after the other."""
+        for stage in stages:
+            self.run(stage)
+
+    def end(self) -> None:
+        """End what runs, and begin nothing more."""
+        with self._lock:
+            self._ended = True
+            for process in self._running.values():
+                process.terminate()
+
+
+def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
+    """Of all runs of pytest: how many passed and failed; seconds, name and stage of the slowest tests."""
+    passed, failed, slowest = 0, 0, []
+    for line in tally.read_text().splitlines() if tally.exists() else ():
+        said = json.loads(line)
+        passed, failed = passed + said["passed"], failed + said["failed"]
+        slowest += [(seconds, name, said["stage"]) for seconds, name in said["slowest"]]
+    return passed, failed, sorted(slowest, reverse=True)[:N_SLOWEST]
+
+
+def report(run: Run, tally: Path, seconds: float) -> None:
+    """Say how long everything took."""
+    passed, failed, slowest = counts(tally)
+    print("\n--- seconds of each stage (they run beside each other)")
+    for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
+        print(f"{took:8.1f}  {name}")
+    print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")
+    for took, name, stage in slowest:
+        print(f"{took:8.1f}  {name}  [{stage.removeprefix('pytest: ')}]")
+    print()
+    if run.failed:
+        print(f"*** FAILED after {seconds:.0f} s: {'; '.join(run.failed)}")
+    else:
+        print(f"make test: all stages passed in {seconds:.0f} s")
+    print(f"{passed} passed, {failed} failed")
+
+
+def main() -> int:
+    """Run all stages; 1 if one failed."""
+    parser = argparse.ArgumentParser(description="All checks and tests.")
+    parser.add_argument("--began", type=float, default=time.time(), help="when `make` began, in seconds since 1970")
+    began: float = parser.parse_args().began
+    LOGS.mkdir(exist_ok=True)
+    tally = LOGS / "tally.jsonl"
+    tally.unlink(missing_ok=True)
+    run = Run(tally)
+    try:
+        quick = all([run.run(stage) for stage in QUICK])
+        lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in (LANES if quick else ())]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
+    except KeyboardInterrupt:
+        run.end()
+        print(f"\n*** interrupted; what the stages printed so far is in {LOGS}", flush=True)
+        return 130
+    report(run, tally, time.time() - began)
+    return int(bool(run.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
