@@ -143,13 +143,13 @@ def load(
     )  # fmt: skip
 
     def find(call: Call) -> str:
-        options, limits = call.options, call.options.limits
+        options, access = call.options, call.options.access
         is_auto = options.readers == AUTO
-        if is_auto and limits is not None:  # one process for both
-            info, values = find_small(path, options.dataset, options.allow_external, limits)
+        if is_auto and access.untrusted is not None:  # one process for both
+            info, values = find_small(path, options.dataset, access)
         else:
             info = _find(path, call)
-            values = read_small(path, info, options.allow_external, options.allow_filters) if is_auto else None
+            values = read_small(path, info, access) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:
@@ -381,8 +381,7 @@ def verify(
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:
-    options = call.options
-    return find_array(path, options.dataset, options.allow_external, options.allow_filters, options.limits)
+    return find_array(path, call.options.dataset, call.options.access)
 
 
 def _sharding_of(x: Any) -> Any:

@@ -30,7 +30,7 @@ from shardload.errors import ConfigError, SourceError, StallError
 from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.lookup import open_source
 from shardload.formats.memory import MemorySource
-from shardload.formats.untrusted import UntrustedSource
+from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import N_SUMS, State, check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
 from shardload.jobs.picture import draw_shards
@@ -463,7 +463,7 @@ class Job:
 
 def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, options.allow_external, options.allow_filters, options.limits)
+    source = open_source(handle, info.dataset, options.access)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
