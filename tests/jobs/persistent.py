@@ -105,7 +105,7 @@ class PersistentJob:
         return launch.Job(code, "".join(out), "".join(err) + said, seconds, out, err)
 
     def _changes(self, env: Mapping[str, str]) -> dict[str, Any]:
-        """What a program's variables are beside those that the job was started with. ValueError where it is too late for one."""
+        """A program's variables beside those that the job was started with. ValueError where it is too late for one."""
         usual = {**launch.job_environment(self.n, mpi=self.mpi), **env}
         ours = ("PYTHONPATH", "SHARDLOAD_JOB_DIR", "SHARDLOAD_JOB_SITE", "XLA_FLAGS", launch.MARK)
         changed = {name: value for name, value in usual.items() if self.env.get(name) != value and name not in ours}
