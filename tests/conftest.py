@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Generator, Iterator
 from itertools import chain
 from pathlib import Path
@@ -48,11 +47,24 @@ N_SLOWEST = 25
 # Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
 TOGETHER = {
     "persistent jobs": (
-        "test_descriptors", "test_errors", "test_faults", "test_jaxdecomp", "test_ways_of_travelling", "test_wrong_implementations",
+        "test_descriptors",
+        "test_errors",
+        "test_faults",
+        "test_jaxdecomp",
+        "test_persistent",
+        "test_ways_of_travelling",
+        "test_wrong_implementations",
     ),
     "eight devices": ("test_assemble", "test_cost", "test_layout"),
-}  # fmt: skip
-APART = ("test_benchmarks", "test_doctor", "test_harness", "test_modes_of_launch", "test_stall", "test_verify_command")  # in jobs
+}
+APART_IN_JOBS = (
+    "test_benchmarks",
+    "test_doctor",
+    "test_harness",
+    "test_modes_of_launch",
+    "test_stall",
+    "test_verify_command",
+)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
@@ -210,12 +222,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Add this run's counts and its slowest tests to those of all runs of `make test` (see `stages`)."""
     if (tally := os.environ.get("SHARDLOAD_TALLY")) and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
         counts = [len(terminalreporter.stats.get(key, ())) for key in ("passed", "failed", "error")]
-        seconds: Counter[str] = Counter()
+        seconds: dict[str, float] = {}
         for report in chain.from_iterable(terminalreporter.stats.values()):
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid] += report.duration
+                seconds[report.nodeid] = seconds.get(report.nodeid, 0.0) + report.duration
         said = {"stage": os.environ.get("SHARDLOAD_STAGE", ""), "passed": counts[0], "failed": counts[1] + counts[2]}
-        slowest = [[round(took, 1), name] for name, took in seconds.most_common(N_SLOWEST)]
+        slowest = [[took, name] for name, took in sorted(seconds.items(), key=lambda item: -item[1])[:N_SLOWEST]]
         with open(tally, "a") as file:
             file.write(json.dumps({**said, "slowest": slowest}) + "\n")
 
@@ -240,7 +252,7 @@ def unit_of_work(nodeid: str) -> str:
     """
     file = nodeid.partition("::")[0]
     name = file.rpartition("/")[2].removesuffix(".py")
-    if name in APART and "/jobs/" in file:
+    if name in APART_IN_JOBS and "/jobs/" in file:
         return nodeid
     return next((what for what, names in TOGETHER.items() if name in names), file)
 

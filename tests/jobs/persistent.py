@@ -56,6 +56,7 @@ class PersistentJob:
                 self._meet(listener)
             except BaseException:
                 self.kill()
+                self._folder.cleanup()
                 raise
 
     def _meet(self, listener: socket.socket) -> None:
@@ -76,9 +77,7 @@ class PersistentJob:
         ranks = [said["rank"] for said in self._collect(deadline) if said]
         self._connections = [self._connections[ranks.index(rank)] for rank in range(self.n)]
 
-    def run(
-        self, arguments: Sequence[str], timeout: float, env: Mapping[str, str], cwd: str | Path | None
-    ) -> launch.Job:
+    def run(self, arguments: Sequence[str], timeout: float, env: Mapping[str, str], cwd: str | Path | None) -> launch.Job:
         """Run one program on all ranks. AssertionError if it is not done in time; the job is gone then."""
         self.n_programs += 1
         folder = self.folder / str(self.n_programs)
@@ -94,16 +93,19 @@ class PersistentJob:
         codes = [reply["status"] if reply else None for reply in replies]
         failed = next((code for code in codes if code), None)
         is_hung = failed is None and None in codes and seconds >= timeout
-        n_killed = self.kill(stacks=is_hung) if any(code != 0 for code in codes) else 0
+        n_killed = self.kill(stacks=is_hung) if any(code != 0 for code in codes) else None
         out, err = self._outputs(folder)
+        said = "".join(self._outputs(self.folder)[1]) if n_killed is not None else ""  # of the server itself
+        if not self.is_alive:
+            self._folder.cleanup()
         if is_hung:
-            raise AssertionError(launch.hung(arguments, self.n, self.mpi, timeout, n_killed, out, err, ""))
+            raise AssertionError(launch.hung(arguments, self.n, self.mpi, timeout, n_killed or 0, out, err, ""))
         code = (failed or self._launcher.returncode or 1) if any(code != 0 for code in codes) else 0
-        said = "".join(self._outputs(self.folder)[1]) + f"run_job: ranks ended with {codes}\n" if code else ""
+        said += f"run_job: ranks ended with {codes}\n" if code else ""
         return launch.Job(code, "".join(out), "".join(err) + said, seconds, out, err)
 
     def _changes(self, env: Mapping[str, str]) -> dict[str, Any]:
-        """What a program's variables are beside those that the job was started with. ValueError where it is too late for one."""
+        """A program's variables beside those that the job was started with. ValueError where it is too late for one."""
         usual = {**launch.job_environment(self.n, mpi=self.mpi), **env}
         ours = ("PYTHONPATH", "SHARDLOAD_JOB_DIR", "SHARDLOAD_JOB_SITE", "XLA_FLAGS", launch.MARK)
         changed = {name: value for name, value in usual.items() if self.env.get(name) != value and name not in ours}

@@ -88,8 +88,8 @@ def _environ(process: psutil.Process) -> dict[str, str]:
 def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpich") -> Job:
     """Run a test file under mpiexec with this project's conftest and configuration, in a folder of its own.
 
-    What is looked at here does without JAX, and so what conftest calls in `shardload` does nothing: each rank would take a second
-    to start it.
+    What is looked at here does without JAX, which each rank would take a second to start: so what conftest calls in `shardload`
+    does nothing.
     """
     (folder / "tests" / "mpi").mkdir(parents=True)
     (folder / "shardload.py").write_text("def initialize(): ...\n")

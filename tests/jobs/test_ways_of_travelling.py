@@ -1,8 +1,8 @@
 """Is a load right in whichever way parts travel, and did they really travel so?
 
-`make test` runs all of `tests/mpi`, whose arrays are small, as if these were large (`scripts/ways.py`): chunks are decoded one by
-one, and parts go by notes of where to look in shared memory (`make test-mpi`), by messages alone (`make test-oldest`), or by both
-in the same load (`make test-openmpi`). In the end each of these asks whether they did. Here are the ways that no other run has.
+`make test` runs all of `tests/mpi`, whose arrays are small, as if these were large (`scripts/ways.py`): chunks are decoded one
+by one, and parts go by notes of where to look in shared memory (`make test-mpi`), by messages alone (`make test-oldest`), or by
+both in the same load (`make test-openmpi`). In the end each of these asks whether they did. Here are the ways that none has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A pytest plugin: let the small arrays of `tests/mpi` travel as large ones do, and count how they travelled.
 
 Variables of the environment (beside shardload's own): ``WAYS_COUNTS``, a folder for each rank's counts; ``WAYS_THREADS``, how
-many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_MUST``, how parts must have travelled when
-all tests are done: ``notes``, ``messages`` (alone), or ``both``.
+many threads decode; ``WAYS_WITHOUT``, a rank on which no memory can be shared; ``WAYS_MUST``, how parts must have travelled
+when all tests are done: ``notes`` or ``messages`` alone, or ``both``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from shardload.formats import lookup as sources
 from shardload.jobs import execution as execute
 from shardload.transfer import channels, reader
 
-execute._WORTH_SHARING_NBYTES = 0
-reader._MIN_CHUNK_NBYTES = 1
-reader._INLINE_NBYTES = -1
-sources._SMALL_NBYTES = 0
+AS_LARGE = ((execute, "_WORTH_SHARING_NBYTES", 0), (reader, "_MIN_CHUNK_NBYTES", 1), (reader, "_INLINE_NBYTES", -1))
+AS_LARGE += ((sources, "_SMALL_NBYTES", 0),)
+USUAL = [(where, name, getattr(where, name)) for where, name, _ in AS_LARGE]
+AS_THEY_ARE = ("test_memory",)  # whose arrays are large, and have chunks of a byte
 counts: Counter[str] = Counter()
 
 # What there must be many of on every rank, and none of on any.
@@ -37,12 +38,21 @@ MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def set_sizes(sizes: Iterable[tuple[Any, str, int]]) -> None:
+    """Change what is called large."""
+    for where, name, value in sizes:
+        setattr(where, name, value)
+
+
+set_sizes(AS_LARGE)  # also for scripts that import this, without pytest
+
+
 def counted(kind: type, method: str, name: str) -> None:
     """Count the calls of a method."""
     right = getattr(kind, method)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        counts[name] += 1
+        counts[name] += execute._WORTH_SHARING_NBYTES == 0
         return right(self, *args, **options)
 
     setattr(kind, method, call)
@@ -73,6 +83,10 @@ if "WAYS_THREADS" in os.environ:
     group.Group.machine = property(many_threads)  # type: ignore[assignment,method-assign]
 if "WAYS_WITHOUT" in os.environ:
     Segment.create = create_unless  # type: ignore[method-assign,assignment]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    set_sizes(USUAL if item.path.stem in AS_THEY_ARE else AS_LARGE)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
