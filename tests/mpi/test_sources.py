@@ -74,9 +74,7 @@ def test_a_file_that_nobody_vouches_for(
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
     real = Path(untrusted_process.__file__).read_text()
     known = "        import shardload.formats.lookup  # noqa: F401\n"
-    careless = (
-        f"{known}        from shardload.formats.hdf5 import filters\n        filters._unfit = lambda *_: None\n"
-    )
+    careless = f"{known}        from shardload.formats.hdf5 import filters\n        filters._unfit = lambda *_: None\n"
     on_root(comm, lambda: (shared_tmp_path / "careless.py").write_text(real.replace(known, careless)))
 
     def refuse() -> None:
