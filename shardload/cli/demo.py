@@ -38,7 +38,7 @@ from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore, WrapperStore
 
 import shardload
-from shardload.comm.group import world
+from shardload.comm.objects import ObjectRanks
 from shardload.errors import ConfigError, ShardloadError
 from shardload.system.terminal import Column, fit_table, own_stdout, say_error, width_of, wrap
 
@@ -86,36 +86,11 @@ class _Table:
         return ["", *wrap(self.title, width), *fit_table(columns, self.rows, width, narrow, rule=True)]
 
 
-class _Ranks:
-    """The MPI calls that the demo needs. Without MPI they work too, with one rank."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self.rank: int = comm.Get_rank() if comm else 0
-        self.size: int = comm.Get_size() if comm else 1
-
-    def wait(self) -> None:
-        """A barrier that sleeps between tests: a rank that spins would slow down rank 0, which is busy."""
-        if self.comm:
-            request = self.comm.Ibarrier()
-            while not request.Test():
-                time.sleep(0.01)
-
-    def allgather(self, value: Any) -> Any:
-        return self.comm.allgather(value) if self.comm else [value]
-
-    def gather(self, value: Any) -> list[Any] | None:
-        return self.comm.gather(value) if self.comm else [value]
-
-    def scatter(self, values: list[Any] | None) -> Any:
-        return self.comm.scatter(values) if self.comm else (values or [None])[0]
-
-
 @dataclass
 class _Demo:
     """What all steps share, and their results."""
 
-    ranks: _Ranks
+    ranks: ObjectRanks
     out: IO[str]
     pencil_fft: ModuleType
     mesh: Mesh
@@ -178,7 +153,7 @@ def run(size: int = 256) -> int:
     """
     with own_stdout() as out:
         shardload.initialize()
-        ranks = _Ranks(world())
+        ranks = ObjectRanks()
         try:
             with _all_end_together(ranks):
                 return _run(ranks, out, size)
@@ -188,7 +163,7 @@ def run(size: int = 256) -> int:
             return 1
 
 
-def _run(ranks: _Ranks, out: IO[str], size: int) -> int:
+def _run(ranks: ObjectRanks, out: IO[str], size: int) -> int:
     pencil_fft = _pencil_fft()
     demo = _Demo(ranks, out, pencil_fft, pencil_fft.square_mesh(), _Table("Loaded by shardload", _LOADS))
     axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
@@ -436,7 +411,7 @@ def _pencil_fft() -> ModuleType:
 
 
 @contextmanager
-def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
+def _shared_folder(ranks: ObjectRanks) -> Iterator[Path]:
     """A temporary folder that all ranks see. It is removed however the demo ends."""
     folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
     try:
@@ -452,7 +427,7 @@ def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
 
 
 @contextmanager
-def _all_end_together(ranks: _Ranks) -> Iterator[None]:
+def _all_end_together(ranks: ObjectRanks) -> Iterator[None]:
     """End all ranks when one fails by itself, is interrupted or is terminated: the others would wait for ever."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # SystemExit, so that the folder is removed
     try:
@@ -462,6 +437,5 @@ def _all_end_together(ranks: _Ranks) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception):  # not Ctrl-C, and not SIGTERM
             traceback.print_exc()
-        if ranks.comm:
-            ranks.comm.Abort(1)
+        ranks.abort()
         raise

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from shardload.comm import group
+from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
 from shardload.formats import lookup as sources
 from shardload.jobs import execution as execute
@@ -73,7 +74,7 @@ def many_threads(self: group.Group) -> group.Machine:
 
 
 def create_unless(nbytes: int) -> Segment:
-    if group.world().rank == int(os.environ["WAYS_WITHOUT"]):
+    if world().rank == int(os.environ["WAYS_WITHOUT"]):
         counts["segments refused"] += 1
         raise OSError(1, "Operation not permitted")
     return create(nbytes)
@@ -91,8 +92,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "WAYS_COUNTS" in os.environ:
-        Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
+        Path(os.environ["WAYS_COUNTS"], f"{world().rank}.json").write_text(json.dumps(counts))
     many, none = MUST[os.environ.get("WAYS_MUST", "")]
     if any(counts[name] <= 100 for name in many) or any(counts[name] for name in none):
-        os.write(2, f"rank {group.world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
+        os.write(2, f"rank {world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
