@@ -149,7 +149,7 @@ def load(
             info, values = find_small(path, options.dataset, options.allow_external, limits)
         else:
             info = _find(path, call)
-            values = read_small(path, info, options.allow_external, options.allow_filters) if is_auto else None
+            values = read_small(path, info, options.allow_external, options.allow_filters, call.tuning) if is_auto else None
         return json.dumps([info.to_json(), values and b64encode(values).decode()])
 
     def make(call: Call, found: str) -> Plan:

@@ -29,6 +29,7 @@ from shardload.formats.base import ArrayInfo, Format, Source, refusal, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.untrusted import HelperError, Limits, UntrustedSource, find, list_all
 from shardload.planning.region import Region
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
@@ -45,8 +46,6 @@ __all__ = [
 ]
 
 _MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
-_SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
-_SMALL_CHUNK_NBYTES = 1 << 20  # of a chunk, or a shard, that a small array is in: `staging` is not asked before one is decoded
 
 # Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -260,7 +259,13 @@ def find_small(
         return find(path, file, dataset, allow_external, untrusted, values=True)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, allow_external: bool = False, allow: Collection[str] = ()) -> bytes | None:
+def read_small(
+    path_or_object: Any,
+    info: ArrayInfo,
+    allow_external: bool = False,
+    allow: Collection[str] = (),
+    tuning: Tuning | None = None,
+) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -271,9 +276,10 @@ def read_small(path_or_object: Any, info: ArrayInfo, allow_external: bool = Fals
         None where the array is large, empty or open already, or its chunks are large, which are decoded whole; or it cannot be
         read, or not all of it is stored, or it changes meanwhile: whoever reads it then says so.
     """
-    if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= _SMALL_NBYTES:
+    tuning = tuning or default_tuning()
+    if _as_path(path_or_object) is None or not 0 < _nbytes(info) <= tuning.small_nbytes:
         return None
-    if _nbytes(info, info.shards or info.chunks or ()) > _SMALL_CHUNK_NBYTES:
+    if _nbytes(info, info.shards or info.chunks or ()) > tuning.small_chunk_nbytes:
         return None
     try:
         source = open_source(path_or_object, info.dataset, allow_external, allow)

@@ -40,6 +40,7 @@ from shardload.options import Options, pad_value
 from shardload.planning.cost import Cost
 from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Grid, Schedule
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
 from shardload.transfer.allocator import empty_pieces
@@ -51,7 +52,6 @@ from shardload.transfer.reader import SourceReader
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
 
 _log = logging.getLogger("shardload")
-_WORTH_SHARING_NBYTES = 1 << 16  # smaller blocks go as messages: MPI has them there in microseconds
 _MOST_TOLD = 4096  # devices that are named in a picture; of more, JAX's list takes longer than a reader will wait
 
 
@@ -225,6 +225,7 @@ class Job:
     staging: Staging
     origin: Any = None
     agreed: Mapping[str, str] = field(default_factory=dict)
+    tuning: Tuning = field(default_factory=default_tuning)
 
     def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
         """What compares an array with the file that this plan is for."""
@@ -352,7 +353,7 @@ class Job:
     def _shares(self) -> bool:
         """Whether the ranks of a machine hand blocks over in shared memory."""
         plan = self.schedule
-        return not plan.is_direct and plan.max_block_size * plan.itemsize >= _WORTH_SHARING_NBYTES
+        return not plan.is_direct and plan.max_block_size * plan.itemsize >= self.tuning.worth_sharing_nbytes
 
     def _shared_nbytes(self, rank: int) -> int:
         return self.staging.n_slots * aligned(self.staging.slot_nbytes) if self.schedule.is_owner(rank) else 0
@@ -381,6 +382,7 @@ class Job:
             n_threads=staging.n_threads,
             checksums=self.options.checksums,
             counts=counter_of(self.schedule, rank),
+            tuning=self.tuning,
         )
         opened.enter_context(reader)
         if isinstance(source, UntrustedSource):

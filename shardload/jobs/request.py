@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,15 +40,13 @@ from shardload.options import AUTO, TIMEOUT, Options, pad_value
 from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
 from shardload.planning.region import Selection, select_axes
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import aligned
 from shardload.units import format_nbytes
 
 __all__ = ["Call", "Request", "plan_file", "plan_memory"]
 
-# Big enough that a read is efficient, small enough that reading and sending overlap. Inside a machine parts need no messages of
-# their own, and smaller blocks stay in the cores' caches; between machines there should be few messages.
-_BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
 # What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
 # decode.
 _BLOCKS_HELD = 7
@@ -74,12 +72,13 @@ class Call:
     options: Options
     group: Group | None
     devices_per_rank: int = 1
+    tuning: Tuning = field(default_factory=default_tuning)
 
     @property
     def max_block_nbytes(self) -> int:
         """Cap on a block."""
         one_machine = self.group is None or len(set(self.group.machine.leaders)) == 1
-        cap = _BLOCK_NBYTES if one_machine else _BLOCK_NBYTES_BETWEEN_NODES
+        cap = self.tuning.block_nbytes if one_machine else self.tuning.block_between_nodes_nbytes
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
 
@@ -245,14 +244,14 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Pla
     # of the caller's, and not the group that it is kept for.
     known = _recent.setdefault(call.group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
-    key = (call.sharding, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
+    key = (call.sharding, call.tuning, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:
         made = _plan_file(call, info, path)
     known[key] = replace(made, _job=replace(made._job, group=None, options=Options.check(), handle=None, origin=None))
     while len(known) > _RECENT:
         known.popitem(last=False)
-    job = replace(made._job, group=call.group, options=call.options, handle=path, origin=origin)
+    job = replace(made._job, group=call.group, options=call.options, handle=path, origin=origin, tuning=call.tuning)
     return replace(made, info=info, _job=job)
 
 

@@ -29,6 +29,7 @@ from shardload.errors import PeerError, ShardloadError, StallError
 from shardload.formats.base import ChunkReader, Source, settle_bools
 from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Block, Grid, Part
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import Pool, done_here
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned
 from shardload.transfer.cast import cast_into
@@ -38,9 +39,6 @@ from shardload.transfer.missing import Counter, beginning_in, chunk_numbers
 from shardload.transfer.read_errors import Naming
 
 __all__ = ["Reading", "SourceReader"]
-
-_INLINE_NBYTES = 1 << 14
-_MIN_CHUNK_NBYTES = 1 << 15  # smaller chunks cost more one by one from Python than the library's lock does
 
 Array = np.ndarray[Any, Any]
 
@@ -92,6 +90,8 @@ class SourceReader:
         Whether each part that stays here is compared with what it was copied from.
     counts : callable, optional
         Which of the chunks that are not stored, and that a read met, this rank counts (`missing.counter_of`).
+    tuning : Tuning, optional
+        Which chunks and blocks are small.
     """
 
     def __init__(
@@ -109,7 +109,9 @@ class SourceReader:
         n_threads: int = 1,
         checksums: bool = False,
         counts: Counter = lambda read, numbers, chunks: beginning_in(read.region, numbers, chunks),
+        tuning: Tuning | None = None,
     ) -> None:
+        self._tuning = tuning or default_tuning()
         self._source, self._selection, self._chunks, self._has_chunks = source, selection, chunks, has_chunks
         self._slots, self._dtype, self._pieces, self._rank = slots, dtype, pieces, rank
         self._bell, self._checksums, self._counts = bell, checksums, counts
@@ -129,7 +131,7 @@ class SourceReader:
 
     def _find_chunk_reader(self) -> ChunkReader | None:
         size = math.prod(self._chunk_shape) * self._source.dtype.itemsize
-        return self._source.chunk_reader() if self._has_chunks and size >= _MIN_CHUNK_NBYTES else None
+        return self._source.chunk_reader() if self._has_chunks and size >= self._tuning.min_chunk_nbytes else None
 
     def __enter__(self) -> SourceReader:
         return self
@@ -173,7 +175,7 @@ class SourceReader:
             places = list(enumerate(numbers))
             work = [partial(self._read_chunks, block, self._chunk_reader, places[k::n]) for k in range(n)]
         is_free = self._chunk_reader is not None or all(task.done() for task in self._latest)  # one at a time in the library
-        if is_free and read.region.size * self._source.dtype.itemsize <= _INLINE_NBYTES:
+        if is_free and read.region.size * self._source.dtype.itemsize <= self._tuning.inline_nbytes:
             return Reading(block, [done_here(self._run, task, read) for task in work])
         tasks = [self._pool.submit(self._run, task, read) for task in work]
         for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once

@@ -25,7 +25,9 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
 DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
@@ -41,7 +43,7 @@ ALONE = (
 )
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.jobs.execution")._WORTH_SHARING_NBYTES = 0  # blocks are small here
+tune(worth_sharing_nbytes=0)  # blocks are small here
 cases: dict[str, Callable[[], object]] = {}
 
 
@@ -238,19 +240,14 @@ def _() -> None:
 
 @case("no memory to decode a chunk on rank 1")
 def _() -> None:
-    reader = importlib.import_module("shardload.transfer.reader")
     call = lambda: load(readers="parallel", staging="8KiB")  # noqa: E731
-    before = reader._MIN_CHUNK_NBYTES
-    reader._MIN_CHUNK_NBYTES = 1
-    try:
+    with tuned(min_chunk_nbytes=1):
         patched("shardload.transfer.reader", "Tile", full, call, (1,))
-    finally:
-        reader._MIN_CHUNK_NBYTES = before
 
 
 @case("metadata cannot be read on rank 0")
 def _() -> None:
-    patched("shardload.load", "find_array", gone, load, (0,))
+    patched("shardload.api", "find_array", gone, load, (0,))
 
 
 @case("assembly fails on rank 3")

@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (24, 36, 40), (4, 6, 10)
 TIMEOUT = 4.0
@@ -29,10 +30,9 @@ BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
 execute, reader = importlib.import_module("shardload.jobs.execution"), importlib.import_module("shardload.transfer.reader")
-reader._MIN_CHUNK_NBYTES = 1  # chunks are small here
-execute._WORTH_SHARING_NBYTES = 0
+tune(min_chunk_nbytes=1, worth_sharing_nbytes=0)  # chunks are small here
 if "inline" not in sys.argv[2]:
-    reader._INLINE_NBYTES = -1
+    tune(inline_nbytes=-1)
 
 cases: dict[str, Callable[[Any], object]] = {}
 again_on: dict[str, Any] = {}  # the communicator of the call after the stall, if not the usual one
@@ -111,7 +111,7 @@ def thread(readers: Any) -> None:
 @case
 def library(readers: Any) -> None:
     """Held up in the library's own read of a block."""
-    reader._MIN_CHUNK_NBYTES = 1 << 30
+    tune(min_chunk_nbytes=1 << 30)
     if comm.rank == 1:
         slow_source(hold)
     load(readers)
@@ -128,7 +128,7 @@ def inline(readers: Any) -> None:
 @case
 def metadata(_: Any) -> None:
     if comm.rank == 0:
-        importlib.import_module("shardload.load").find_array = hold
+        importlib.import_module("shardload.api").find_array = hold
     load()
 
 

@@ -18,16 +18,12 @@ import pytest
 
 from shardload.comm import group
 from shardload.comm.shared_memory import Segment
-from shardload.formats import lookup as sources
-from shardload.jobs import execution as execute
 from shardload.transfer import reader
 from shardload.transfer import receiver as inbox
 from shardload.transfer import sender as outbox
+from tests.tuning import as_large
 
-execute._WORTH_SHARING_NBYTES = 0
-reader._MIN_CHUNK_NBYTES = 1
-reader._INLINE_NBYTES = -1
-sources._SMALL_NBYTES = 0
+as_large(small_nbytes=0)
 counts: Counter[str] = Counter()
 
 

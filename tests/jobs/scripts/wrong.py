@@ -27,6 +27,7 @@ import shardload
 from shardload.planning.region import Region
 from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
+from tests.tuning import as_large
 
 # Defects that leave a rank waiting for what nobody sends: should one hang, it takes none of the others with it.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
@@ -49,9 +50,7 @@ layout, plan, execute, prepare, reader, group, staging, inbox = (
         "transfer.receiver",
     )
 )
-execute._WORTH_SHARING_NBYTES = 0
-reader._MIN_CHUNK_NBYTES = 1
-reader._INLINE_NBYTES = -1
+as_large()
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}

@@ -708,11 +708,11 @@ def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
 
 @pytest.mark.parametrize("readers", ["direct", "parallel", "root"])
 @pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
-def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, tune: Callable[..., Any]) -> None:
     path, mesh = write_bools(tmp_path / "a", how), Mesh(np.array(jax.devices()[:1]), ("a",))
     expected = np.ones(ODD.shape, bool) if how == "fill" else ODD.view("u1") != 0
     if readers == "direct":
-        monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 1)  # chunk by chunk
+        tune(min_chunk_nbytes=1)  # chunk by chunk
     for more in ({"verify": "full"}, {"verify": "checksum"}, {"select": slice(3, 9)}, {"select": slice(3, 9000)}):
         x = shardload.load(path, mesh, P(), readers=readers, missing="fill", **more)
         check_bools(x, expected[more.get("select", slice(None))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,8 @@ def test_what_is_said() -> None:
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 1)
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+def test_chunks_that_are_not_there_are_counted_chunk_by_chunk(n_threads: int, tune: Callable[..., Any]) -> None:
+    tune(min_chunk_nbytes=1, inline_nbytes=-1)
     data = np.arange(48, dtype="f4").reshape(12, 4)
     source = chunked(data, (3, 2), missing=frozenset({(0, 1), (2, 0), (3, 1)}))
     with reader_of(source, n_threads=n_threads) as reader:

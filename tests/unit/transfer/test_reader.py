@@ -6,6 +6,7 @@ Here the format's library reads, block by block; `test_reader_chunks.py` is abou
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -25,9 +26,9 @@ Array = np.ndarray[Any, Any]
 
 
 @pytest.fixture(autouse=True, params=[-1, 1 << 14], ids=["in threads", "at once"])
-def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def how(request: pytest.FixtureRequest, tune: Callable[..., Any]) -> str:
     """Small reads are done at once; all that is true of reads in threads must be true of them."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", request.param)
+    tune(inline_nbytes=request.param)
     return "in threads" if request.param < 0 else "at once"
 
 
@@ -304,9 +305,9 @@ def test_leaving_the_reader_ends_its_threads(how: str) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_called_from_one_thread_at_a_time(tune: Callable[..., Any]) -> None:
     """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    tune(inline_nbytes=-1)
     source = FakeSource(TABLE, (1, 4))
     inside, go_on = threading.Event(), threading.Event()
 
@@ -325,9 +326,9 @@ def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.Mon
     assert reader.tally.chunks_decoded == 8 and reader.tally.nbytes_read == TABLE.nbytes
 
 
-def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_read_waits_for_a_large_one_in_the_library(tune: Callable[..., Any]) -> None:
     """Wrong if what is read at once, because it is small, met a read in a thread: `FakeSource` refuses the second."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", 16)
+    tune(inline_nbytes=16)
     inside, go_on = threading.Event(), threading.Event()
 
     def hold(region: Region) -> None:

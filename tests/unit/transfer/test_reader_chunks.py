@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.planning.region import Region, Selection, select_axes
 from shardload.planning.schedule import Block, Grid, Part
-from shardload.transfer import reader as reader_module
+from shardload.planning.tuning import Tuning, tuned
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.reader import SourceReader
 from tests.unit.brute_force import Case, cases, chunks_read
@@ -37,9 +38,7 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks_too_and_in_threads() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 1)
-        patch.setattr(reader_module, "_INLINE_NBYTES", -1)
+    with tuned(min_chunk_nbytes=1, inline_nbytes=-1):
         yield
 
 
@@ -51,13 +50,13 @@ def chunks_of(source: FakeSource) -> FakeChunks:
 # --- where chunks go
 
 
-def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_are_left_to_the_library(tune: Callable[..., Any]) -> None:
     """Wrong if chunks that cost more one by one than the library's lock does were read one by one, or large ones not."""
     source = FakeSource(TABLE, (2, 4), stored=FakeChunks(TABLE, (2, 4)))
-    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 33)  # one has 32 bytes
+    tune(min_chunk_nbytes=33)  # one has 32 bytes
     fetch(reader_of(source), whole(rows(0, 8), rank=1))
     assert source.reads == [rows(0, 8)] and chunks_of(source).fetched == []
-    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 32)
+    tune(min_chunk_nbytes=32)
     fetch(reader_of(source), whole(rows(0, 8), rank=1))
     assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
 
@@ -334,7 +333,7 @@ def test_all_ranks_readers_together_read_a_selection(
     case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
 ) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
-    reader_module._INLINE_NBYTES = inline_nbytes
+    tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
     shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]
@@ -359,7 +358,7 @@ def test_all_ranks_readers_together_read_a_selection(
         slots = Slots(1, room)
         with SourceReader(
             source, selection, case.chunks, has_chunks=True, slots=slots, dtype=dtype, pieces=pieces[rank],
-            rank=rank, n_threads=max(1, n_threads), checksums=casts,
+            rank=rank, n_threads=max(1, n_threads), checksums=casts, tuning=tuning,
         ) as reader:  # fmt: skip
             for read in plan.reads(rank):
                 assert reader.has_room(read)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,8 +30,8 @@ def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: p
 
 
 @pytest.mark.parametrize("inline", [-1, 1 << 14], ids=["in threads", "at once"])
-def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", inline)
+def test_what_is_being_read_can_be_asked_for(inline: int, tune: Callable[..., Any]) -> None:
+    tune(inline_nbytes=inline)
     seen: list[tuple[int, str]] = []
     source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.now()))  # type: ignore[arg-type, func-returns-value]
     with reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
@@ -40,9 +42,9 @@ def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.Mo
     assert seen == [(0, "chunk (1, 0) of '/rho' in 'f.h5'"), (1, "elements [2:6, 0:4] of '/rho' in 'f.h5'")]
 
 
-def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_stall_a_read_that_never_ends_is_left_behind(tune: Callable[..., Any]) -> None:
     """Wrong if leaving the reader waited for the thread that is held up: then no rank could raise."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    tune(inline_nbytes=-1)
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: Region) -> None:
