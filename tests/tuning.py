@@ -1,4 +1,4 @@
-"""Other sizes than the measured ones, so that small arrays are moved as large ones are. A test has the fixture `tune` for it."""
+"""Other sizes than the measured ones, so that small arrays are moved as large ones are. In a test: the fixture `tune`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shardload.cli.arguments import as_typed
 from shardload.comm.group import group_of, world
 from shardload.comm.launch import initialize
 from shardload.errors import ConfigError, ShardloadError, printable
-from shardload.jobs.execution import Plan
+from shardload.jobs.plan import Plan
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
 
 __all__ = ["run"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
@@ -11,7 +11,7 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
 from shardload.units import format_nbytes
 
-__all__ = ["LoadReport", "Phase", "make_report"]
+__all__ = ["LoadReport", "Phase", "join_proven", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,15 @@ def make_report(tally: Counters, moved: Moved, device: Phase) -> LoadReport:
     }
     proven = VerifyReport(INDEX, n_parts=tally.n_checksums + moved.n_checksums)  # the rest is for all ranks together
     return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven, tally.chunks_missing)
+
+
+def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
+    """What was proven of all arrays of a job: the counts added up; the digest where there is one array.
+
+    Parts are counted for the job as a whole: `n_parts`.
+    """
+    if len(proven) == 1:
+        return replace(proven[0], n_parts=n_parts)
+    names = [part.name for part in fields(VerifyReport) if part.name not in ("how", "digest")]
+    sums = {name: sum(getattr(one, name) for one in proven) for name in names}
+    return VerifyReport(proven[0].how, **{**sums, "n_parts": n_parts})

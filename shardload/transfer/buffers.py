@@ -16,22 +16,12 @@ import numpy as np
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
+from shardload.planning.staging import ALIGNMENT, aligned
 
 __all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box"]
 
-ALIGNMENT = 64
-
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment.
-
-    >>> aligned(0), aligned(1), aligned(64)
-    (0, 64, 64)
-    """
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

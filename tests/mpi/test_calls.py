@@ -55,7 +55,7 @@ def test_small_array_comes_with_its_metadata(
     def opens(*_: Any) -> None:
         raise PermissionError("nobody but rank 0 opens it")
 
-    monkeypatch.setattr(importlib.import_module("shardload.jobs.execution"), "open_source", opens)
+    monkeypatch.setattr(importlib.import_module("shardload.jobs.array_load"), "open_source", opens)
     tune(small_nbytes=values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))

@@ -19,7 +19,7 @@ import shardload
 from shardload import ConfigError, SourceError
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, unit
 
-PLAN = importlib.import_module("shardload.plan")  # `shardload.plan` is the function
+PLAN = importlib.import_module("shardload.planning.schedule")
 
 X64 = jax.enable_x64 if hasattr(jax, "enable_x64") else None
 if X64 is None:

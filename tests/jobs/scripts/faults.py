@@ -40,7 +40,7 @@ READERS = ("root", "parallel", "direct", 2)
 BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.execution")
+execute = importlib.import_module("shardload.jobs.array_load")
 as_large()
 
 

@@ -29,7 +29,7 @@ TIMEOUT = 4.0
 BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
-execute, reader = importlib.import_module("shardload.jobs.execution"), importlib.import_module("shardload.transfer.reader")
+execute = importlib.import_module("shardload.jobs.array_load")
 tune(min_chunk_nbytes=1, worth_sharing_nbytes=0)  # chunks are small here
 if "inline" not in sys.argv[2]:
     tune(inline_nbytes=-1)

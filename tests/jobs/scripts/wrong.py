@@ -42,7 +42,7 @@ layout, plan, execute, prepare, reader, group, staging, inbox = (
     for name in (
         "arrays.sharding",
         "planning.schedule",
-        "jobs.execution",
+        "jobs.array_load",
         "jobs.request",
         "transfer.reader",
         "comm.group",
