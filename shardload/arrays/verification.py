@@ -34,8 +34,7 @@ from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Grid, Schedule, plan_blocks
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import box
-from shardload.transfer.checksum import join_sums, sum_shard
-from shardload.transfer.messages import checksum
+from shardload.transfer.checksum import checksum, join_sums, sum_shard
 from shardload.units import format_nbytes
 
 __all__ = ["Checked", "Verifier", "VerifyReport"]

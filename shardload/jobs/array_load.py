@@ -33,6 +33,7 @@ from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.missing import counter_of
+from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 
 __all__ = ["ArrayLoad", "OwnArray"]
@@ -191,7 +192,14 @@ class OwnArray:
         """Bytes of the pieces."""
         return sum(piece.data.nbytes for piece in self.pieces.values())
 
-    def start_early(self, piece: Piece) -> None:
+    def move(self, seed: int, is_named: bool) -> ArrayMove:
+        """What the exchange is to do for this array, which errors name where there are others."""
+        flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
+        return ArrayMove(
+            flow, self.reader, self.pieces, dtype, self._start_early, seed, str(self.load.info) if is_named else ""
+        )
+
+    def _start_early(self, piece: Piece) -> None:
         """A piece is complete: it may go to its device."""
         if self._early is not None:
             self._early.start(piece.region, piece.data)

@@ -25,7 +25,7 @@ from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region, Selection
-from shardload.transfer.messages import checksum
+from shardload.transfer.checksum import checksum
 
 __all__ = ["N_SUMS", "State", "check_same", "check_unchanged", "contents_of", "is_open", "to_sums"]
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from shardload.arrays.verification import VerifyReport
 from shardload.comm.group import Group, Invocation, group_of
-from shardload.comm.shared_memory import Bell, Segment
+from shardload.comm.shared_memory import Bell
 from shardload.errors import ConfigError, StallError
 from shardload.jobs.array_load import ArrayLoad, OwnArray
 from shardload.jobs.consistency import N_SUMS, check_same, to_sums
@@ -38,7 +38,7 @@ from shardload.planning.tuning import Tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
-from shardload.transfer.exchange import Moved, exchange
+from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 
 __all__ = ["Execution", "Job", "Loaded"]
@@ -88,17 +88,6 @@ class Execution:
             group.settle(asked, refusal)
             loaded = job.run(started)
         return loaded.arrays[0], loaded.report
-
-
-@dataclass(frozen=True, eq=False)
-class _Room:
-    """The buffers that all arrays of a job share on this rank, and where it waits."""
-
-    slots: Slots
-    pack_slots: Slots
-    segments: Mapping[int, Segment]
-    bell: Bell
-    n_threads: int
 
 
 class _Outcome:
@@ -163,9 +152,9 @@ class Job:
         """Load the arrays. The report counts from `started`, by `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
         tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        room = self._make_room()
+        buffers = self._make_buffers(self.staging)
         mine = _Outcome([OwnArray(load, self.group.rank) for load in self.loads])
-        self._do_own(mine, tags, room)
+        self._do_own(mine, tags, buffers)
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors():
@@ -217,34 +206,32 @@ class Job:
         schedules = [load.layout.schedule for load in self.loads]
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
 
-    def _make_room(self) -> _Room:
+    def _make_buffers(self, staging: Staging) -> Buffers:
         """Buffers for all arrays: in memory that the ranks of a machine share, where that is worth it."""
-        staging = self.staging
         is_owner = any(load.layout.schedule.is_owner(self.group.rank) for load in self.loads)
         nbytes = staging.n_slots * aligned(staging.slot_nbytes) if is_owner else 0
         segments = self.group.shared_memory(nbytes) if self._shares else {}
         segment = segments.get(self.group.rank)
-        return _Room(
-            slots=Slots(staging.n_slots, staging.slot_nbytes, segment.data if segment is not None and nbytes else None),
-            pack_slots=Slots(staging.n_pack, staging.pack_nbytes),
-            segments=segments,
-            bell=Bell() if segment is None else segment.bell,
-            n_threads=staging.n_threads,
+        return Buffers(
+            Slots(staging.n_slots, staging.slot_nbytes, segment.data if segment is not None and nbytes else None),
+            Slots(staging.n_pack, staging.pack_nbytes),
+            segments,
+            Bell() if segment is None else segment.bell,
         )
 
-    def _do_own(self, mine: _Outcome, tags: tuple[int, int, int], room: _Room) -> None:
+    def _do_own(self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
         opened = ExitStack()
         try:
             self.group.watch.enter("open")
             advance = None
             with mine.keeping_errors():
-                advance = self._get_ready(mine.arrays, opened, room)
+                advance = self._get_ready(mine.arrays, opened, buffers)
             if not self._is_direct:
                 self.group.agree(mine.error)  # a rank that cannot read or receive must say so before anything is sent
             if mine.error is None:
                 with mine.keeping_errors():
-                    self._fill(mine, tags, room, advance)
+                    self._fill(mine, tags, buffers, advance)
         except BaseException:
             with suppress(Exception):  # what is raised already is the better reason
                 opened.__exit__(*sys.exc_info())
@@ -252,28 +239,28 @@ class Job:
         with mine.keeping_errors():  # the others still wait for what this rank says of the load
             opened.close()
 
-    def _get_ready(self, arrays: list[OwnArray], opened: ExitStack, room: _Room) -> Callable[[int], None] | None:
+    def _get_ready(self, arrays: list[OwnArray], opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
         """Open and make all that the exchange needs; gives what is to be told of its progress."""
         for own in arrays:
             own.open(opened)
         for own in arrays:
             own.make_room()
         for own in arrays:
-            own.make_reader(opened, room.slots, room.bell, room.n_threads, self.tuning)
+            own.make_reader(opened, buffers.slots, buffers.bell, self.staging.n_threads, self.tuning)
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
-    def _fill(self, mine: _Outcome, tags: tuple[int, int, int], room: _Room, advance: Callable[[int], None] | None) -> None:
+    def _fill(
+        self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers, advance: Callable[[int], None] | None
+    ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
         seed = crc32(json.dumps([*self._agreed.items(), *tags]).encode())
-        for own in mine.arrays:
-            failed, mine.moved = exchange(
-                self.group, own.load.layout.schedule, own.reader, own.pieces, tags=tags, dtype=own.load.plan.dtype,
-                slots=room.slots, pack_slots=room.pack_slots, segments=room.segments, bell=room.bell,
-                checksums=self._options.checksums, on_progress=advance, on_piece=own.start_early, seed=seed,
-            )  # fmt: skip
-            if failed is not None:
-                raise failed
+        moves = [own.move(seed, is_named=len(mine.arrays) > 1) for own in mine.arrays]
+        failed, mine.moved = exchange(
+            self.group, moves, buffers, tags=tags, checksums=self._options.checksums, on_progress=on_progress
+        )
+        if failed is not None:
+            raise failed
         self.group.watch.enter("assemble")
         for own in mine.arrays:
             own.assemble()

@@ -110,13 +110,18 @@ class Slots:
         Size of each.
     shared : ndarray of uint8, optional
         Memory to cut them from; without it they are allocated when they are first needed.
+
+    Attributes
+    ----------
+    n_taken : int
+        How many are handed out.
     """
 
     def __init__(self, n: int, nbytes: int, shared: Bytes | None = None) -> None:
         self.nbytes = nbytes
         self._n_left = n if shared is None else 0
         self._free: list[Slot] = []
-        self._n_taken = self._n_most = 0
+        self.n_taken = self._n_most = 0
         if shared is not None:
             size = aligned(nbytes)
             self._free = [Slot(shared[k * size : k * size + nbytes], True) for k in reversed(range(n))]
@@ -134,8 +139,8 @@ class Slots:
         """One that is free, the last used first (its memory is warm); None where there is none."""
         if not self.has_room():
             return None
-        self._n_taken += 1
-        self._n_most = max(self._n_most, self._n_taken)
+        self.n_taken += 1
+        self._n_most = max(self._n_most, self.n_taken)
         if self._free:
             return self._free.pop()
         self._n_left -= 1
@@ -143,5 +148,5 @@ class Slots:
 
     def give(self, slot: Slot) -> None:
         """Take one back."""
-        self._n_taken -= 1
+        self.n_taken -= 1
         self._free.append(slot)

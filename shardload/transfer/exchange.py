@@ -1,12 +1,12 @@
-"""How do the parts reach their owners?
+"""How do the parts of many arrays reach those who need them?
 
-One `exchange` moves every part of a plan from the file to the piece it belongs to. One thread alone calls MPI:
+One `exchange` moves every part of every array from its block to its target (`moves`). One thread alone calls MPI:
 
-1. Expect what the plan says (`inbox`): post receives for the first parts of every sender.
-2. Start reads (`reader`), as many as there are slots and threads for. As each is done, in order, its parts leave (`outbox`):
-   as notes where to look to ranks of the same machine, as messages to others.
-3. As messages and notes come, parts reach the pieces and slots become free. Nothing blocks, so no order of ranks can
-   deadlock, and a rank with nothing to do sleeps instead of spinning.
+1. Expect what the plan says (`receiver`): post receives for the first parts of every sender.
+2. Stage blocks, as many as there are slots and threads for: those of array 0, then those of array 1, and so on, as one
+   sequence. As each is done, in order, its parts leave (`sender`), each over the channel of the rank that gets it (`channels`).
+3. As parts arrive, targets fill and slots become free. Nothing blocks, so no order of ranks can deadlock, and a rank with
+   nothing to do sleeps instead of spinning. Nobody waits between two arrays.
 4. Each sender ends with a receipt for each receiver, which the receiver compares with the plan.
 
 A sender that fails stops, and says so in its receipts: the receivers cancel what will not come. Nobody waits for it.
@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.planning.schedule import Block, Schedule
+from shardload.comm.transport import Transport
+from shardload.planning.schedule import Block
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Piece, Slots, StagedBlock
+from shardload.transfer.arrivals import Arrivals
+from shardload.transfer.buffers import Slots, StagedBlock
+from shardload.transfer.channels import ACK, Channels
 from shardload.transfer.messages import Packer
+from shardload.transfer.moves import ArrayMove, Staged
 from shardload.transfer.receiver import Receiver
-from shardload.transfer.requests import ACK, Requests
 from shardload.transfer.sender import Sender
 
-__all__ = ["BlockReader", "Moved", "exchange"]
+__all__ = ["Buffers", "Moved", "exchange"]
 
 # Waiting for messages: give the core away at first, because one under way needs calls into MPI to go on; then sleep ever
 # longer.
@@ -45,25 +46,25 @@ _LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 _abandoned: list[Any] = []
 
 
-class BlockReader(Protocol):
-    """Gives the blocks of one rank, in order."""
+@dataclass(frozen=True)
+class Buffers:
+    """What all arrays of an exchange share.
 
-    @property
-    def n_at_once(self) -> int:
-        """Reads worth starting before the first is done."""
-        ...
+    Attributes
+    ----------
+    slots, pack_slots : Slots
+        Where blocks are staged (in shared memory where there is some), and where messages are packed: each large enough for the
+        largest of any array.
+    segments : mapping of int to Segment
+        The memory of each rank of this machine; empty where none is shared.
+    bell : Bell
+        Where this rank waits: rung by the producers' threads and, with shared memory, by the ranks of this machine.
+    """
 
-    def has_room(self, read: Block) -> bool:
-        """Whether `start` has a buffer for this read."""
-        ...
-
-    def now(self) -> tuple[int, str]:
-        """A number that grows with what has been read, and what is being read."""
-        ...
-
-    def start(self, read: Block) -> Any:
-        """Begin to read one block: `done()`, `result()`. Not called again after one has failed."""
-        ...
+    slots: Slots
+    pack_slots: Slots
+    segments: Mapping[int, Segment]
+    bell: Bell
 
 
 @dataclass(frozen=True)
@@ -80,52 +81,29 @@ class Moved:
 
 def exchange(
     group: Group,
-    plan: Schedule,
-    reader: BlockReader,
-    pieces: Mapping[int, Piece],
+    arrays: Sequence[ArrayMove],
+    buffers: Buffers,
     *,
     tags: tuple[int, int, int],
-    dtype: np.dtype[Any],
-    slots: Slots,
-    pack_slots: Slots,
-    segments: Mapping[int, Segment],
-    bell: Bell,
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
-    on_piece: Callable[[Piece], None] | None = None,
-    seed: int = 0,
 ) -> tuple[BaseException | None, Moved]:
-    """Move every part of `plan` to where it belongs. Collective over `group`; returns, never raises, what went wrong.
+    """Move every part of every array to where it belongs. Collective over `group`; returns, never raises, what went wrong.
 
     Parameters
     ----------
     group : Group
         The ranks.
-    plan : Schedule
-        Who reads what, and who needs which part of it.
-    reader : BlockReader
-        Gives this rank's blocks.
-    pieces : mapping of int to Piece
-        This rank's pieces, by shard number. Filled in place.
+    arrays : sequence of ArrayMove
+        What moves: the same arrays in the same order on every rank.
+    buffers : Buffers
+        Memory that they share.
     tags : tuple of int
         `Group.next_tags`, which every rank has called, whether it comes this far or not.
-    dtype : dtype
-        Of the values.
-    slots, pack_slots : Slots
-        Where blocks wait (in shared memory where there is some), and where messages are packed.
-    segments : mapping of int to Segment
-        The memory of each rank of this machine; empty where none is shared.
-    bell : Bell
-        Where this rank waits: rung by the reader's threads and, with shared memory, by the ranks of this machine.
     checksums : bool
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
-        Called with the bytes of each part that has arrived in a piece.
-    on_piece : callable, optional
-        Called with each piece that is complete.
-    seed : int
-        Of this load alone, the same on every rank: what receipts and checksums begin with, so that no part of another load is
-        taken for one of this.
+        Called with the bytes of each part that has arrived in a target.
 
     Returns
     -------
@@ -134,25 +112,28 @@ def exchange(
     Moved
         What it cost.
     """
-    traffic = Requests(group, tags, seed)
-    advance = _Advance(on_progress)
-    complete = _Advance(on_piece)
-    inbox = Receiver(traffic, plan, segments, pieces, checksums, advance, complete)
-    packer, shared_packer = Packer(pack_slots), Packer(slots)
-    outbox = Sender(traffic, segments, packer, shared_packer, dtype, checksums)
-    moving = _Exchange(traffic, plan, reader, inbox, outbox, bell)
+    transport = Transport(group, tags, buffers.segments)
+    progress = _Callback(on_progress)
+    complete = [_Callback(array.on_complete) for array in arrays]
+    arrivals = Arrivals(arrays, progress, complete)
+    packers = Packer(buffers.pack_slots), Packer(buffers.slots)
+    channels = Channels(transport, arrays, arrivals, *packers, checksums)
+    moving = _Exchange(group, transport, channels, arrays, arrivals, buffers)
     try:
         moving.run()
     except BaseException:
-        _abandoned.append((traffic.remains(), pieces, slots, pack_slots, reader))
+        _abandoned.append((transport.remains(), arrays, buffers))
         group.forget_shared_memory()
         raise
-    moved = Moved(inbox.copy_seconds, inbox.nbytes, slots.peak_nbytes + pack_slots.peak_nbytes, inbox.n_checksums)
-    return moving.failure or inbox.problem or advance.problem or complete.problem, moved
+    channels.close()
+    peak_nbytes = buffers.slots.peak_nbytes + buffers.pack_slots.peak_nbytes
+    moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums)
+    problems = [moving.failure, arrivals.problem, *(callback.problem for callback in (progress, *complete))]
+    return next((problem for problem in problems if problem is not None), None), moved
 
 
-class _Advance:
-    """A function that is told how far it is. If it fails, the exchange goes on: others still wait for this rank."""
+class _Callback:
+    """A function of the caller's. If it fails, the exchange goes on: others still wait for this rank."""
 
     def __init__(self, tell: Callable[[Any], None] | None) -> None:
         self._tell = tell
@@ -169,23 +150,38 @@ class _Advance:
 
 
 class _Exchange:
+    """One rank's turns: stage, send, receive, until all is there."""
+
     def __init__(
-        self, traffic: Requests, plan: Schedule, reader: BlockReader, inbox: Receiver, outbox: Sender, bell: Bell
+        self,
+        group: Group,
+        transport: Transport,
+        channels: Channels,
+        arrays: Sequence[ArrayMove],
+        arrivals: Arrivals,
+        buffers: Buffers,
     ) -> None:
-        self.traffic, self.plan, self.reader, self.inbox, self.outbox = traffic, plan, reader, inbox, outbox
-        self.bell, self.watch = bell, traffic.group.watch
-        self.rank = traffic.group.rank
-        self.failure: Exception | None = None  # of this rank's own reading or sending
-        self.reads = plan.reads(self.rank)
-        self.following = next(self.reads, None)
-        self.under_way: deque[Any] = deque()
+        self.transport, self.channels, self.arrays = transport, channels, arrays
+        self.sender, self.receiver = Sender(channels), Receiver(channels, arrays, arrivals)
+        self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
+        self.shares_memory = bool(buffers.segments)
+        self.failure: Exception | None = None  # of this rank's own staging or sending
+        self.blocks = _outgoing(arrays, self.rank)
+        self.following = next(self.blocks, None)
+        self.under_way: deque[tuple[int, Staged]] = deque()
+        self.to_be_packed: int | None = None  # an array whose parts may need slots to be brought into shared memory
         self.has_sent_receipts = False
+
+    def _now(self) -> tuple[int, str]:
+        """How much has been staged of all arrays, and what is being read."""
+        found = [array.producer.now() for array in self.arrays]
+        return sum(n for n, _ in found), next((text for _, text in found if text), "")
 
     def run(self) -> None:
         self.watch.enter("exchange")
-        self.inbox.expect()
+        self.receiver.expect()
         idle = 0
-        with self.watch.attend(self.reader.now):
+        with self.watch.attend(self._now):
             while not self._is_done():
                 if self._step():
                     self.watch.moved()
@@ -195,70 +191,89 @@ class _Exchange:
                 self.watch.look()
                 if idle:
                     self._nap(idle)
-        self.inbox.check(self.failure is None)
+        self.receiver.check(self.failure is None)
 
     def _is_done(self) -> bool:
-        return self.has_sent_receipts and not self.traffic and not self.outbox.n_looking and self.inbox.is_done()
+        return self.has_sent_receipts and not self.transport and not self.channels.n_offered and self.receiver.is_done()
 
     def _step(self) -> bool:
-        moved = self.traffic.test()
+        moved = self.transport.test()
         try:
             moved |= self._listen()
-            moved |= self._read()
-            moved |= self.outbox.post()
+            moved |= self._stage()
+            moved |= self.sender.post()
         except Exception as error:
             let_interruption_pass(error)
             self._fail(error)
             moved = True
-        if not self.has_sent_receipts and not self.under_way and self.following is None and self.outbox.is_empty:
-            self.outbox.send_receipts(self.failure is None)
+        if not self.has_sent_receipts and not self.under_way and self.following is None and self.sender.is_empty:
+            self.sender.send_receipts(self.failure is None)
             self.has_sent_receipts = moved = True
         return moved
 
     def _listen(self) -> bool:
         """Deal with what ranks of this machine say."""
         heard = False
-        if self.outbox.n_looking or self.inbox.is_watching():
-            for rank, message in self.traffic.told():
+        if self.channels.n_offered or self.receiver.is_listening():
+            for rank, message in self.transport.told():
                 heard = True
                 if message[0] == ACK:
-                    self.outbox.answered(rank, int(message[1]))
+                    self.channels.acknowledged(rank, int(message[1]))
                 else:
-                    self.inbox.look(rank, message)
+                    self.receiver.look(rank, message)
         return heard
 
-    def _read(self) -> bool:
-        """Take the blocks that have been read, in order, and have the next ones read."""
+    def _stage(self) -> bool:
+        """Take the blocks that are staged, in order, and have the next ones begun."""
         moved = False
-        while self.under_way and self.under_way[0].done():
-            reading, moved = self.under_way.popleft(), True
+        while self.under_way and self.under_way[0][1].done():
+            array, staged = self.under_way.popleft()
+            moved = True
             if self.failure is None:
-                self._deliver(reading.result())
-        while (
-            self.following is not None and len(self.under_way) < self.reader.n_at_once and self.reader.has_room(self.following)
-        ):
-            self.under_way.append(self.reader.start(self.following))
-            self.following, moved = next(self.reads, None), True
+                self._deliver(array, staged.result())
+        while self.following is not None:
+            array, block = self.following
+            producer = self.arrays[array].producer
+            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block) or self._keeps_slots(array):
+                break
+            n_taken = self.slots.n_taken
+            self.under_way.append((array, producer.start(block)))
+            if self.shares_memory and self.slots.n_taken == n_taken and any(part.rank != self.rank for part in block.parts):
+                self.to_be_packed = array
+            self.following, moved = next(self.blocks, None), True
         return moved
 
-    def _deliver(self, block: StagedBlock) -> None:
+    def _keeps_slots(self, array: int) -> bool:
+        """Whether the blocks of an array must wait for those of another one, which need slots to be packed into.
+
+        They would take these slots and wait behind them in the sender's queue. (Only where one array is in memory already and
+        the next one is not.)
+        """
+        if self.to_be_packed in (None, array):
+            return False
+        if self.under_way or not self.sender.is_empty:
+            return True
+        self.to_be_packed = None
+        return False
+
+    def _deliver(self, array: int, block: StagedBlock) -> None:
         for part in block.read.parts:
             if part.rank == self.rank:
-                self.inbox.delivered(part)
-        self.outbox.put(block)
+                self.receiver.delivered(array, part)
+        self.sender.put(array, block)
 
     def _fail(self, error: Exception) -> None:
-        """Read and send no more. Whoever still expects something from this rank gets a receipt that says so."""
+        """Stage and send no more. Whoever still expects something from this rank gets a receipt that says so."""
         self.failure = self.failure or error
         self.following = None
-        for read in self.plan.reads(self.rank):
-            self.outbox.clear(read.parts)
+        for _, block in _outgoing(self.arrays, self.rank):
+            self.sender.clear(block.parts)
 
     def _nap(self, idle: int) -> None:
         """Wait: for a ring, where that is all that can come; else a little, the longer the longer nothing has happened."""
-        if not self.traffic.n_data:
+        if not self.transport.n_data:
             # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
-            alone = not self.traffic and not self.outbox.n_looking and not self.inbox.is_watching()
+            alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
         if idle <= _YIELDS:
@@ -266,3 +281,10 @@ class _Exchange:
             return
         doublings = min(10, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING)
         self.bell.wait(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+
+
+def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:
+    """The blocks of all arrays as one sequence, each with its array's number."""
+    for number, array in enumerate(arrays):
+        for block in array.flow.outgoing(rank):
+            yield number, block

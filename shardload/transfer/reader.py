@@ -33,8 +33,9 @@ from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import Pool, done_here
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned
 from shardload.transfer.cast import cast_into
+from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import MOST_NAMED, Counters
-from shardload.transfer.messages import checksum, sendable
+from shardload.transfer.messages import sendable
 from shardload.transfer.missing import Counter, beginning_in, chunk_numbers
 from shardload.transfer.read_errors import Naming
 

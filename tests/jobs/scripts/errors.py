@@ -221,14 +221,14 @@ def _() -> None:
 
 @case("no memory for a checksum on rank 0")
 def _() -> None:
-    patched("shardload.transfer.sender", "checksum", full, lambda: load(readers="root", verify="checksum"), (0,))
+    patched("shardload.transfer.channels", "checksum", full, lambda: load(readers="root", verify="checksum"), (0,))
 
 
 @case("no memory for a note or message on rank 0")
 def _() -> None:
     """Of the first of three parts only: the others have left, and must be counted in the receipts."""
-    traffic = importlib.import_module("shardload.transfer.requests").Requests
-    call = lambda: patched("shardload.transfer.sender", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
+    traffic = importlib.import_module("shardload.comm.transport").Transport
+    call = lambda: patched("shardload.comm.transport", "message_of", full, lambda: load(readers="root"), (0,))  # noqa: E731
     before = traffic.tell
     if comm.rank == 0:
         traffic.tell = full

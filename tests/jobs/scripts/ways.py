@@ -18,9 +18,7 @@ import pytest
 
 from shardload.comm import group
 from shardload.comm.shared_memory import Segment
-from shardload.transfer import reader
-from shardload.transfer import receiver as inbox
-from shardload.transfer import sender as outbox
+from shardload.transfer import channels, reader
 from tests.tuning import as_large
 
 as_large(small_nbytes=0)
@@ -38,10 +36,10 @@ def counted(kind: type, method: str, name: str) -> None:
     setattr(kind, method, call)
 
 
-counted(inbox._Peer, "__init__", "senders")
-counted(outbox.Sender, "_note", "notes sent")
-counted(outbox.Sender, "_post_message", "messages sent")
-counted(inbox.Receiver, "_take", "tiles taken")
+counted(channels.Channel, "expect", "senders")
+counted(channels.SharedMemoryChannel, "_offer", "notes sent")
+counted(channels.MessageChannel, "send", "messages sent")
+counted(channels.SharedMemoryChannel, "_take", "tiles taken")
 counted(reader.SourceReader, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget

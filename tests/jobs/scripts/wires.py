@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import group_of
-from shardload.transfer.requests import LOOK
+from shardload.transfer.channels import HEAD_SIZE, OFFER
 
 NDIM = 2
 NUMBER, START, STOP, AT = 0, slice(1, 1 + NDIM), slice(1 + NDIM, 1 + 2 * NDIM), 1 + 2 * NDIM  # in a row of a note
@@ -16,7 +16,7 @@ NUMBER, START, STOP, AT = 0, slice(1, 1 + NDIM), slice(1 + NDIM, 1 + 2 * NDIM), 
 class Wire:
     """A communicator that is the right one, except for what it does to what it sends.
 
-    `change_data` gets the bytes of a message and who is to have it, `change_note` a note's head (3 integers), its rows and
+    `change_data` gets the bytes of a message and who is to have it, `change_note` the rows of an offer, without its head, and
     who is to have it; both return what is sent to whom instead.
     """
 
@@ -32,9 +32,9 @@ class Wire:
             data, *how = message
             changed, dest = self._change_data(bytes(data), dest)
             message = [changed, *how]
-        if what == 2 and message[0] == LOOK and self._change_note:
-            changed, dest = self._change_note(message[3:].reshape(-1, 3 + 3 * NDIM).copy(), dest)
-            message = np.concatenate([message[:3], changed.ravel()])
+        if what == 2 and message[0] == OFFER and self._change_note:
+            changed, dest = self._change_note(message[HEAD_SIZE:].reshape(-1, 3 + 3 * NDIM).copy(), dest)
+            message = np.concatenate([message[:HEAD_SIZE], changed.ravel()])
         self._keep.append(message)
         return self._real.Isend(message, dest=dest, tag=tag)
 

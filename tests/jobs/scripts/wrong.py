@@ -37,7 +37,7 @@ SPOT = (9, 200, 300)  # an element of the large array that no box of verify="fil
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, execute, prepare, reader, group, staging, inbox = (
+layout, plan, execute, prepare, reader, group, staging, channels, inbox = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
@@ -47,6 +47,7 @@ layout, plan, execute, prepare, reader, group, staging, inbox = (
         "transfer.reader",
         "comm.group",
         "transfer.buffers",
+        "transfer.channels",
         "transfer.receiver",
     )
 )
@@ -234,7 +235,7 @@ def _(stack: ExitStack) -> None:
 def _(stack: ExitStack) -> None:
     wire(stack, lambda data, dest: (flipped(data) if dest == 3 else data, dest))
     if comm.rank == 3:
-        stack.enter_context(patched(inbox, "np", Numpy()))  # copies out of shared memory
+        stack.enter_context(patched(channels, "np", Numpy()))  # copies out of shared memory
 
 
 @case("one bit changes in a copy that stays", spec=P(), readers="root")

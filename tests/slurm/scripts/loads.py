@@ -18,28 +18,28 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.comm.group import group_of
-from shardload.transfer import sender as outbox
+from shardload.transfer import channels
 from tests.jobs.scripts import ways  # small arrays travel as large ones do
 from tests.mpi.sources import NAME, SOURCES
 from tests.mpi.support import check, cube, mesh_of, on_root, ramp
 
 notes: set[int] = set()
 messages: set[int] = set()
-right_note, right_message = outbox.Sender._note, outbox.Sender._post_message
+right_note, right_message = channels.SharedMemoryChannel._offer, channels.MessageChannel.send
 
 
-def note(self: Any, rank: int, *arguments: Any) -> Any:
-    notes.add(rank)
-    return right_note(self, rank, *arguments)
+def note(self: Any, *arguments: Any) -> Any:
+    notes.add(self.rank)
+    return right_note(self, *arguments)
 
 
-def message(self: Any, block: Any, part: Any) -> Any:
-    messages.add(part.rank)
-    return right_message(self, block, part)
+def message(self: Any, *arguments: Any) -> Any:
+    messages.add(self.rank)
+    return right_message(self, *arguments)
 
 
-outbox.Sender._note = note  # type: ignore[method-assign]
-outbox.Sender._post_message = message  # type: ignore[method-assign]
+channels.SharedMemoryChannel._offer = note  # type: ignore[method-assign]
+channels.MessageChannel.send = message  # type: ignore[method-assign]
 
 
 def permuted(devices: Sequence[Any]) -> list[Any]:

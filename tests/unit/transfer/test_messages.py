@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.transfer.buffers import Slots, StagedBlock, Tile
-from shardload.transfer.messages import Packer, checksum, identity, sendable
+from shardload.transfer.checksum import checksum, identity
+from shardload.transfer.messages import Packer, sendable
 from tests.unit.fakes import TABLE, rows
 
 F4 = np.dtype("f4")

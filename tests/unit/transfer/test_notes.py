@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm.shared_memory import Bell, Segment
+from shardload.comm.shared_memory import Segment
+from shardload.comm.transport import Transport
 from shardload.errors import PeerError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.transfer.arrivals import Arrivals
 from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile
+from shardload.transfer.channels import ACK, HEAD_SIZE, OFFER, Channels
 from shardload.transfer.messages import Packer
+from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.receiver import Receiver
-from shardload.transfer.requests import ACK, LOOK
 from shardload.transfer.sender import Sender
 from tests.unit.fakes import TABLE
 
@@ -28,30 +31,26 @@ NUMBER, START, STOP, AT, STRIDES, PROOF = 0, slice(1, 3), slice(3, 5), 5, slice(
 INFINITY = 1 << 62
 
 
-class FakeTraffic:
+class FakeTransport(Transport):
     """Keeps what is told, instead of sending it."""
 
-    data_tag, receipt_tag, control_tag = 0, 1, 2
-
-    def __init__(self, rank: int, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, rank: int, segments: dict[int, Segment]) -> None:
+        super().__init__(SimpleNamespace(rank=rank, comm=None, mpi=None), (0, 1, 2), segments)  # type: ignore[arg-type]
         self.messages: list[tuple[int, Any]] = []
         self.receipts: list[Any] = []
         self.callbacks: list[Any] = []
-        comm = SimpleNamespace(Isend=self.send, Irecv=lambda buffer, source, tag: buffer)
-        self.group = SimpleNamespace(rank=rank, comm=comm, mpi=None)
 
-    def send(self, message: Any, dest: int, tag: int) -> None:
-        assert tag == self.receipt_tag, "a message with values"
-        self.receipts.append(message)
+    def send(self, rank: int, values: Any, on_done: Any) -> None:
+        raise AssertionError("a message with values")
 
-    def tell(self, rank: int, message: Any, bell: Bell | None) -> None:
+    def send_receipt(self, rank: int, receipt: Any) -> None:
+        self.receipts.append(receipt)
+
+    def receive_receipt(self, rank: int, receipt: Any, on_done: Any) -> None:
+        self.callbacks.append((on_done, receipt))
+
+    def tell(self, rank: int, message: Any) -> None:
         self.messages.append((rank, message))
-        if bell is not None:
-            bell.ring()
-
-    def add(self, request: Any, on_done: Any, buffer: Any) -> None:
-        self.callbacks.append((on_done, buffer))
 
 
 class Ranks:
@@ -68,14 +67,19 @@ class Ranks:
         self.own = made.data
         self.own[...] = 200
         self.slots = Slots(2, 256, self.own if is_shared else None)
-        self.there, self.here = (FakeTraffic(rank, seeds[rank]) for rank in range(2))
-        self.outbox = Sender(self.there, self.segments, Packer(Slots(1, 128)), Packer(self.slots), F4, checksums)  # type: ignore[arg-type]
+        self.there, self.here = FakeTransport(0, self.segments), FakeTransport(1, {0: self.segments[1]})
         self.piece = Piece(Region((0, 2), (8, 4)), np.full((8, 2), -1, F4))
         self.advanced: list[int] = []
         self.complete: list[Piece] = []
-        self.inbox = Receiver(  # type: ignore[arg-type]
-            self.here, self.plan, {0: self.segments[1]}, {1: self.piece}, checksums, self.advanced.append, self.complete.append
+        flow, packers = BlocksToPieces(self.plan), (Packer(Slots(1, 128)), Packer(self.slots))
+        nothing: Any = None
+        sent, arriving = (
+            ArrayMove(flow, nothing, targets, F4, seed=seeds[k]) for k, targets in enumerate(({}, {1: self.piece}))
         )
+        self.sending = Channels(self.there, [sent], Arrivals([sent], print, [print]), *packers, checksums)
+        self.arrivals = Arrivals([arriving], self.advanced.append, [self.complete.append])
+        receiving = Channels(self.here, [arriving], self.arrivals, *packers, checksums)
+        self.outbox, self.inbox = Sender(self.sending), Receiver(receiving, [arriving], self.arrivals)
         self.inbox.expect()
 
     def put(self, n_columns: int = 4) -> list[Any]:
@@ -92,7 +96,7 @@ class Ranks:
                 data[...] = TABLE[region.slices()]
                 block.tiles.append(Tile(region, data))
                 at += 64
-            self.outbox.put(block)
+            self.outbox.put(0, block)
         return [note for _, note in self.there.messages]
 
     def receipt(self) -> None:
@@ -109,12 +113,12 @@ class Ranks:
         self.here.messages.clear()
         assert all(answer[:2] == (0, ACK) for answer in found)
         for *_, number in found:
-            self.outbox.answered(1, number)
+            self.sending.acknowledged(1, number)
         return [number for *_, number in found]
 
 
 def rows_of(note: Any) -> Any:
-    return note[3:].reshape(-1, 3 + 3 * N)
+    return note[HEAD_SIZE:].reshape(-1, 3 + 3 * N)
 
 
 @pytest.mark.parametrize("n_columns", [4, 2, 1])
@@ -123,17 +127,17 @@ def test_what_is_named_is_copied_once_and_answered(n_columns: int, checksums: bo
     ranks = Ranks(checksums)
     notes = ranks.put(n_columns)
     assert [len(rows_of(note)) for note in notes] == [{4: 1, 2: 1, 1: 2}[n_columns]] * 2
-    assert ranks.outbox.n_looking == 2 and not ranks.slots.has_room() and not ranks.inbox.is_done()
+    assert ranks.sending.n_offered == 2 and not ranks.slots.has_room() and not ranks.inbox.is_done()
     for note in notes:
         ranks.inbox.look(0, note)
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.answer() == [1, 2] and ranks.outbox.n_looking == 0 and ranks.slots.has_room()
-    assert sum(ranks.advanced) == ranks.inbox.nbytes == 64 and ranks.complete == [ranks.piece]
-    assert ranks.inbox.is_watching() and not ranks.inbox.is_done(), "the receipt is still to come"
+    assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0 and ranks.slots.has_room()
+    assert sum(ranks.advanced) == ranks.arrivals.nbytes == 64 and ranks.complete == [ranks.piece]
+    assert ranks.inbox.is_listening() and not ranks.inbox.is_done(), "the receipt is still to come"
     ranks.receipt()
-    assert ranks.inbox.is_done() and not ranks.inbox.is_watching()
+    assert ranks.inbox.is_done() and not ranks.inbox.is_listening()
     ranks.inbox.check(True)
-    assert ranks.inbox.problem is None
+    assert ranks.arrivals.problem is None
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -142,12 +146,12 @@ def test_parts_of_another_load_are_not_taken_for_this_one(checksums: bool) -> No
     ranks = Ranks(checksums, seeds=(77, 78))
     for note in ranks.put():
         ranks.inbox.look(0, note)
-    assert (ranks.inbox.problem is not None) == checksums, "a checksum is of one load"
+    assert (ranks.arrivals.problem is not None) == checksums, "a checksum is of one load"
     ranks.answer()
     ranks.receipt()
     ranks.inbox.check(True)
-    assert isinstance(ranks.inbox.problem, PeerError)
-    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.inbox.problem)
+    assert isinstance(ranks.arrivals.problem, PeerError)
+    assert checksums or "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
 
 
 def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
@@ -156,7 +160,7 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
     notes = ranks.put()
     ranks.receipt()
     for note in notes:
-        assert not ranks.inbox.is_done() and ranks.inbox.is_watching()
+        assert not ranks.inbox.is_done() and ranks.inbox.is_listening()
         ranks.inbox.look(0, note)
     assert ranks.inbox.is_done()
 
@@ -164,7 +168,7 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
     for read in ranks.plan.reads(0):
-        ranks.outbox.put(StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
+        ranks.outbox.put(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
     assert not ranks.outbox.is_empty and ranks.there.messages == []
     while ranks.outbox.post():
         for _, note in ranks.there.messages:
@@ -173,7 +177,7 @@ def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
         ranks.answer()
     assert ranks.outbox.is_empty
     np.testing.assert_array_equal(ranks.piece.data, TABLE[:, 2:])
-    assert ranks.slots.has_room() and ranks.outbox.n_looking == 0
+    assert ranks.slots.has_room() and ranks.sending.n_offered == 0
 
 
 HOSTILE: dict[str, tuple[Any, Any]] = {
@@ -205,10 +209,10 @@ def test_a_note_that_cannot_be_right(what: str, checksums: bool) -> None:
     rows_of(notes[0])[:, where] = value
     ranks.inbox.look(0, notes[0])
     assert (ranks.piece.data == -1).all() and sum(ranks.advanced) == 0
-    assert isinstance(ranks.inbox.problem, PeerError) and ranks.inbox.problem.rank == 0
-    assert "the sender's list of regions is not the one that was expected" in str(ranks.inbox.problem)
+    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 0
+    assert "the sender's list of regions is not the one that was expected" in str(ranks.arrivals.problem)
     ranks.inbox.look(0, notes[1])
-    assert ranks.answer() == [1, 2] and ranks.outbox.n_looking == 0
+    assert ranks.answer() == [1, 2] and ranks.sending.n_offered == 0
     np.testing.assert_array_equal(ranks.piece.data[4:], TABLE[4:, 2:])
     assert (ranks.piece.data[:4] == -1).all()
     ranks.receipt()
@@ -220,7 +224,7 @@ def test_a_note_that_ends_in_the_middle_of_a_row(more: list[int]) -> None:
     ranks = Ranks()
     notes = ranks.put()
     ranks.inbox.look(0, np.concatenate([notes[0], more]))
-    assert isinstance(ranks.inbox.problem, PeerError) and ranks.answer() == [1]
+    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.answer() == [1]
 
 
 def test_a_note_of_a_rank_that_should_send_nothing() -> None:
@@ -228,7 +232,7 @@ def test_a_note_of_a_rank_that_should_send_nothing() -> None:
     note = ranks.put()[0]
     ranks.inbox.look(5, note)
     assert (ranks.piece.data == -1).all()
-    assert isinstance(ranks.inbox.problem, PeerError) and ranks.inbox.problem.rank == 5
+    assert isinstance(ranks.arrivals.problem, PeerError) and ranks.arrivals.problem.rank == 5
     assert [rank for rank, _ in ranks.here.messages] == [5]
 
 
@@ -240,7 +244,7 @@ def test_a_part_named_twice_and_another_not() -> None:
     for note in notes:
         ranks.inbox.look(0, note)
     assert sum(ranks.advanced) == 64 and (ranks.piece.data[4:] == -1).all()
-    assert isinstance(ranks.inbox.problem, PeerError)
+    assert isinstance(ranks.arrivals.problem, PeerError)
 
 
 @pytest.mark.parametrize("change", [(START, STOP), (slice(0, 9),)], ids=["its place", "all of it"])
@@ -250,14 +254,14 @@ def test_a_tile_named_twice_and_another_not(change: Any) -> None:
     for where in change:
         rows_of(notes[0])[1, where] = rows_of(notes[0])[0, where]
     ranks.inbox.look(0, notes[0])
-    assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.inbox.problem, PeerError)
+    assert (ranks.piece.data[:4, 1] == -1).all() and isinstance(ranks.arrivals.problem, PeerError)
 
 
 def test_a_part_of_which_a_note_names_less() -> None:
     ranks = Ranks(checksums=False)
     notes = ranks.put(n_columns=1)
-    ranks.inbox.look(0, notes[0][: 3 + 9])
-    assert isinstance(ranks.inbox.problem, PeerError)
+    ranks.inbox.look(0, notes[0][: HEAD_SIZE + 9])
+    assert isinstance(ranks.arrivals.problem, PeerError)
 
 
 def test_other_values_than_when_the_checksum_was_taken() -> None:
@@ -266,8 +270,8 @@ def test_other_values_than_when_the_checksum_was_taken() -> None:
         notes = ranks.put()
         ranks.own[rows_of(notes[0])[0, AT]] ^= 1
         ranks.inbox.look(0, notes[0])
-        assert (ranks.inbox.problem is not None) == checksums
-        assert not checksums or "is not what was sent: its checksum is" in str(ranks.inbox.problem)
+        assert (ranks.arrivals.problem is not None) == checksums
+        assert not checksums or "is not what was sent: its checksum is" in str(ranks.arrivals.problem)
         assert ranks.answer() == [1]
 
 
@@ -281,7 +285,7 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     ranks.there.tell = full  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         ranks.put()
-    assert ranks.outbox.n_looking == 0
+    assert ranks.sending.n_offered == 0
     ranks.outbox.clear(part for read in ranks.plan.reads(0) for part in read.parts)
     ranks.receipt()
     assert ranks.here.callbacks[0][1].tolist()[1] == 0 and ranks.inbox.is_done()
@@ -290,7 +294,7 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
 def test_a_note_says_what_it_is() -> None:
     ranks = Ranks()
     notes = ranks.put()
-    assert [note[:3].tolist() for note in notes] == [[LOOK, 1, 1], [LOOK, 2, 1]]
+    assert [note[:3].tolist() for note in notes] == [[OFFER, 1, 1], [OFFER, 2, 1]]
     assert [rank for rank, _ in ranks.there.messages] == [1, 1]
 
 
@@ -300,9 +304,9 @@ def test_an_answer_to_what_was_not_asked_names_who_gave_it() -> None:
     ranks.put()
     for note in (3, 0, -1):
         with pytest.raises(PeerError, match=rf"^rank 1 answers note {note}, which rank 0 did not send.*defect") as found:
-            ranks.outbox.answered(1, note)
+            ranks.sending.acknowledged(1, note)
         assert found.value.rank == 1
-    ranks.outbox.answered(1, 2)
+    ranks.sending.acknowledged(1, 2)
     with pytest.raises(PeerError, match="answered before"):
-        ranks.outbox.answered(1, 2)
-    assert ranks.outbox.n_looking == 1
+        ranks.sending.acknowledged(1, 2)
+    assert ranks.sending.n_offered == 1

@@ -1,0 +1,80 @@
+"""Do several arrays of different types, shapes and shardings move in one exchange over MPI, each element to its place?
+
+The internal function itself, on a permuted mesh: values are their own flat index, with an offset for each array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.comm.group import group_of
+from shardload.comm.shared_memory import Bell
+from shardload.planning.region import select_axes
+from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.exchange import Buffers, exchange
+from shardload.transfer.moves import ArrayMove, BlocksToPieces
+from shardload.transfer.reader import SourceReader
+from tests.mpi.support import grid_shape
+from tests.unit.fakes import FakeSource
+
+Array = np.ndarray[Any, Any]
+
+
+def cut(shape: tuple[int, ...], block: tuple[int, ...], axes: Any, mesh: Array, n_readers: int, dtype: Any) -> Schedule:
+    return Schedule(
+        Grid(shape, block, (0,) * len(shape)), plan_shards(shape, axes, mesh), np.dtype(dtype).itemsize, mesh.size, n_readers
+    )
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True], ids=["messages", "shared memory"])
+def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool) -> None:
+    """Wrong if parts of two arrays with equal regions (the first and the last) were confused, or if a type were."""
+    group = group_of(comm)
+    n = group.size
+    mesh = np.random.default_rng(3).permutation(n).reshape(grid_shape(n))
+    given = [
+        (np.arange(24 * n * n, dtype="f4").reshape(4 * n, 6 * n), (2, 6 * n), [(0,), (1,)], n),
+        (np.arange(1 << 40, (1 << 40) + 12 * n, dtype="i8").reshape(2 * n, 3, 2), (n, 3, 2), [(1,), (), ()], max(1, n // 2)),
+        (np.arange(16 * n, dtype="u1"), (16 * n,), [(1, 0)], 1),
+        (np.arange(7000, 7000 + 24 * n * n, dtype="f4").reshape(4 * n, 6 * n), (2, 6 * n), [(0,), (1,)], n),
+    ]
+    nbytes = max(int(np.prod(block)) * values.itemsize for values, block, *_ in given)
+    segments = group.shared_memory(2 * aligned(nbytes)) if is_shared else {}
+    own = segments.get(group.rank)
+    slots = Slots(2, nbytes, None if own is None else own.data)
+    bell = Bell() if own is None else own.bell
+    arrays, readers, complete = [], [], []
+    for values, block, axes, n_readers in given:
+        schedule = cut(values.shape, block, axes, mesh, n_readers, values.dtype)
+        regions = {shard: schedule.shards.region(shard) for shard in schedule.shards.shards_of(group.rank)}
+        pieces = {shard: Piece(region, np.full(region.shape, 99, values.dtype)) for shard, region in regions.items()}
+        reader = SourceReader(
+            FakeSource(values, block),  # type: ignore[arg-type]
+            select_axes(None, values.shape),
+            schedule.blocks,
+            has_chunks=False,
+            slots=slots,
+            dtype=values.dtype,
+            pieces=pieces,
+            rank=group.rank,
+            bell=bell,
+        )
+        readers.append(reader)
+        arrays.append(ArrayMove(BlocksToPieces(schedule), reader, pieces, values.dtype, complete.append, 11))
+    with group.call():
+        failed, moved = exchange(
+            group, arrays, Buffers(slots, Slots(2, nbytes), segments, bell), tags=group.next_tags(), checksums=checksums
+        )
+        group.agree(failed)
+    for reader in readers:
+        reader.__exit__(None)
+    for (values, *_), array in zip(given, arrays, strict=True):
+        for piece in array.targets.values():
+            np.testing.assert_array_equal(piece.data, values[piece.region.slices()])
+    assert len(complete) == sum(len(array.targets) for array in arrays)
+    assert n == 1 or moved.nbytes > 0

@@ -1,0 +1,166 @@
+"""Ranks in the threads of one process: a transport that carries everything by hand, and what starts an exchange on each."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shardload.comm.shared_memory import Bell, Segment
+from shardload.comm.transport import Integers, Transport
+from shardload.comm.watchdog import Watchdog
+from shardload.transfer import exchange as engine
+from shardload.transfer.buffers import Slots
+from shardload.transfer.exchange import Buffers, Moved
+from shardload.transfer.moves import ArrayMove
+
+Array = np.ndarray[Any, Any]
+SECONDS = 20.0  # without progress, after which an exchange is given up
+
+
+@dataclass
+class Network:
+    """What is on its way between ranks. Messages of one kind between two ranks arrive in the order in which they were sent."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sent: dict[tuple[str, int, int], deque[list[Any]]] = field(default_factory=dict)
+    may_arrive: Callable[[int, int], bool] = lambda sender, receiver: True  # values, and what offers name
+
+    def queue(self, kind: str, sender: int, receiver: int) -> deque[list[Any]]:
+        return self.sent.setdefault((kind, sender, receiver), deque())
+
+
+class FakeTransport(Transport):
+    """A transport over a `Network`. A message that does not fit what is received is an error, as in MPI."""
+
+    def __init__(self, group: Any, tags: tuple[int, int, int], segments: dict[int, Segment]) -> None:
+        super().__init__(SimpleNamespace(rank=group.rank, comm=None, mpi=None), tags, segments)  # type: ignore[arg-type]
+        self.network: Network = group.network
+        self._receives: dict[tuple[str, int], deque[list[Any]]] = {}
+        self._sends: list[tuple[list[Any], Callable[[], None]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sends) or any(self._receives.values())
+
+    def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
+        assert values.flags.c_contiguous
+        self.n_data += 1
+        self._send("values", rank, values, partial(self._data_done, on_done))
+
+    def receive(self, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
+        self.n_data += 1
+        return self._receive("values", rank, into, partial(self._data_done, on_done))
+
+    def send_receipt(self, rank: int, receipt: Array) -> None:
+        self._send("receipt", rank, receipt, lambda: None)
+
+    def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
+        self._receive("receipt", rank, receipt, on_done)
+
+    def _send(self, kind: str, rank: int, data: Array, on_done: Callable[[], None]) -> None:
+        message = [data, False]  # until it was taken the sender may not touch it
+        with self.network.lock:
+            self.network.queue(kind, self.rank, rank).append(message)
+        self._sends.append((message, on_done))
+
+    def _receive(self, kind: str, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
+        entry = [into, on_done, False]
+        self._receives.setdefault((kind, rank), deque()).append(entry)
+
+        def cancel() -> None:
+            entry[2] = True
+
+        return cancel
+
+    def test(self) -> bool:
+        done: list[Callable[[], None]] = []
+        with self.network.lock:
+            for (kind, rank), posted in self._receives.items():
+                queue = self.network.queue(kind, rank, self.rank)
+                while posted:
+                    into, on_done, is_cancelled = posted[0]
+                    if not is_cancelled:
+                        if not queue or (kind == "values" and not self.network.may_arrive(rank, self.rank)):
+                            break
+                        message = queue.popleft()
+                        into[...] = message[0].reshape(-1).view(np.uint8).view(into.dtype).reshape(into.shape)
+                        message[1] = True
+                    posted.popleft()
+                    done.append(on_done)
+        done += [on_done for message, on_done in self._sends if message[1]]
+        self._sends = [(message, on_done) for message, on_done in self._sends if not message[1]]
+        for callback in done:
+            callback()
+        return bool(done)
+
+    def tell(self, rank: int, message: Integers) -> None:
+        with self.network.lock:
+            self.network.queue("control", self.rank, rank).append([message, False])
+
+    def told(self) -> Any:
+        for sender in range(self.network_size):
+            if self.network.may_arrive(sender, self.rank):
+                queue = self.network.queue("control", sender, self.rank)
+                while queue:
+                    yield sender, queue.popleft()[0]
+
+    network_size = 4
+
+
+@dataclass
+class Rank:
+    """What an exchange on one rank is given."""
+
+    number: int
+    slots: Slots
+    pack_slots: Slots
+    segments: dict[int, Segment]
+    bell: Bell
+
+
+def ranks_of(nodes: Sequence[Sequence[int]], n_slots: int, nbytes: int) -> list[Rank]:
+    """Ranks with slots; those of a node share memory where there are several."""
+    made: dict[int, Rank] = {}
+    for node in nodes:
+        segments = {rank: Segment.create(n_slots * (nbytes + 64)) for rank in node} if len(node) > 1 else {}
+        for rank in node:
+            own = segments.get(rank)
+            seen = {k: segment if k == rank else Segment.attach(segment.handle) for k, segment in segments.items()}
+            slots = Slots(n_slots, nbytes, None if own is None else own.data)
+            made[rank] = Rank(rank, slots, Slots(2, nbytes), seen, Bell() if own is None else own.bell)
+        for segment in segments.values():
+            segment.seal()
+    return [made[rank] for rank in sorted(made)]
+
+
+def exchange_all(
+    ranks: Sequence[Rank], arrays: Sequence[Sequence[ArrayMove]], network: Network | None = None, checksums: bool = False
+) -> list[tuple[BaseException | None, Moved]]:
+    """One exchange of these arrays of each rank; what each returns. AssertionError if one raises."""
+    network = network or Network()
+    found: list[Any] = [None] * len(ranks)
+
+    def run(rank: Rank) -> None:
+        watch = Watchdog(0, 1)
+        watch.begin("test", SECONDS)
+        group: Any = SimpleNamespace(rank=rank.number, network=network, watch=watch, forget_shared_memory=lambda: None)
+        buffers = Buffers(rank.slots, rank.pack_slots, rank.segments, rank.bell)
+        try:
+            found[rank.number] = engine.exchange(group, arrays[rank.number], buffers, tags=(0, 1, 2), checksums=checksums)
+        except BaseException as error:
+            found[rank.number] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * SECONDS)
+    raised = [error for error in found if error is None or isinstance(error, BaseException)]
+    assert not raised, raised
+    return found

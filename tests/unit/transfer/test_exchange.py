@@ -1,0 +1,355 @@
+"""Do the parts of several arrays all arrive in one exchange, each where it belongs, and is what is mixed up found?
+
+Four ranks in threads. The value of an element is its own flat index, with an offset for each array; the mesh is permuted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.errors import PeerError, ShardloadError
+from shardload.planning.region import Region, select_axes
+from shardload.planning.schedule import Block, Grid, Schedule, plan_shards
+from shardload.transfer import channels, exchange
+from shardload.transfer.buffers import Piece, StagedBlock, Tile
+from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
+from shardload.transfer.reader import SourceReader
+from tests.unit.fakes import FakeSource
+from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
+
+Array = np.ndarray[Any, Any]
+MESH = np.array([[2, 0], [3, 1]])
+WAYS = {"messages": [[0], [1], [2], [3]], "shared memory": [[0, 1, 2, 3]], "both": [[0, 1], [2, 3]]}
+NBYTES = 256  # of a slot: room for the largest block of all arrays
+
+
+@dataclass(frozen=True)
+class Given:
+    """One array: its values, and how it is cut."""
+
+    values: Array
+    block: tuple[int, ...]
+    axes: list[tuple[int, ...]]
+    n_readers: int = 4
+    is_fast: bool = True
+
+    @property
+    def schedule(self) -> Schedule:
+        shape = self.values.shape
+        cut = plan_shards(shape, self.axes, MESH)
+        return Schedule(Grid(shape, self.block, (0,) * len(shape)), cut, self.values.itemsize, 4, self.n_readers)
+
+
+def ramp(shape: tuple[int, ...], dtype: str, first: int) -> Array:
+    return np.arange(first, first + np.prod(shape), dtype=dtype).reshape(shape)
+
+
+# The first and the last look alike: they differ by their values alone.
+GIVEN = [
+    Given(ramp((8, 12), "f4", 0), (2, 12), [(0,), (1,)]),
+    Given(ramp((6, 4, 2), "i8", 1 << 40), (3, 4, 2), [(1,), (), ()], 2),
+    Given(ramp((16,), "u1", 3), (16,), [(1, 0)], 1),
+    Given(ramp((8, 12), "f4", 500), (2, 12), [(0,), (1,)]),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "Transport", FakeTransport)
+
+
+def pieces_of(given: Given, rank: int) -> dict[int, Piece]:
+    """Memory as it may well be."""
+    regions = {shard: given.schedule.shards.region(shard) for shard in given.schedule.shards.shards_of(rank)}
+    return {shard: Piece(region, np.full(region.shape, 99, given.values.dtype)) for shard, region in regions.items()}
+
+
+@dataclass
+class Loads:
+    """An exchange of arrays from readers to pieces, on four ranks that hold the sources too."""
+
+    way: str
+    given: list[Given] = field(default_factory=lambda: GIVEN)
+    n_slots: int = 2
+    seeds: list[int] = field(default_factory=lambda: [5, 6, 7, 8])
+    complete: list[list[tuple[int, Piece]]] = field(default_factory=lambda: [[] for _ in range(4)])
+
+    def __post_init__(self) -> None:
+        self.ranks = ranks_of(WAYS[self.way], self.n_slots, NBYTES)
+        self.arrays = [[self.move(rank, k) for k in range(len(self.given))] for rank in self.ranks]
+
+    def move(self, rank: Rank, k: int) -> ArrayMove:
+        given, pieces = self.given[k], pieces_of(self.given[k], rank.number)
+        source, shape = FakeSource(given.values, given.block), given.values.shape
+        reader = SourceReader(
+            source,  # type: ignore[arg-type]
+            select_axes(None, shape),
+            given.schedule.blocks,
+            has_chunks=False,
+            slots=rank.slots,
+            dtype=given.values.dtype,
+            pieces=pieces,
+            rank=rank.number,
+            bell=rank.bell,
+        )
+        note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
+        return ArrayMove(BlocksToPieces(given.schedule), reader, pieces, given.values.dtype, note, self.seeds[k], f"array {k}")
+
+    def run(self, network: Network | None = None, checksums: bool = False) -> list[Any]:
+        with ExitStack() as stack:
+            for move in (move for arrays in self.arrays for move in arrays):
+                if isinstance(move.producer, SourceReader):
+                    stack.enter_context(move.producer)
+            return exchange_all(self.ranks, self.arrays, network, checksums)
+
+    def check(self) -> None:
+        """All pieces of all ranks hold what is theirs."""
+        for arrays in self.arrays:
+            for given, move in zip(self.given, arrays, strict=True):
+                for piece in move.targets.values():
+                    np.testing.assert_array_equal(piece.data, given.values[piece.region.slices()], move.name)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) -> None:
+    """Wrong if parts of arrays with equal regions were confused, or if the types of two arrays were."""
+    loads = Loads(way, GIVEN[-n:], seeds=[5] * n)
+    found = loads.run(checksums=checksums)
+    assert [error for error, _ in found] == [None] * 4
+    loads.check()
+    pieces = [piece for arrays in loads.arrays for move in arrays for piece in move.targets.values()]
+    told = [piece for complete in loads.complete for _, piece in complete]
+    assert {id(piece) for piece in told} == {id(piece) for piece in pieces} and len(told) == len(pieces)
+    from_others = sum(
+        part.region.size * given.values.itemsize
+        for given in loads.given
+        for rank in range(4)
+        for parts in given.schedule.incoming(rank).values()
+        for part in parts
+    )
+    assert sum(moved.nbytes for _, moved in found) == from_others
+    assert all((moved.n_checksums > 0) == checksums for _, moved in found if moved.nbytes)
+    assert all(rank.slots.has_room() and rank.pack_slots.has_room() for rank in loads.ranks)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_progress_is_told_in_bytes_of_each_array(way: str) -> None:
+    loads = Loads(way)
+    told: list[int] = []
+    right = exchange.exchange
+    try:
+        exchange.exchange = lambda *given, **how: right(*given, **how, on_progress=told.append)
+        assert [error for error, _ in loads.run()] == [None] * 4
+    finally:
+        exchange.exchange = right
+    assert sum(told) == sum(p.data.nbytes for arrays in loads.arrays for m in arrays for p in m.targets.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) -> None:
+    """Wrong if ranks waited for each other between two arrays: nothing arrives before the last array is being read."""
+    loads = Loads(way, [GIVEN[0], GIVEN[3]], n_slots=8)
+    begun = threading.Barrier(4)
+    last_is_begun = threading.Event()
+
+    def begin(region: Region) -> None:
+        begun.wait(20)
+        last_is_begun.set()
+
+    for arrays in loads.arrays:
+        arrays[1].producer._source.fails = begin  # type: ignore[attr-defined]
+        assert arrays[1].producer._source.reads == []  # type: ignore[attr-defined]
+    network = Network(may_arrive=lambda sender, receiver: last_is_begun.is_set())
+    assert [error for error, _ in loads.run(network)] == [None] * 4
+    loads.check()
+
+
+def failed(loads: Loads, checksums: bool = False) -> list[BaseException]:
+    """What the ranks find; AssertionError if none finds anything."""
+    found = [error for error, _ in loads.run(checksums=checksums) if error is not None]
+    assert found, "nobody noticed"
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reader_that_fails_keeps_its_promises(way: str) -> None:
+    """Wrong if a rank waited for ever for what comes after the failure, or took what it has for all there is."""
+    loads = Loads(way)
+    loads.arrays[2][0].producer._source.fails = lambda region: OSError("gone")  # type: ignore[attr-defined]
+    found = [error for error, _ in loads.run()]
+    assert isinstance(found[2], ShardloadError) and "gone" in str(found[2])
+    assert [found[k] for k in (0, 1, 3)] == [None] * 3, "these agree with rank 2 that it failed"
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_has_two_arrays_in_another_order(way: str, checksums: bool) -> None:
+    """Wrong if receipts ignored which array a region is of: these two look alike, and only their values would differ."""
+    loads = Loads(way, [GIVEN[0], GIVEN[3]], seeds=[5, 6])
+    loads.arrays[2].reverse()
+    assert all(isinstance(error, PeerError) for error in failed(loads, checksums))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arrays_sent_in_another_order(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if only the number of parts and their regions counted. Equal seeds: the engine's own numbers must tell."""
+    right = exchange._outgoing
+
+    def wrong(arrays: Any, rank: int) -> Iterator[tuple[int, Block]]:
+        return iter(sorted(right(arrays, rank), key=lambda found: -found[0])) if rank == 2 else right(arrays, rank)
+
+    monkeypatch.setattr(exchange, "_outgoing", wrong)
+    loads = Loads(way, [GIVEN[0], GIVEN[3]], seeds=[5, 5])
+    assert all(isinstance(error, PeerError) and "of array" in str(error) for error in failed(loads))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_drops_its_last_array(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a receipt of less than all were believed."""
+    right = exchange._outgoing
+
+    def wrong(arrays: Any, rank: int) -> Iterator[tuple[int, Block]]:
+        return right(arrays[:-1] if rank == 2 else arrays, rank)
+
+    monkeypatch.setattr(exchange, "_outgoing", wrong)
+    assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads(way)))
+
+
+def test_a_last_array_that_all_ranks_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if only what is expected were looked at: every element of every target must have come."""
+    right, incoming = exchange._outgoing, BlocksToPieces.incoming
+    loads = Loads("messages", GIVEN[:3])
+    last = loads.given[-1].values.shape
+    monkeypatch.setattr(exchange, "_outgoing", lambda arrays, rank: right(arrays[:-1], rank))
+    monkeypatch.setattr(
+        BlocksToPieces,
+        "incoming",
+        lambda self, rank: {} if self.schedule.blocks.shape == last else incoming(self, rank),
+    )
+    assert all("0 elements arrived" in str(error) and "of array 2" in str(error) for error in failed(loads))
+
+
+@pytest.mark.parametrize("what", ["the number of another array", "no such array", "an array of other axes"])
+def test_an_offer_of_another_array(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if an offer's array were not compared with what is expected there, or an offer with a wrong one not answered."""
+    right = FakeTransport.tell
+    other = {"the number of another array": 3, "no such array": 77, "an array of other axes": 1}[what]
+
+    def wrong(self: Any, rank: int, message: Any) -> None:
+        if self.rank == 2 and message[0] == channels.OFFER and message[3] == 0:
+            message[3] = other
+        right(self, rank, message)
+
+    monkeypatch.setattr(FakeTransport, "tell", wrong)
+    assert any(isinstance(error, PeerError) and error.rank == 2 for error in failed(Loads("shared memory")))
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_overtakes_what_waits_for_the_same_rank(way: str, n_slots: int) -> None:
+    """Wrong if the parts of an array that can go at once were sent before those of the one before, which wait to be packed.
+
+    One slot: wrong too if the next array's block took it and then waited for them.
+    """
+    loads = Loads(way, [GIVEN[1], GIVEN[0], GIVEN[3]], n_slots=n_slots)
+    for arrays in loads.arrays:
+        arrays[1].producer._source.shows = GIVEN[0].values  # type: ignore[attr-defined]
+    assert [error for error, _ in loads.run()] == [None] * 4
+    loads.check()
+
+
+def test_equal_regions_of_two_blocks_are_packed_each() -> None:
+    """Wrong if the copy made for one array were sent for another one that has the same region."""
+    whole = [replace(given, block=(8, 3), axes=[(), (0, 1)], n_readers=1) for given in (GIVEN[0], GIVEN[3])]
+    loads = Loads("messages", [replace(given, block=(4, 12)) for given in whole], n_slots=4)
+    assert [error for error, _ in loads.run()] == [None] * 4
+    loads.check()
+
+
+def test_the_parts_of_a_sender_are_counted_through() -> None:
+    parts = [[(k, n) for n in range(length)] for k, length in enumerate((3, 1, 2))]
+    expected = Expected()
+    for array, of_array in zip((0, 2, 5), parts, strict=True):
+        expected.add(array, of_array)  # type: ignore[arg-type]
+    flat = [(array, part) for array, of_array in zip((0, 2, 5), parts, strict=True) for part in of_array]
+    assert [*expected] == flat == [expected[k] for k in range(len(expected))] and len(expected) == 6
+    for outside in (-1, 6):
+        with pytest.raises(IndexError):
+            expected[outside]
+
+
+# --- the opposite direction
+
+
+@dataclass
+class PieceProducer:
+    """Stages what a rank sends of a block: views of its pieces. What stays here is copied."""
+
+    rank: int
+    pieces: dict[int, Piece]
+    targets: dict[int, Piece]
+    n_at_once: int = 2
+
+    def has_room(self, block: Block) -> bool:
+        return True
+
+    def now(self) -> tuple[int, str]:
+        return 0, ""
+
+    def start(self, block: Block) -> Any:
+        tiles = [Tile(piece.region, piece.data) for piece in self.pieces.values()]
+        for part in block.parts:
+            if part.rank == self.rank:
+                (tile,) = (tile for tile in tiles if tile.region.contains(part.region))
+                self.targets[part.shard].view(part.region)[...] = tile.view(part.region)
+        return Done(StagedBlock(block, tiles))
+
+
+@dataclass
+class Done:
+    """A block that is there."""
+
+    block: StagedBlock
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StagedBlock:
+        return self.block
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bool) -> None:
+    """The opposite of loading: wrong if an element came twice (of replicas), or not at all, or elsewhere."""
+    ranks = ranks_of(WAYS[way], 2, NBYTES)
+    taken: list[list[tuple[int, Piece]]] = [[] for _ in ranks]
+    arrays: list[list[ArrayMove]] = [[] for _ in ranks]
+    for k, given in enumerate(GIVEN):
+        for rank in range(4):
+            pieces = pieces_of(given, rank)
+            for piece in pieces.values():
+                piece.data[...] = given.values[piece.region.slices()]
+            regions = {number: given.schedule.blocks.region(number) for number in given.schedule.blocks_of(rank)}
+            blocks = {n: Piece(region, np.full(region.shape, 99, given.values.dtype)) for n, region in regions.items()}
+            take = partial(lambda rank, k, block: taken[rank].append((k, block)), rank, k)
+            producer = PieceProducer(rank, pieces, blocks)
+            arrays[rank].append(ArrayMove(PiecesToBlocks(given.schedule), producer, blocks, given.values.dtype, take, 5))
+    found = exchange_all(ranks, arrays, None, checksums)
+    assert [error for error, _ in found] == [None] * 4
+    for k, given in enumerate(GIVEN):
+        seen = np.zeros(given.values.shape, dtype=int)
+        for block in (block for blocks in taken for number, block in blocks if number == k):
+            np.testing.assert_array_equal(block.data, given.values[block.region.slices()])
+            seen[block.region.slices()] += 1
+        assert (seen == 1).all()
