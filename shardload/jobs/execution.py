@@ -40,13 +40,17 @@ from shardload.options import Options, pad_value
 from shardload.planning.cost import Cost
 from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Grid, Schedule
+from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
+from shardload.transfer import tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.exchange import exchange
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 
 __all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
 
@@ -226,6 +230,10 @@ class Job:
     origin: Any = None
     agreed: Mapping[str, str] = field(default_factory=dict)
 
+    def layout(self, info: ArrayInfo) -> SourceLayout:
+        """How the array lies in its file."""
+        return SourceLayout(self.selection, self.chunks, info.chunks, np.dtype(info.dtype), self.dtype, info.codec)
+
     def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
         """What compares an array with the file that this plan is for."""
         return Verifier(
@@ -338,7 +346,7 @@ class Job:
         check_same(str(made.info), seen, made.info.path, made.info.dataset, is_open=is_open(self.handle))
         proven = verifier.agree(group, checked, sums, n_parts)
         if n_missing:
-            self._settle_missing(made.info, group, n_missing, ready.reader.tally.missing)
+            self._settle_missing(made.info, group, n_missing, ready.reader.counters.missing)
         group.watch.close()
         return array, replace(report, chunks_decoded=n_chunks, nbytes_read=nbytes, chunks_missing=n_missing, proven=proven)
 
@@ -368,18 +376,13 @@ class Job:
             opened.push(partial(_close, source))
         pieces = self._make_pieces(rank)
         slots = Slots(staging.n_slots, staging.slot_nbytes, own.data if own is not None and self._shared_nbytes(rank) else None)
+        resources = opened.enter_context(Resources(slots, bell, staging.n_threads))
         reader = SourceReader(
             source or _nothing_to_read(made.info),
-            self.selection,
-            self.chunks,
-            has_chunks=self.has_chunks,
-            slots=slots,
-            dtype=self.dtype,
-            pieces=pieces,
-            rank=rank,
-            bell=bell,
-            n_threads=staging.n_threads,
-            checksums=self.options.checksums,
+            self.layout(made.info),
+            LocalPieces(rank, pieces, self.options.checksums),
+            resources,
+            tuning=tuning.TUNING,
             counts=counter_of(self.schedule, rank),
         )
         opened.enter_context(reader)
@@ -432,7 +435,7 @@ class Job:
             array = assemble(made.shape_global, made.sharding, self.dtype, held, early)
             seconds = time.perf_counter() - started
         device = Phase(seconds, sum(p.data.nbytes for p in pieces.values()))
-        return array, make_report(ready.reader.tally, moved, device), failed
+        return array, make_report(ready.reader.counters, moved, device), failed
 
     def _make_pieces(self, rank: int) -> dict[int, Piece]:
         """Buffers for this rank's shards; the padded tails are filled, the rest is to be written by the exchange."""

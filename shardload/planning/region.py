@@ -15,7 +15,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 __all__ = ["Region", "Selection", "select_axes"]
 
@@ -196,6 +198,19 @@ class Selection:
         for k, a, b, offset in zip(self.kept, region.start, region.stop, self.offset, strict=True):
             start[k], stop[k] = a + offset, b + offset
         return Region(tuple(start), tuple(stop))
+
+    def drop_axes(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A view of an array with the file's axes (dropped ones of length 1), without those that are dropped.
+
+        >>> select_axes((slice(10, 20), 3), (100, 8)).drop_axes(np.zeros((5, 1))).shape
+        (5,)
+        """
+        if len(self.kept) == data.ndim:
+            return data
+        kept = set(self.kept)
+        index: Any = (*(slice(None) if k in kept else 0 for k in range(data.ndim)), ...)  # an array, also when 0-d
+        view: np.ndarray[Any, Any] = data[index]
+        return view
 
 
 Index = slice | SupportsIndex | EllipsisType

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import MissingChunksWarning, SourceError
+from shardload.transfer.tuning import Tuning
 from tests.mpi.support import READERS, check, cube, mesh_of, on_root, ramp, same_error
 
 Array = np.ndarray[Any, Any]
@@ -55,7 +56,7 @@ def test_counted_once_and_said_once(
     torn: dict[str, str], comm: Any, kind: str, readers: Any, chunk_by_chunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if a chunk that several ranks read, or that replicas share, were counted twice."""
-    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 0 if chunk_by_chunk else 1 << 30)
+    monkeypatch.setattr("shardload.transfer.tuning.TUNING", Tuning(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30))
     values, n_missing, n = expected(cube())
     for spec in (P("a", "b"), P(None, "b"), P()):
         with warnings.catch_warnings(record=True) as said:

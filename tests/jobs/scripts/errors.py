@@ -25,7 +25,9 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from shardload.transfer.tuning import Tuning
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
 DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
@@ -238,14 +240,12 @@ def _() -> None:
 
 @case("no memory to decode a chunk on rank 1")
 def _() -> None:
-    reader = importlib.import_module("shardload.transfer.reader")
     call = lambda: load(readers="parallel", staging="8KiB")  # noqa: E731
-    before = reader._MIN_CHUNK_NBYTES
-    reader._MIN_CHUNK_NBYTES = 1
+    tune(min_chunk_nbytes=1)
     try:
-        patched("shardload.transfer.reader", "Tile", full, call, (1,))
+        patched("shardload.transfer.chunk_tasks", "Tile", full, call, (1,))
     finally:
-        reader._MIN_CHUNK_NBYTES = before
+        tune(min_chunk_nbytes=Tuning().min_chunk_nbytes)
 
 
 @case("metadata cannot be read on rank 0")

@@ -20,13 +20,13 @@ from shardload.comm import group
 from shardload.comm.shared_memory import Segment
 from shardload.formats import lookup as sources
 from shardload.jobs import execution as execute
-from shardload.transfer import reader
 from shardload.transfer import receiver as inbox
 from shardload.transfer import sender as outbox
+from shardload.transfer.chunk_tasks import ChunkTasks
+from tests.tuning import tune
 
 execute._WORTH_SHARING_NBYTES = 0
-reader._MIN_CHUNK_NBYTES = 1
-reader._INLINE_NBYTES = -1
+tune(min_chunk_nbytes=1, inline_nbytes=-1)
 sources._SMALL_NBYTES = 0
 counts: Counter[str] = Counter()
 
@@ -46,7 +46,7 @@ counted(inbox._Peer, "__init__", "senders")
 counted(outbox.Sender, "_note", "notes sent")
 counted(outbox.Sender, "_post_message", "messages sent")
 counted(inbox.Receiver, "_take", "tiles taken")
-counted(reader.SourceReader, "_read_chunk", "chunks decoded")
+counted(ChunkTasks, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create
