@@ -38,14 +38,14 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.report import LoadReport, Phase, make_report
 from shardload.options import Options, pad_value
 from shardload.planning.cost import Cost
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Selection
 from shardload.planning.schedule import Grid, Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
 from shardload.transfer import tuning
 from shardload.transfer.allocator import empty_pieces
-from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.buffers import Piece, Slots, aligned, fill_padding
 from shardload.transfer.exchange import exchange
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of, describe_missing, fold_first, settle_missing, unfold_first
@@ -446,20 +446,9 @@ class Job:
             piece = Piece(region, data)
             held = self.schedule.true_region(shard)
             if held != region:
-                self._fill_tails(piece, held)
+                fill_padding(piece, held, pad_value(self.options.pad, self.dtype) if region.size else 0)
             pieces[shard] = piece
         return pieces
-
-    def _fill_tails(self, piece: Piece, held: Region | None) -> None:
-        value = pad_value(self.options.pad, self.dtype) if piece.region.size else 0
-        if held is None:
-            piece.data[...] = value
-            return
-        for axis, (end, stop) in enumerate(zip(held.stop, piece.region.stop, strict=True)):
-            if end < stop:
-                tail = [slice(None)] * piece.data.ndim
-                tail[axis] = slice(end - piece.region.start[axis], None)
-                piece.data[tuple(tail)] = value
 
 
 def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:

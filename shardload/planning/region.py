@@ -19,7 +19,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-__all__ = ["Region", "Selection", "select_axes"]
+__all__ = ["Region", "Selection", "padding_of", "select_axes"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -159,6 +159,24 @@ class Region:
     def __str__(self) -> str:
         """As NumPy would index it: ``[0:4, 8:16]``."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def padding_of(region: Region, true: Region | None) -> Iterator[Region]:
+    """What of a shard is padding, as regions that do not overlap; `true` is what the array has of it, None for nothing.
+
+    >>> [str(t) for t in padding_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
+    ['[3:4, 0:4]', '[0:3, 2:4]']
+    """
+    if true is None:
+        if region.size:
+            yield region
+        return
+    for axis, (end, stop) in enumerate(zip(true.stop, region.stop, strict=True)):
+        if end < stop:
+            start = (*region.start[:axis], end, *region.start[axis + 1 :])
+            tail = Region(start, (*true.stop[:axis], *region.stop[axis:]))
+            if tail.size:
+                yield tail
 
 
 @dataclass(frozen=True, slots=True)
