@@ -16,9 +16,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
-from shardload.arrays.compare import tails_of
 from shardload.arrays.verification import Checked, Verifier
-from shardload.comm.shared_memory import Bell
 from shardload.errors import SourceError, StallError
 from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.lookup import open_source
@@ -30,11 +28,13 @@ from shardload.jobs.report import Phase
 from shardload.options import Options, pad_value
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
-from shardload.transfer.buffers import Piece, Slots
+from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 
 __all__ = ["ArrayLoad", "OwnArray"]
 
@@ -149,27 +149,21 @@ class OwnArray:
         regions = [layout.schedule.shards.region(shard) for shard in numbers]
         for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], dtype), strict=True):
             piece = self.pieces[shard] = Piece(region, data)
-            for tail in tails_of(region, layout.schedule.true_region(shard)):
-                piece.view(tail)[...] = pad_value(self.load.options.pad, dtype)
+            held = layout.schedule.true_region(shard)
+            if held != region:
+                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if region.size else 0)
         self._early = EarlyPieces(self.load.plan.shape_global, self.load.plan.sharding)
 
-    def make_reader(self, opened: ExitStack, slots: Slots, bell: Bell, n_threads: int, tuning: Tuning) -> None:
-        """Make what reads this rank's blocks; `opened` ends its threads."""
-        source = self.load.layout.source
+    def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
+        """Make what reads this rank's blocks; `opened` waits for what it has begun."""
+        layout = self.load.layout
         self._reader = SourceReader(
             self._source or _nothing_to_read(self.load.info),
-            source.selection,
-            source.chunks,
-            has_chunks=source.has_chunks,
-            slots=slots,
-            dtype=source.dtype,
-            pieces=self.pieces,
-            rank=self.rank,
-            bell=bell,
-            n_threads=n_threads,
-            checksums=self.load.options.checksums,
-            counts=counter_of(self.load.layout.schedule, self.rank),
+            layout.source,
+            LocalPieces(self.rank, self.pieces, self.load.options.checksums),
+            resources,
             tuning=tuning,
+            counts=counter_of(layout.schedule, self.rank),
         )
         opened.enter_context(self._reader)
         if isinstance(self._source, UntrustedSource):
@@ -185,7 +179,7 @@ class OwnArray:
     @property
     def counters(self) -> Counters:
         """What reading it took."""
-        return Counters() if self._reader is None else self._reader.tally
+        return Counters() if self._reader is None else self._reader.counters
 
     @property
     def nbytes(self) -> int:

@@ -40,6 +40,7 @@ from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.resources import Resources
 
 __all__ = ["Execution", "Job", "Loaded"]
 
@@ -245,13 +246,14 @@ class Job:
             own.open(opened)
         for own in arrays:
             own.make_room()
+        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads))
         for own in arrays:
-            own.make_reader(opened, buffers.slots, buffers.bell, self.staging.n_threads, self.tuning)
+            own.make_reader(opened, resources, self.tuning)
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
     def _fill(
-        self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers, advance: Callable[[int], None] | None
+        self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
     ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
         seed = crc32(json.dumps([*self._agreed.items(), *tags]).encode())

@@ -66,16 +66,18 @@ class LoadReport:
         )
 
 
-def make_report(tally: Counters, moved: Moved, device: Phase) -> LoadReport:
+def make_report(counters: Counters, moved: Moved, device: Phase) -> LoadReport:
     """What one rank did, before the ranks have summed it up."""
     phases = {
-        "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),
-        "decode": Phase(tally.decode_seconds, tally.nbytes_read if tally.chunks_decoded else 0),
-        "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
+        "read": Phase(counters.read_seconds, counters.nbytes_stored or counters.nbytes_read),
+        "decode": Phase(counters.decode_seconds, counters.nbytes_read if counters.chunks_decoded else 0),
+        "exchange": Phase(counters.copy_seconds + moved.seconds, counters.nbytes_copied + moved.nbytes),
         "device": device,
     }
-    proven = VerifyReport(INDEX, n_parts=tally.n_checksums + moved.n_checksums)  # the rest is for all ranks together
-    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven, tally.chunks_missing)
+    proven = VerifyReport(INDEX, n_parts=counters.n_checksums + moved.n_checksums)  # the rest is for all ranks together
+    return LoadReport(
+        0.0, counters.chunks_decoded, counters.nbytes_read, phases, moved.peak_nbytes, proven, counters.chunks_missing
+    )
 
 
 def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:

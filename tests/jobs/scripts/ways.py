@@ -18,7 +18,8 @@ import pytest
 
 from shardload.comm import group
 from shardload.comm.shared_memory import Segment
-from shardload.transfer import channels, reader
+from shardload.transfer import channels
+from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.tuning import as_large
 
 as_large(small_nbytes=0)
@@ -40,7 +41,7 @@ counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_offer", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_take", "tiles taken")
-counted(reader.SourceReader, "_read_chunk", "chunks decoded")
+counted(ChunkTasks, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create

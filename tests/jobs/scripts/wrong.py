@@ -37,14 +37,14 @@ SPOT = (9, 200, 300)  # an element of the large array that no box of verify="fil
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, execute, prepare, reader, group, staging, channels, inbox = (
+layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
         "planning.schedule",
         "jobs.array_load",
         "jobs.request",
-        "transfer.reader",
+        "transfer.local_pieces",
         "comm.group",
         "transfer.buffers",
         "transfer.channels",
@@ -241,7 +241,7 @@ def _(stack: ExitStack) -> None:
 @case("one bit changes in a copy that stays", spec=P(), readers="root")
 def _(stack: ExitStack) -> None:
     if comm.rank == 0:
-        stack.enter_context(patched(reader, "np", Numpy()))
+        stack.enter_context(patched(local_pieces, "np", Numpy()))
 
 
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")

@@ -18,10 +18,13 @@ import pytest
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.region import Region, select_axes
 from shardload.planning.schedule import Block, Grid, Schedule, plan_shards
+from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
 
@@ -89,17 +92,9 @@ class Loads:
     def move(self, rank: Rank, k: int) -> ArrayMove:
         given, pieces = self.given[k], pieces_of(self.given[k], rank.number)
         source, shape = FakeSource(given.values, given.block), given.values.shape
-        reader = SourceReader(
-            source,  # type: ignore[arg-type]
-            select_axes(None, shape),
-            given.schedule.blocks,
-            has_chunks=False,
-            slots=rank.slots,
-            dtype=given.values.dtype,
-            pieces=pieces,
-            rank=rank.number,
-            bell=rank.bell,
-        )
+        layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
+        local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
+        reader = SourceReader(source, layout, local, resources)  # type: ignore[arg-type]
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
         return ArrayMove(BlocksToPieces(given.schedule), reader, pieces, given.values.dtype, note, self.seeds[k], f"array {k}")
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from shardload.errors import StallError
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Slots
-from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, whole
+from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, tune, whole
 
 
 def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +28,8 @@ def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: p
 
 
 @pytest.mark.parametrize("inline", [-1, 1 << 14], ids=["in threads", "at once"])
-def test_what_is_being_read_can_be_asked_for(inline: int, tune: Callable[..., Any]) -> None:
-    tune(inline_nbytes=inline)
+def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, inline_nbytes=inline)
     seen: list[tuple[int, str]] = []
     source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.now()))  # type: ignore[arg-type, func-returns-value]
     with reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
@@ -42,9 +40,9 @@ def test_what_is_being_read_can_be_asked_for(inline: int, tune: Callable[..., An
     assert seen == [(0, "chunk (1, 0) of '/rho' in 'f.h5'"), (1, "elements [2:6, 0:4] of '/rho' in 'f.h5'")]
 
 
-def test_after_a_stall_a_read_that_never_ends_is_left_behind(tune: Callable[..., Any]) -> None:
+def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if leaving the reader waited for the thread that is held up: then no rank could raise."""
-    tune(inline_nbytes=-1)
+    tune(monkeypatch, inline_nbytes=-1)
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: Region) -> None:
