@@ -37,6 +37,7 @@ import zarr.registry
 
 from benchmarks.fuzz_filter_files import FilterCase, FilterKind, filter_case, filter_kinds
 from shardload.formats import lookup as sources
+from shardload.formats.access import Access
 from shardload.formats.base import read_by_chunks
 from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.zarr import codecs as zarr_codecs
@@ -319,7 +320,7 @@ def kinds_folder(kind: FilterKind) -> str:
 
 def read(path: str, way: str, number: str) -> np.ndarray[Any, Any]:
     """The values of ``a``, in one of the three ways in which shardload reads, its own filter allowed."""
-    source = sources.open_source(path, "/a", allow={number})
+    source = sources.open_source(path, "/a", Access(allow_filters={number}))
     try:
         for shape in (source.info.shape, source.info.chunks or (), source.info.shards or ()):
             if math.prod(shape) * source.dtype.itemsize > MEMORY_NBYTES >> 2:

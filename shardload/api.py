@@ -401,14 +401,13 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
 
 def _find_with_values(path: Any, call: Call) -> list[str | None]:
     """The array as text, and its values where it is small and all ranks may get them that way."""
-    options, limits = call.options, call.options.limits
+    options, access = call.options, call.options.access
     is_auto = options.readers == AUTO
-    if is_auto and limits is not None:  # one process for both
-        info, values = find_small(path, options.dataset, options.allow_external, limits)
+    if is_auto and access.untrusted is not None:  # one process for both
+        info, values = find_small(path, options.dataset, access)
     else:
         info = _find(path, call)
-        how = (options.allow_external, options.allow_filters, call.tuning)
-        values = read_small(path, info, *how) if is_auto else None
+        values = read_small(path, info, access, call.tuning) if is_auto else None
     return [info.to_json(), None if values is None else b64encode(values).decode()]
 
 
@@ -422,8 +421,7 @@ def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:
-    options = call.options
-    return find_array(path, options.dataset, options.allow_external, options.allow_filters, options.limits)
+    return find_array(path, call.options.dataset, call.options.access)
 
 
 def _sharding_of(x: Any) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.access import Access, Limits
 from shardload.formats.base import native_dtype, refusal
-from shardload.formats.untrusted import Limits
 from shardload.planning.cost import MODES
 from shardload.units import parse_nbytes
 
@@ -83,6 +83,11 @@ class Options:
         the one that says that nothing moves, also where two are asked for to find out which chunk it is.
         """
         return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
+
+    @property
+    def access(self) -> Access:
+        """What may be done to obtain values."""
+        return Access(self.allow_external, frozenset(self.allow_filters), self.limits)
 
     @property
     def checksums(self) -> bool:

@@ -161,16 +161,16 @@ def info(
       shardload info run.zarr --json
     """
     with _one_message(info_as_typed):
+        from shardload.formats.access import Access, Limits
         from shardload.formats.lookup import find_array, list_arrays, split_path
-        from shardload.formats.untrusted import Limits
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
-        allow, limits = filter_names(allow_filters), Limits() if untrusted else None
-        arrays = list_arrays(path, allow_external, allow=allow, untrusted=limits)
+        access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+        arrays = list_arrays(path, access)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
-            arrays = named or [find_array(path, dataset, allow_external, allow, limits)]
+            arrays = named or [find_array(path, dataset, access)]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:

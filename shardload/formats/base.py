@@ -1,22 +1,25 @@
 """How do I obtain these values? The one small interface that every format satisfies.
 
-A format is one module in this package with a `FORMAT` object (see `Format`); nothing else in shardload knows its name.
-A `Source` is one open array of it. Sources know nothing of ranks, devices or plans.
+A `Format` says which files are its own and opens them; an `OpenFile` is one of them, opened once; a `Source` is one open array.
+None of them knows ranks, devices or plans. What follows below them is for whoever writes a format: which values JAX can hold
+(`refusal`, `native_dtype`), whether a request is sound (`check_request`), and reading chunk by chunk (`read_by_chunks`).
 """
 
 from __future__ import annotations
 
+import abc
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from shardload.errors import printable
+from shardload.formats.access import STRICT, Access
 from shardload.planning.region import Region
 
 __all__ = [
@@ -25,13 +28,17 @@ __all__ = [
     "ChunkReader",
     "Encoded",
     "Format",
+    "OpenFile",
     "Room",
+    "Scratch",
     "Source",
     "a_few_chunks",
     "check_request",
     "fresh",
     "json_value",
     "native_dtype",
+    "nbytes_of",
+    "read_at",
     "read_by_chunks",
     "refusal",
     "settle_bools",
@@ -111,65 +118,76 @@ class ArrayInfo:
         return f"'{printable(self.dataset)}' in '{printable(self.path)}'"
 
 
-@runtime_checkable
-class Source(Protocol):
-    """One open array. Not collective: each rank that reads opens its own."""
+class Source(abc.ABC):
+    """One open array. Not collective: each rank that reads opens its own.
+
+    A format writes `info`, `dtype`, `read_into`, `state` and `close`; the rest is for formats that can do better than what is
+    written here.
+    """
 
     @property
+    @abc.abstractmethod
     def info(self) -> ArrayInfo:
         """Shape, dtype, chunks and the rest; never touches values."""
-        ...
 
     @property
+    @abc.abstractmethod
     def dtype(self) -> np.dtype[Any]:
         """Type of the values that `read_into` writes: the file's, in native byte order."""
-        ...
 
+    @abc.abstractmethod
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Write the values of `region` (the file's coordinates) into `out`.
 
-        `out` is C-contiguous and writable, has exactly `region.shape` and `dtype`. Each chunk that meets `region` is
-        decoded once. Empty regions are allowed and read nothing. Called from one thread at a time. Whatever goes wrong
-        in the file surfaces as the library's own exception: the caller knows which chunk, and says so.
+        `out` is C-contiguous and writable, has exactly `region.shape` and `dtype`: call `check_request` first, which raises
+        ValueError for anything else. Each chunk that meets `region` is decoded once. Empty regions are allowed and read
+        nothing. Called from one thread at a time, not always the same one. Whatever goes wrong in the file surfaces as OSError,
+        ValueError, RuntimeError or the library's own exception: the caller knows which chunk, and says so. Never returns values
+        after `close`.
         """
-        ...
+
+    @abc.abstractmethod
+    def state(self) -> tuple[int, ...] | None:
+        """Size and time of the last change of what is open, then whatever else tells it from another on this machine; None
+        where there is no such thing. Never raises. See `state_of`.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back what this object opened; an object handed in by the caller stays open. May be called again."""
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values of `region` by the library's own indexing, with nothing in this package between: to verify with.
 
-        In any byte order.
+        In any byte order. Unless a format says otherwise, by `read_into`, so that ``verify="file"`` then compares what the
+        devices hold with another read by the same code.
         """
-        ...
+        out = np.empty(region.shape, self.dtype)
+        self.read_into(region, out)
+        return out
 
     def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
-        """The chunks that meet `region` and are not stored, so that it has the fill value there; ``[()]`` if an array without
-        chunks has no values at all.
+        """The chunks that meet `region` and are missing (not stored), so that it has the fill value there; ``[()]`` if an
+        array without chunks has no values at all. None are, unless a format says otherwise.
 
         Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the
         format's library hides it, less than all is returned.
         """
-        ...
+        return ()
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """The values without a copy, where they are in memory already (dtype and layout as they are); else None."""
-        ...
+        """The values without a copy, where they are in memory already (dtype and layout as they are); None unless a format
+        says otherwise.
+        """
+        return None
 
     def chunk_reader(self) -> ChunkReader | None:
-        """Whole chunks as they are stored, to be decoded in several threads; None where only `read_into` will do.
+        """Whole chunks as they are stored, to be decoded in several threads; None where only `read_into` will do, which is so
+        unless a format says otherwise.
 
         Looked up once per load. It is valid until `close`.
         """
-        ...
-
-    def state(self) -> tuple[int, ...] | None:
-        """Size and time of the last change of what is open, then whatever else tells it from another on this machine; None
-        where there is no such thing. Never raises.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give back what this object opened; an object handed in by the caller stays open."""
-        ...
+        return None
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
@@ -193,14 +211,45 @@ def fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
 
 
+class Scratch:
+    """Memory that is used again and again, since new memory is slow: a `Room` for one thread at a time.
+
+    Each call may give the same bytes as the one before, so what is in them is over by then.
+    """
+
+    def __init__(self) -> None:
+        self._memory = fresh(0)
+
+    def __call__(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """So many bytes, with anything in them."""
+        if len(self._memory) < nbytes:
+            self._memory = fresh(0)  # given back before more is asked for
+            self._memory = fresh(nbytes)
+        return self._memory[:nbytes]
+
+
+def read_at(descriptor: int, out: np.ndarray[Any, Any], offset: int) -> int:
+    """Fill `out`, a C-contiguous array of bytes, with those of an open file from `offset` on; how many there were.
+
+    Positional: no offset that two threads would share.
+    """
+    room, done = out.data, 0
+    while done < len(room):  # one call reads 2 GiB at the most, and less on some file systems
+        n = os.preadv(descriptor, [room[done:]], offset + done)
+        if n == 0:
+            break
+        done += n
+    return done
+
+
 class ChunkReader(Protocol):
     """The chunks of one open array, one by one. Both methods may be called from several threads at once."""
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` (its position along each axis of the file's chunk grid) as it is stored.
 
-        `room` gives the memory to read into: memory that was used before is much faster than new memory. None where it was
-        never written: its values are the fill value. Errors of the file surface as OSError (a short read too) or ValueError.
+        `room` gives the memory to read into: memory that was used before is much faster than new memory. None where it is
+        missing: its values are the fill value. Errors of the file surface as OSError (a short read too) or ValueError.
         """
         ...
 
@@ -230,29 +279,21 @@ class Encoded:
 def read_by_chunks(
     reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
 ) -> list[tuple[int, ...]]:
-    """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns the chunks that are not stored."""
-    whole, absent = np.empty(chunk_shape, out.dtype), []
-    memory = fresh(0)
-
-    def room(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        nonlocal memory
-        if len(memory) < nbytes:
-            memory = fresh(nbytes)
-        return memory[:nbytes]
-
+    """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns the chunks that are missing."""
+    whole, missing, room = np.empty(chunk_shape, out.dtype), [], Scratch()
     axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
     for index in itertools.product(*axes):
         encoded = reader.fetch(index, room)
         if encoded is None:
-            absent.append(index)
+            missing.append(index)
         reader.decode(encoded, whole)
         start = tuple(i * c for i, c in zip(index, chunk_shape, strict=True))
-        box = Region(start, tuple(a + c for a, c in zip(start, chunk_shape, strict=True))).intersect(region)
-        if box is not None:
-            into: Any = (*box.slices(region.start), ...)
-            part: Any = (*box.slices(start), ...)
+        common = Region(start, tuple(a + c for a, c in zip(start, chunk_shape, strict=True))).intersect(region)
+        if common is not None:
+            into: Any = (*common.slices(region.start), ...)
+            part: Any = (*common.slices(start), ...)
             out[into] = whole[part]
-    return absent
+    return missing
 
 
 def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:
@@ -278,43 +319,85 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
         yield Region(start, tuple(min(b, (i + step) * c) for i, step, (_, b, c) in cells))
 
 
-class Format(Protocol):
-    """One file format. Each module of this package that has one exposes it as `FORMAT`."""
+class Format(abc.ABC):
+    """One file format. `registry` finds it by the name of an entry point, and nothing else in shardload knows it.
 
-    name: str
+    A format writes `name`, `claims_path`, `list_arrays` and `open_path`, and a `Source`; the rest is for formats that can do
+    better than what is written here. What the caller allows comes as an `Access`: a format whose files name other files opens
+    those by `Access.open_file` alone, or asks `Access.fence` before its library does.
+    """
 
+    name: ClassVar[str]
+
+    @abc.abstractmethod
     def claims_path(self, path: str) -> bool:
-        """Whether the file or store at `path` is of this format (by content, not by suffix). Never raises."""
-        ...
+        """Whether the file or folder at `path`, which exists, is of this format: by content, not by suffix. Never raises."""
+
+    @abc.abstractmethod
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+        """Every array in the file, in its own order, from metadata alone; what cannot be loaded too, with the reason."""
+
+    @abc.abstractmethod
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+        """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
+
+    def claims_url(self, url: str) -> bool:
+        """Whether `url`, which has a ``://``, is of this format. Asked without a look at what is there. Never raises."""
+        return False
 
     def claims_object(self, obj: object) -> bool:
         """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
-        ...
+        return False
 
-    def list_arrays(
-        self,
-        path: str,
-        allow_external: bool = False,
-        texts: bool = True,
-        most: int | None = None,
-        like: str = "",
-        allow: Collection[str] = (),
-    ) -> list[ArrayInfo]:
-        """Every array in the file, in its own order. Unless `allow_external`, what leads out of the file's folder is refused.
-
-        Without `texts`, attributes that are texts may be left out of what is told. With `most`, one more than that tells that
-        there are more; those below `like`, or with a name like it, are then among them where the format lists names quickly.
-        `allow`: filters (codecs) by name or number that the caller allows; ``"all"`` for every one.
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
+        """Take an open array that `claims_object` claims; closing stays with the caller. ConfigError, naming its arrays, for an
+        open group.
         """
-        ...
+        raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
-    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
-        """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
-        ...
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """What is needed to say which array could be meant: `list_arrays`, but not more than it takes.
 
-    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
-        """Take an open array; closing stays with the caller. ConfigError, naming its arrays, for an open group."""
-        ...
+        One more than `most` tells that there are more; those below `like`, or with a name like it, are then among them where
+        the format lists names quickly. Attributes that are texts may be left out: reading those of a damaged file is not safe
+        in every format.
+        """
+        return self.list_arrays(path, access)[: None if most is None else most + 1]
+
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the file once, for several of its arrays. Here each array opens it by itself."""
+        return _OpenedByEach(self, path, access)
+
+
+class OpenFile(abc.ABC):
+    """One file that was opened once, and hands out its arrays. Use it in a ``with`` statement."""
+
+    @abc.abstractmethod
+    def open(self, dataset: str) -> Source:
+        """Open one array by its full name, as `Format.open_path` does. It is valid until it is closed, or this file is."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the file, after its arrays. May be called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _OpenedByEach(OpenFile):
+    """For formats that open a file for each array of it."""
+
+    def __init__(self, file_format: Format, path: str, access: Access) -> None:
+        self._format, self._path, self._access = file_format, path, access
+
+    def open(self, dataset: str) -> Source:
+        return self._format.open_path(self._path, dataset, self._access)
+
+    def close(self) -> None:
+        pass
 
 
 MOST_NAMED = 8
@@ -405,6 +488,15 @@ def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np
         )
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise ValueError(f"the buffer for region {region} of {info} must be C-contiguous and writable")
+
+
+def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
+    """Bytes of the whole array, or of so many of its values."""
+    n = math.prod(info.shape if shape is None else shape)
+    try:
+        return n * np.dtype(info.dtype).itemsize
+    except TypeError:  # a name of ml_dtypes that nobody registered with NumPy
+        return n
 
 
 def json_value(value: Any) -> Any:

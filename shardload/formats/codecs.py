@@ -24,6 +24,8 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
+from shardload.formats.base import Scratch
+
 __all__ = [
     "Chain",
     "Stage",
@@ -147,11 +149,11 @@ class Chain:
 
     def _room(self, k: int, nbytes: int) -> Bytes:
         """Memory of this thread for the result of stage `k`, used again for its next chunk: new memory is slow."""
-        rooms: dict[str, Bytes] = self._own.__dict__
+        rooms: dict[str, Scratch] = self._own.__dict__
         name = f"stage{k}"
-        if name not in rooms or rooms[name].nbytes < nbytes:
-            rooms[name] = np.empty(nbytes, dtype=np.uint8)
-        return rooms[name][:nbytes]
+        if name not in rooms:
+            rooms[name] = Scratch()
+        return rooms[name](nbytes)
 
     def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
         """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`; None for any."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import SourceError
-from shardload.formats.base import ArrayInfo, ChunkReader, Source, check_request, native_dtype, refusal
+from shardload.formats.access import STRICT, Access
+from shardload.formats.base import ArrayInfo, Format, Source, check_request, native_dtype, refusal
 from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
@@ -17,7 +17,7 @@ __all__ = ["FORMAT", "MemoryFormat", "MemorySource"]
 _PATH, _NAME = "<memory>", "/array"
 
 
-class MemorySource:
+class MemorySource(Source):
     """A NumPy array with any strides and any byte order.
 
     Parameters
@@ -80,10 +80,6 @@ class MemorySource:
         """What NumPy gives for these slices."""
         return np.asarray(self._array[region.slices()])
 
-    def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """None: all is in memory."""
-        return []
-
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values of `region` themselves, with the array's own strides; None if they are not as they should be sent:
         their bytes need swapping, or are booleans other than 0 and 1.
@@ -102,10 +98,6 @@ class MemorySource:
         once = self._array[tuple(slice(1) if stride == 0 else slice(None) for stride in self._array.strides)]
         return bool(once.view(np.uint8).max(initial=0) > 1)
 
-    def chunk_reader(self) -> ChunkReader | None:
-        """None: chunks are read by the library."""
-        return None
-
     def state(self) -> None:
         """None: an array in memory has no such mark."""
         return None
@@ -114,7 +106,7 @@ class MemorySource:
         """Nothing to give back: the array is the caller's."""
 
 
-class MemoryFormat:
+class MemoryFormat(Format):
     """NumPy arrays; no path is of this format."""
 
     name = "memory"
@@ -127,23 +119,15 @@ class MemoryFormat:
         """Whether `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
-    def list_arrays(
-        self,
-        path: str,
-        allow_external: bool = False,
-        texts: bool = True,
-        most: int | None = None,
-        like: str = "",
-        allow: Collection[str] = (),
-    ) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """None: there is no file."""
         return []
 
-    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """KeyError: there is no file."""
         raise KeyError(dataset)
 
-    def open_object(self, obj: np.ndarray[Any, Any], allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_object(self, obj: np.ndarray[Any, Any], access: Access = STRICT) -> Source:
         """Wrap a NumPy array."""
         return MemorySource(obj)
 

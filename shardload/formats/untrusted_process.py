@@ -1,8 +1,9 @@
 """What does a helper process do? It opens one file that nobody vouches for, and puts its values where its parent can see them.
 
-It is started as a script by `untrusted.Helper`, with a socket and a piece of shared memory. Before it looks at the file it
+It is started as a script by `untrusted.helper`, which imports nothing of it, with a socket and a piece of shared memory. Before it looks at the file it
 gives up what it does not need: it ends with its parent, writes no files and no core dumps, and has a limit on memory. Then it
-answers requests, one at a time, until the socket is closed. Answers are JSON; values are in the shared memory.
+answers requests, one at a time, until the socket is closed. Answers are JSON, with their length before them (4 bytes,
+little-endian); values are in the shared memory. A format of another package is found in the same way as by the parent.
 
 It imports what reading takes, and neither JAX nor MPI: at the top, only the standard library.
 """
@@ -19,25 +20,22 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LENGTH", "main"]
+__all__ = ["main"]
 
-LENGTH = struct.Struct("<I")  # goes before each message
-
+_HEAD_NBYTES = 4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LIBRARIES_NBYTES = 1 << 30  # while they are imported; before the file is opened, what they took is measured
 _BASE_NBYTES = 128 << 20  # beside values: threads, what libraries allocate at first use, metadata
 _LOG_NBYTES = 1 << 20  # of what libraries print
 _STACK_NBYTES = 1 << 20
-# How formats are asked here. What they allow only where the caller has said so, and what is safe in no process but one that may
-# crash (decoders, say), is to be allowed in this one place.
-_ALLOWED: dict[str, Any] = {"allow": ("all", "compressors, stacked")}  # `hdf5_filters.STACKED`
+# What formats may do here beside what the caller allows: what is safe in no process but one that may crash, and of which memory
+# is limited. Decoders, say. This is the one place for it.
+_MORE: dict[str, Any] = {"allow_filters": {"all"}, "is_limited": True}
 
 Answer = dict[str, Any]
 
@@ -92,7 +90,7 @@ class _Server:
         self._memory_nbytes = 0
         self._source: Any = None
         self._chunks: Any = None
-        self._stored: Any = None  # memory for chunks as they are stored
+        self._scratch: Any = None  # memory for chunks as they are stored
 
     def run(self) -> None:
         """Until the parent closes the socket."""
@@ -107,27 +105,25 @@ class _Server:
                     kind = "MemoryError"
                 answer = {"error": kind, "text": text[:4096]}
             data = json.dumps(answer).encode()
-            self._channel.sendall(LENGTH.pack(len(data)) + data)
+            self._channel.sendall(len(data).to_bytes(_HEAD_NBYTES, "little") + data)
 
     def _receive(self) -> dict[str, Any] | None:
-        head = self._channel.recv(LENGTH.size, socket.MSG_WAITALL)
-        if len(head) < LENGTH.size:
+        head = self._channel.recv(_HEAD_NBYTES, socket.MSG_WAITALL)
+        if len(head) < _HEAD_NBYTES:
             return None
-        found: dict[str, Any] = json.loads(self._channel.recv(LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+        nbytes = int.from_bytes(head, "little")
+        found: dict[str, Any] = json.loads(self._channel.recv(nbytes, socket.MSG_WAITALL))
         return found
 
     # --- once
 
-    def do_begin(self, places: list[str], package: str, memory_nbytes: int) -> Answer:
+    def do_begin(self, places: list[str], memory_nbytes: int) -> Answer:
         """Import what all formats need."""
         import threading
 
         threading.stack_size(_STACK_NBYTES)  # it counts as memory, used or not
         warnings.simplefilter("ignore")
         sys.path[:] = places
-        stand_in = types.ModuleType("shardload")  # the package itself would import JAX
-        stand_in.__path__ = [package]
-        sys.modules.setdefault("shardload", stand_in)
         self._memory_nbytes = memory_nbytes
         _limit_memory(_LIBRARIES_NBYTES + memory_nbytes)
         import numpy  # noqa: F401
@@ -140,35 +136,38 @@ class _Server:
 
     def _prepare(self, path: str) -> None:
         """Import what this file needs, and leave it the memory that was granted."""
-        from shardload.formats.lookup import _format_of, split_path
+        from shardload.formats.lookup import format_of, split_path
 
-        _format_of(split_path(path)[0])
+        format_of(split_path(path)[0])
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
-    def do_list(self, path: str, allow_external: bool, texts: bool) -> Answer:
+    def do_list(self, path: str, allow_external: bool) -> Answer:
         """All arrays."""
         from shardload.formats.lookup import list_arrays
 
         self._prepare(path)
-        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, allow_external, texts, **_ALLOWED)]}
+        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, _access(allow_external))]}
 
     def do_find(self, path: str, dataset: str | None, allow_external: bool, values: bool) -> Answer:
         """The array that is meant; and its values, if they are wanted and few."""
         from shardload.formats.lookup import find_array, read_small
 
         self._prepare(path)
-        info = find_array(path, dataset, allow_external, **_ALLOWED)
-        found = read_small(path, info, allow_external, **_ALLOWED) if values else None
+        access = _access(allow_external)
+        info = find_array(path, dataset, access)
+        found = read_small(path, info, access) if values else None
         if found is not None:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
 
     def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
         """Open it, for what follows."""
+        from shardload.formats.base import Scratch
         from shardload.formats.lookup import open_source
 
         self._prepare(path)
-        self._source = open_source(path, dataset, allow_external, **_ALLOWED)
+        self._scratch = Scratch()
+        self._source = open_source(path, dataset, _access(allow_external))
         self._chunks = self._source.chunk_reader()
         return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
 
@@ -184,7 +183,7 @@ class _Server:
         return {"state": self._source.state()}
 
     def do_read(self, start: list[int], stop: list[int]) -> Answer:
-        """Values of a region, and after them the numbers, in the region's own grid of chunks, of those that are not stored."""
+        """Values of a region, and after them the numbers, in the region's own grid of chunks, of the missing ones."""
         import numpy as np
 
         region = self._region(start, stop)
@@ -218,7 +217,7 @@ class _Server:
         at, shape = tuple(index), self._source.info.chunks
         out = self._array(shape)
         if self._chunks is not None:
-            encoded = self._chunks.fetch(at, self._room)
+            encoded = self._chunks.fetch(at, self._scratch)
             self._chunks.decode(encoded, out)
             return {"nbytes_stored": None if encoded is None else len(encoded.data)}
         start = [k * c for k, c in zip(at, shape, strict=True)]
@@ -239,14 +238,6 @@ class _Server:
 
         return Region(tuple(start), tuple(stop))
 
-    def _room(self, nbytes: int) -> Any:
-        import numpy as np
-
-        if self._stored is None or len(self._stored) < nbytes:
-            self._stored = None
-            self._stored = np.empty(nbytes, np.uint8)
-        return self._stored[:nbytes]
-
     def _bytes(self, nbytes: int) -> Any:
         """The first bytes of the shared memory, which the parent has made as long as its request needs."""
         import numpy as np
@@ -264,6 +255,12 @@ _KINDS = (
     *("ConfigError", "SourceError", "OutsideError", "NotAFileError"),
     *("MemoryError", "OSError", "ValueError", "RuntimeError"),
 )
+
+
+def _access(allow_external: bool) -> Any:
+    from shardload.formats.access import Access
+
+    return Access(allow_external, **_MORE)
 
 
 def _number(index: tuple[int, ...], first: list[int], counts: list[int]) -> int:

@@ -21,7 +21,7 @@ from shardload.errors import SourceError, StallError
 from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.lookup import open_source
 from shardload.formats.memory import MemorySource
-from shardload.formats.untrusted import UntrustedSource
+from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
@@ -220,7 +220,7 @@ class OwnArray:
 
 def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, options.allow_external, options.allow_filters, options.limits)
+    source = open_source(handle, info.dataset, options.access)
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()

@@ -11,7 +11,7 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.formats.containment import NotAFileError, OutsideError
-from shardload.formats.untrusted import HelperError
+from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Grid
 

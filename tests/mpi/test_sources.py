@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import PeerError, SourceError
-from shardload.formats import untrusted_process
 from shardload.formats.base import ArrayInfo
+from shardload.formats.untrusted import helper as helper_module
 from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, mesh_of, on_root, ramp, same_error
 from tests.unit.files import spoiled
@@ -72,17 +72,16 @@ def test_a_file_that_nobody_vouches_for(
     """Wrong if a rank opened the file itself (szip then ends the job by SIGFPE), or were alone with what its helper died of."""
     mesh, spec, expected = mesh_of(), DECOMPOSITIONS["pencil along axis 0"], ramp(cube())
     bad = on_root(comm, lambda: spoiled(shared_tmp_path / "bad.h5", 1, 0, compression="szip"))
-    real = Path(untrusted_process.__file__).read_text()
+    real = Path(helper_module.SCRIPT).read_text()
     known = "        import shardload.formats.lookup  # noqa: F401\n"
-    careless = (
-        f"{known}        from shardload.formats.lookup import hdf5_filters\n        hdf5_filters._unfit = lambda *_: None\n"
-    )
+    careless = f"{known}        from shardload.formats.hdf5 import filters\n        filters._unfit = lambda *_: None\n"
+    assert real.count(known) == 1
     on_root(comm, lambda: (shared_tmp_path / "careless.py").write_text(real.replace(known, careless)))
 
     def refuse() -> None:
         raise AssertionError("opened in this process")
 
-    monkeypatch.setattr("shardload.formats.lookup._formats", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", refuse)
     plan = shardload.plan(
         files["gzip_shuffle"], mesh, spec, dataset=NAME, readers="parallel", verify="file", untrusted=True
     )  # fmt: skip
@@ -93,7 +92,7 @@ def test_a_file_that_nobody_vouches_for(
     said = "parameters (169, 0, 32, 8) do not fit it"
     same_error(comm, lambda: shardload.load(bad, mesh, DECOMPOSITIONS["replicated"], untrusted=True), SourceError, said)
     # ... and if nothing were checked:
-    monkeypatch.setattr(untrusted_process, "__file__", str(shared_tmp_path / "careless.py"))
+    monkeypatch.setattr(helper_module, "SCRIPT", str(shared_tmp_path / "careless.py"))
     text = ("chunk (0, 0) of '/x' in", "bad.h5", "HelperError: the helper process that read it was ended by SIGFPE")
 
     def load() -> Any:
@@ -125,7 +124,7 @@ def test_ctrl_c_while_helpers_are_at_work(
     info = ArrayInfo(files["chunked"], "/x", "HDF5", (64, 1024), "float32", (64, 1024))
     script = INTERRUPTS.replace("INFO", f"json.loads({info.to_json()!r})")
     on_root(comm, lambda: (shared_tmp_path / "helper.py").write_text(script))
-    monkeypatch.setattr("shardload.formats.untrusted_process.__file__", str(shared_tmp_path / "helper.py"))
+    monkeypatch.setattr("shardload.formats.untrusted.helper.SCRIPT", str(shared_tmp_path / "helper.py"))
     before = set(psutil.Process().children())
     with pytest.raises(KeyboardInterrupt):
         shardload.load(files["chunked"], mesh, spec, dataset="x", readers="direct", untrusted=True)

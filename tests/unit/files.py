@@ -19,14 +19,6 @@ import zarr
 from shardload.formats.base import Source
 from shardload.planning.region import Region
 
-# Opens a script that tests `shardload.formats.lookup` by itself, in a process of its own: without what `shardload` imports.
-ALONE = (
-    "import sys, types\n"
-    "package = types.ModuleType('shardload')\n"
-    f"package.__path__ = [{str(Path(__file__).parents[2] / 'shardload')!r}]\n"
-    "sys.modules['shardload'] = package\n"
-)
-
 SHAPES: tuple[tuple[int, ...], ...] = ((), (11,), (5, 7), (3, 5, 7), (2, 3, 5, 7), (2, 3, 4, 5, 7))
 
 DTYPES = (

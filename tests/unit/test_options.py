@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
-from shardload.formats.untrusted import Limits
+from shardload.formats.access import Limits
 from shardload.options import Options, pad_value
 from shardload.units import format_nbytes, parse_nbytes
 

@@ -18,7 +18,7 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.formats.codecs import check_blosc, unzstd
-from shardload.formats.hdf5.integrity import UNWRITTEN_WORDS
+from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
@@ -58,7 +58,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
 
 
 def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
-    """Filter mask and bytes of a chunk; None where it was never written.
+    """Filter mask and bytes of a chunk; None where it is missing.
 
     To say where a chunk is, HDF5 walks the list of all, so it is asked for the bytes first.
     """
@@ -66,7 +66,7 @@ def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes
         with phil:
             mask, data = dataset.id.read_direct_chunk(offsets)
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
-        if any(words in str(error) for words in UNWRITTEN_WORDS):
+        if any(words in str(error) for words in MISSING_WORDS):
             return None
         if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # versions of HDF5 differ in what they say
             return None

@@ -2,7 +2,7 @@
 
 1. `open_chunks` takes a dataset if HDF5 would do nothing to it that is not done here: the type and every filter are known.
 2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is, and reads those bytes past HDF5, without its lock.
-3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. A chunk that was never written is the fill value.
+3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. A missing chunk is the fill value.
 
 Where a chunk is: HDF5 lists all chunks in a microsecond each, but to answer for one (``H5Dget_chunk_info_by_coord``) it walks
 the same list. So all are listed once, as soon as that costs little beside the chunks that were asked for; until then a chunk
@@ -25,7 +25,8 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 
 from shardload.formats.base import Encoded, Room, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
-from shardload.formats.hdf5.integrity import UNWRITTEN_WORDS, Whole
+from shardload.formats.hdf5.integrity import Whole
+from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
@@ -67,7 +68,7 @@ def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, A
 
 
 def leaves_gaps(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 writes nothing into the reader's buffer for values that were never written."""
+    """Whether HDF5 writes nothing into the reader's buffer for missing values."""
     creation = dataset.id.get_create_plist()
     return bool(
         creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
@@ -137,7 +138,7 @@ class Hdf5Chunks:
         self._n_fetched = 0
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read the chunk at `index` as it is stored; None where it was never written.
+        """Read the chunk at `index` as it is stored; None where it is missing.
 
         Raises
         ------
@@ -212,10 +213,10 @@ class Hdf5Chunks:
             with phil:
                 mask, data = self._identifier.read_direct_chunk(offsets, out=room(self._most_nbytes))
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
-            # Versions of HDF5 differ in what they do about a chunk that was never written: one of several errors, or a
+            # Versions of HDF5 differ in what they do about a missing chunk: one of several errors, or a
             # size that is not one. The slow question is sure.
             said = str(error)
-            if any(words in said for words in UNWRITTEN_WORDS):
+            if any(words in said for words in MISSING_WORDS):
                 return None
             if self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None:
                 return None

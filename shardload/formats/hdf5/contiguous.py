@@ -18,6 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from shardload.formats.base import Scratch
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 from shardload.planning.region import Region
 
@@ -56,7 +57,7 @@ class Hdf5Contiguous:
 
     def __init__(self, raw: RawFile, offset: int, shape: tuple[int, ...], swap: int) -> None:
         self._raw, self._offset, self._shape, self._swap = raw, offset, shape, swap
-        self._span = np.empty(0, dtype=np.uint8)
+        self._scratch = Scratch()
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read `region`, which is not empty, into `out`, a C-contiguous buffer of its shape.
@@ -85,22 +86,21 @@ class Hdf5Contiguous:
     def _read_spans(self, inner: list[tuple[int, int, int]], at: int, stride: int, target: np.ndarray[Any, Any]) -> None:
         """Rows that start `stride` bytes apart; of each, `inner` says which part along each further axis goes into `target`."""
         n_rows = max(1, _SPAN_NBYTES // stride)
-        if len(self._span) < min(n_rows, len(target)) * stride:
-            self._span = np.empty(min(n_rows, len(target)) * stride, dtype=np.uint8)
+        memory = self._scratch(min(n_rows, len(target)) * stride)
         kind = target.dtype.newbyteorder("S" if self._swap else "=")
         parts = tuple(slice(start, start + n) for _, start, n in inner)
         for first in range(0, len(target), n_rows):
             rows = target[first : first + n_rows]
-            span = self._span[: len(rows) * stride]
+            span = memory[: len(rows) * stride]
             self._raw.read_into(span, at + first * stride)
             found = span.view(kind).reshape((len(rows), *(length for length, _, _ in inner)))
             np.copyto(rows, found[(slice(None), *parts)])
 
 
 def merged_axes(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The same box over as few axes as can be, each as (length, start, number).
+    """The same region over as few axes as can be, each as (length, start, number).
 
-    An axis that the box covers wholly becomes part of the one before it.
+    An axis that the region covers wholly becomes part of the one before it.
 
     Examples
     --------

@@ -15,12 +15,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 import h5py
 
-__all__ = ["NAMES", "STACKED", "SURVIVED", "is_counted", "may_use", "refuse_filter", "refuse_filters"]
+from shardload.formats.access import STRICT, Access
+
+__all__ = ["NAMES", "SIZED", "SURVIVED", "is_stacked", "n_compressors", "refuse_filter", "refuse_filters"]
 
 # Names people use. The numbers below 32000 are HDF5's own, but for bzip2; those above are registered with the HDF Group.
 NAMES = {
@@ -45,8 +47,7 @@ NAMES = {
     32033: "htj2k",
 }
 
-STACKED = "compressors, stacked"  # among what is allowed; a caller's names are split at commas, so none is this
-
+SIZED = {2, 3, 5, 6}  # filters that give as much as follows from their parameters; what any other gives is for the data to say
 SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
 
 _OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # of HDF5 and h5py
@@ -65,28 +66,24 @@ _SZ_SIZES = (4, 8, 1, 1, 2, 2, 4, 4, 8, 8)
 _ZFP_MAGIC = int.from_bytes(b"zfp\x05", "little")
 
 
-def may_use(names: Collection[str], allowed: Collection[str]) -> bool:
-    """Whether the caller allowed a filter of one of these names.
+def is_stacked(dataset: h5py.Dataset, access: Access = STRICT) -> bool:
+    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one.
 
-    >>> may_use(("bitshuffle", "32008"), {"32008"}), may_use(("bitshuffle", "32008"), {"zfp"}), may_use((), {"all"})
-    (True, False, True)
+    What the caller allows is not always counted: see `Access.counts`.
     """
-    return "all" in allowed or any(name in allowed for name in names)
+    creation = dataset.id.get_create_plist()
+    return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), access) > 1
 
 
-def is_counted(names: Collection[str], survived: bool, allowed: Collection[str]) -> bool:
-    """Whether a compressor counts as one of those over each other, where nothing bounds what they make of a few bytes.
-
-    What may be used unasked always counts; what the caller had to allow, and did, does what it does. None counts where memory
-    is limited (a helper process, which allows `STACKED`).
-
-    >>> is_counted(("gzip",), True, {"all"}), is_counted(("zfp",), False, {"zfp"}), is_counted(("gzip",), True, {STACKED})
-    (True, False, False)
-    """
-    return STACKED not in allowed and (survived or not may_use(names, allowed))
+def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
+    """How many of these filters count as compressors."""
+    return sum(
+        number not in SIZED and access.counts(str(number), NAMES.get(number, str(number)), survived=number in SURVIVED)
+        for number in numbers
+    )
 
 
-def refuse_filters(dataset: h5py.Dataset, allowed: Collection[str]) -> str | None:
+def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
     """Why a dataset's chunks are not decoded, in words that follow "holds"; None where they are."""
     creation = dataset.id.get_create_plist()
     if creation.get_layout() != h5py.h5d.CHUNKED:
@@ -94,14 +91,14 @@ def refuse_filters(dataset: h5py.Dataset, allowed: Collection[str]) -> str | Non
     kind, chunk = dataset.id.get_type(), tuple(creation.get_chunk())
     for k in range(creation.get_nfilters()):
         number, _, values, label = creation.get_filter(k)
-        refused = refuse_filter(number, label, values, kind, chunk, allowed) or _missing(number, label)
+        refused = refuse_filter(number, label, values, kind, chunk, access) or _missing(number, label)
         if refused is not None:
             return refused
     return None
 
 
 def refuse_filter(
-    number: int, label: bytes, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...], allowed: Collection[str]
+    number: int, label: bytes, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...], access: Access
 ) -> str | None:
     """Why one filter is not used, in words that follow "holds"; None where it is. Asks HDF5 nothing about the filter.
 
@@ -117,11 +114,11 @@ def refuse_filter(
         Of the values in the file.
     chunk : tuple of int
         Elements of a chunk along each axis.
-    allowed : collection of str
-        Names and numbers of filters that the caller allows; ``"all"`` for every one.
+    access : Access
+        What the caller allows.
     """
     name = NAMES.get(number)
-    if number not in SURVIVED and not may_use((str(number), *([name] if name else [])), allowed):
+    if number not in SURVIVED and not access.may_use(str(number), *([name] if name else [])):
         seen = _SEEN.get(number)
         why = (
             f"its decoder does not survive damage (damaged data {seen})"

@@ -1,118 +1,22 @@
-"""What does HDF5 not say about a dataset? What is not in the file, in whose place it delivers something, and what is too long.
+"""Do a file's own statements fit what is there? Asked where HDF5 does not ask, and delivers something else.
 
-1. `Unwritten`: chunks that were never written, and contiguous data that never was. HDF5 delivers the fill value.
-2. `Whole`: what was behind the end of a file that was cut since it was opened. HDF5 compares the file's size with what its
-   header says only when it opens the file; later it delivers zeros.
-3. `Sizes`: chunks that are stored in more bytes than their filters can make of them, or in fewer.
+1. `Whole`: is the file as long as it was when it was opened? HDF5 compares its size with what its header says only then; in the
+   place of what was cut off since, it delivers zeros.
+2. `Sizes`: is each chunk stored in as many bytes as its filters can make of it?
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import os
-from array import array
-from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import h5py
-import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.hdf5.filters import NAMES, SURVIVED, is_counted
-from shardload.planning.region import Region
-
-__all__ = ["SIZED", "UNWRITTEN_WORDS", "Sizes", "Unwritten", "Whole", "is_stacked", "n_compressors"]
+__all__ = ["Sizes", "Whole"]
 
 _LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
-SIZED = {2, 3, 5, 6}  # filters that give as much as follows from their parameters; what any other gives is for the data to say
-UNWRITTEN_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
-
-
-class Unwritten:
-    """Which chunks of a dataset were never written?
-
-    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, those that are there are
-    listed once, a microsecond each. (Asked for single chunks, HDF5 takes one that it made for a read for one that is there.)
-
-    Parameters
-    ----------
-    dataset : h5py.Dataset
-        Open.
-    """
-
-    def __init__(self, dataset: h5py.Dataset) -> None:
-        self._identifier = dataset.id
-        creation = dataset.id.get_create_plist()
-        self._layout = creation.get_layout()
-        self._chunk: tuple[int, ...] = ()
-        self._grid: tuple[int, ...] = ()
-        self._none = self._all = False
-        self._n_written = 0
-        if self._layout == h5py.h5d.CHUNKED:
-            self._chunk = tuple(creation.get_chunk())
-            self._grid = tuple(-(-n // c) for n, c in zip(dataset.shape, self._chunk, strict=True))
-            n_written = dataset.id.get_num_chunks()
-            self._none, self._all = n_written >= math.prod(self._grid), n_written == 0
-            self._n_written = n_written
-        elif self._layout == h5py.h5d.CONTIGUOUS:
-            self._all = dataset.id.get_offset() is None and creation.get_external_count() == 0
-
-    def meeting(self, region: Region) -> list[tuple[int, ...]]:
-        """Those that meet `region`, which is not empty; ``[()]`` for data without chunks that was never written."""
-        if self._layout != h5py.h5d.CHUNKED:
-            return [()] if self._all else []
-        if self._none:
-            return []
-        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, self._chunk, strict=True)]
-        if self._all:
-            return list(itertools.product(*axes))
-        first = np.array([axis.start for axis in axes])
-        is_there = np.zeros([len(axis) for axis in axes], dtype=bool)
-        if self._n_written * len(axes) <= _MOST_LISTED:
-            found = self._written
-            met = np.logical_and.reduce([(found[k] >= axis.start) & (found[k] < axis.stop) for k, axis in enumerate(axes)])
-            is_there[tuple(found[:, met].astype(np.intp) - first[:, None])] = True
-        else:  # too many to keep: gone through each time
-
-            def mark(at: list[int]) -> None:
-                if all(k in axis for k, axis in zip(at, axes, strict=True)):
-                    is_there[tuple(k - axis.start for k, axis in zip(at, axes, strict=True))] = True
-
-            self._go_through(mark)
-        return list(map(tuple, (np.argwhere(~is_there) + first).tolist()))
-
-    @functools.cached_property
-    def _written(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where the chunks that were are in the grid: a row for each axis."""
-        places = array("q")
-        self._go_through(places.extend)
-        return np.frombuffer(places, dtype=np.int64).reshape(-1, len(self._grid)).T
-
-    def _go_through(self, tell: Callable[[list[int]], None]) -> None:
-        def keep(stored: Any) -> None:
-            tell([offset // length for offset, length in zip(stored.chunk_offset, self._chunk, strict=True)])
-
-        with phil:
-            self._identifier.chunk_iter(keep)
-
-
-def is_stacked(dataset: h5py.Dataset, allow: Collection[str] = ()) -> bool:
-    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one.
-
-    What the caller allows is not always counted: see `hdf5_filters.is_counted`.
-    """
-    creation = dataset.id.get_create_plist()
-    return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), allow) > 1
-
-
-def n_compressors(numbers: Iterable[int], allow: Collection[str] = ()) -> int:
-    """How many of these filters count as compressors."""
-    return sum(
-        number not in SIZED and is_counted((str(number), NAMES.get(number, str(number))), number in SURVIVED, allow)
-        for number in numbers
-    )
 
 
 class Sizes:

@@ -22,7 +22,7 @@ import math
 import os
 import stat
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +30,10 @@ import h5py
 from h5py._objects import phil
 
 from shardload.errors import printable
+from shardload.formats.access import STRICT, Access
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
-from shardload.formats.hdf5.filters import refuse_filters
-from shardload.formats.hdf5.integrity import Sizes, is_stacked
+from shardload.formats.hdf5.filters import is_stacked, refuse_filters
+from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.raw_file import plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "look_through", "nothing_else_opened", "place_of"]
@@ -67,8 +68,8 @@ class Others:
         Whether it opens files to say how long the dataset is.
     chunks : list of tuple of int
         The shapes of chunks in what a virtual dataset is made of.
-    allow : collection of str
-        Names and numbers of filters that the caller allows.
+    access : Access
+        What the caller allows.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
@@ -77,6 +78,7 @@ class Others:
     is_virtual: bool = False
     is_unlimited: bool = False
     chunks: list[tuple[int, ...]] = field(default_factory=list)
+    access: Access = STRICT
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
         """The least length of those chunks along each of `ndim` axes, the last ones being the same; None without any."""
@@ -89,11 +91,9 @@ class Others:
         """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
             self.chunks.append(tuple(dataset.chunks))
-        if is_stacked(dataset, self.allow):
+        if is_stacked(dataset, self.access):
             raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
         Sizes(dataset).check()
-
-    allow: Collection[str] = ()
 
     def check_whole(self) -> None:
         """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
@@ -254,9 +254,9 @@ def _leads_outside(what: str) -> str:
     return f"{what}, which is outside the folder of this file; {TARGET_HINT}"
 
 
-def look_through(dataset: h5py.Dataset, fence: Fence, allow: Collection[str] = ()) -> Others:
+def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT) -> Others:
     """Where the values of `dataset` are, beside its own file. Opens what virtual datasets are made of, reads no values."""
-    others = Others(fence=fence, allow=allow)
+    others = Others(fence=fence, access=access)
     try:
         _look(dataset, others, set(), 0)
     except (OutsideError, _RefusedError) as error:
@@ -277,7 +277,7 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
         if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files all the same
             raise _RefusedError("values of other files, and values of its own")
         _look_at_storage(dataset, creation, others)
-    if level > 0 and (why := refuse_filters(dataset, others.allow)) is not None:
+    if level > 0 and (why := refuse_filters(dataset, others.access)) is not None:
         raise _RefusedError(f"values of another dataset, '{dataset.name}' in '{dataset.file.filename}', which holds {why}")
     if layout != h5py.h5d.VIRTUAL:
         if level > 0:

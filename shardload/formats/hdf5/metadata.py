@@ -6,14 +6,13 @@ plain case.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import h5py
 
+from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
-from shardload.formats.hdf5.filters import NAMES, refuse_filters
-from shardload.formats.hdf5.integrity import SIZED, n_compressors
+from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
 
 __all__ = ["describe", "filters_of"]
@@ -36,7 +35,7 @@ _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "
 
 
 def describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
     """What is known of a dataset without reading its values.
 
@@ -51,8 +50,8 @@ def describe(
     texts : bool
         Whether attributes of variable length are read, too. They are in the file's global heap, in which HDF5 2.0.0 goes round
         in circles where it is damaged (docs/trust-files.md): nothing that a load needs is there.
-    allow : collection of str
-        Names and numbers of filters that are used though they are not in `hdf5_filters.SURVIVED`.
+    access : Access
+        What the caller allows.
     """
     creation = dataset.id.get_create_plist()
     filters = filters_of(dataset)
@@ -61,7 +60,7 @@ def describe(
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
     elif refused is None:
-        refused = refuse_filters(dataset, allow) or _unbounded(filters, allow) or others.refused
+        refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
     return ArrayInfo(
@@ -101,10 +100,10 @@ def _type_of(file_type: Any) -> tuple[str, str | None]:
     return (dtype.name if refused else native_dtype(dtype).name), refused
 
 
-def _unbounded(filters: list[tuple[int, int, Any, bytes]], allow: Collection[str]) -> str | None:
+def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> str | None:
     """What is said of compressors over each other that only HDF5 can undo."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
-    if n_compressors((number for number, _ in compressors), allow) < 2 or all(
+    if n_compressors((number for number, _ in compressors), access) < 2 or all(
         number in _DECODED_HERE for number, _ in compressors
     ):
         return None

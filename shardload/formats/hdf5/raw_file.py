@@ -20,6 +20,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from shardload.formats.base import read_at
+
 __all__ = ["RawFile", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -76,12 +78,8 @@ class RawFile:
         OSError
             If the file ends before, or cannot be read; after `close` too.
         """
-        room, done = out.data, 0
-        while done < len(room):  # one call reads 2 GiB at the most, and less on some file systems
-            n = os.preadv(self._alive(), [room[done:]], offset + done)
-            if n == 0:
-                raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
-            done += n
+        if read_at(self._alive(), out, offset) < len(out):
+            raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
     def close(self) -> None:
         """Give back the descriptor."""

@@ -5,10 +5,10 @@
    is settled there, so that reading is the plain case.
 3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts
    byte order on the way, and writes into the caller's buffer. Values that lie in the file as they are (contiguous) are read
-   past it, by `hdf5_contiguous`.
-4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `hdf5_chunks`, where that is surely right.
+   past it, by `contiguous`.
+4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `chunks`, where that is surely right.
 
-Values that HDF5 has not stored (chunks never written) are its fill value, as HDF5 defines it.
+Where chunks are missing (never written), the values are the fill value, as HDF5 defines it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ import difflib
 import functools
 import itertools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
     ArrayInfo,
     ChunkReader,
+    Format,
+    OpenFile,
     Source,
     a_few_chunks,
     check_request,
@@ -40,9 +43,11 @@ from shardload.formats.containment import Fence, OutsideError, open_file
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
-from shardload.formats.hdf5.integrity import Sizes, Unwritten, Whole, is_stacked
+from shardload.formats.hdf5.filters import is_stacked
+from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, look_through, place_of
 from shardload.formats.hdf5.metadata import describe, filters_of
+from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
 from shardload.planning.region import Region
 
@@ -56,7 +61,7 @@ _MOST_AT_ONCE = 256  # chunks of one call: HDF5 holds 6 KiB for each, and takes 
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
 
-class Hdf5Source:
+class Hdf5Source(Source):
     """One open HDF5 dataset.
 
     Parameters
@@ -68,13 +73,22 @@ class Hdf5Source:
     others : Others
         The other files that its values are in.
     files : sequence of h5py.File
-        The files to close with this source: none where the dataset is the caller's.
+        The files to close with this source.
+    is_own : bool
+        Whether the dataset itself is closed with it: not where it is the caller's.
     """
 
-    def __init__(self, dataset: h5py.Dataset, info: ArrayInfo, others: Others, files: Sequence[h5py.File] = ()) -> None:
-        self._dataset, self._info, self._others, self._files = dataset, info, others, files
+    def __init__(
+        self,
+        dataset: h5py.Dataset,
+        info: ArrayInfo,
+        others: Others,
+        files: Sequence[h5py.File] = (),
+        is_own: bool = False,
+    ) -> None:
+        self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
-        self._absent: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
+        self._missing: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
         # convert to from the complex type of HDF5 2.0 in the other byte order.
@@ -106,9 +120,9 @@ class Hdf5Source:
         if identifier.valid and self._contiguous is not None:
             self._contiguous.read_into(region, out)
             return
-        self._absent = None
+        self._missing = None
         if identifier.valid and self._bounded is not None:
-            self._absent = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
+            self._missing = read_by_chunks(self._bounded, self._info.chunks or (), region, out)
             return
         if identifier.valid:
             self._sizes.check()
@@ -138,10 +152,10 @@ class Hdf5Source:
         return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks that meet `region` and were never written; ``[()]`` where there are no chunks, nor any values."""
+        """The chunks that meet `region` and are missing; ``[()]`` where there are no chunks, nor any values."""
         if region.size == 0 or not self._dataset.id.valid:
             return []
-        return self._unwritten.meeting(region) if self._absent is None else self._absent
+        return self._missing_chunks.meeting(region) if self._missing is None else self._missing
 
     @functools.cached_property
     def _bounded(self) -> ChunkReader | None:
@@ -150,7 +164,7 @@ class Hdf5Source:
         if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
             return None
         found = self.chunk_reader()
-        if found is None and is_stacked(self._dataset, self._others.allow):
+        if found is None and is_stacked(self._dataset, self._others.access):
             raise ValueError(
                 "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
                 "makes of a few bytes: write it anew with one compressor"
@@ -162,8 +176,8 @@ class Hdf5Source:
         return Sizes(self._dataset)
 
     @functools.cached_property
-    def _unwritten(self) -> Unwritten:
-        return Unwritten(self._dataset)
+    def _missing_chunks(self) -> MissingChunks:
+        return MissingChunks(self._dataset)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """What h5py gives for these slices."""
@@ -189,10 +203,6 @@ class Hdf5Source:
         for part in self._parts(region):
             out[part.slices(region.start)] = self._dataset[part.slices()]
         return out
-
-    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """None: the values are in a file."""
-        return None
 
     def chunk_reader(self) -> ChunkReader | None:
         """Single chunks, decoded past HDF5; None where only HDF5 can."""
@@ -225,12 +235,13 @@ class Hdf5Source:
         raw = self.__dict__.get("_raw")
         if raw is not None:
             raw.close()
-        if self._files and self._files[0].id.valid:
-            self._dataset.id.close()
+        if self._is_own:
+            if self._dataset.id.valid:
+                self._dataset.id.close()
             close_all(self._files)
 
 
-class Hdf5Format:
+class Hdf5Format(Format):
     """HDF5 files, of any layout and with any filter that the HDF5 library at hand can decode."""
 
     name = "HDF5"
@@ -253,33 +264,33 @@ class Hdf5Format:
         """Whether `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
-    def list_arrays(
-        self,
-        path: str,
-        allow_external: bool = False,
-        texts: bool = True,
-        most: int | None = None,
-        like: str = "",
-        allow: Collection[str] = (),
-    ) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every dataset in the file; links to elsewhere are not followed."""
         with _open_file(path) as file:
-            found = _describe_all(file, path, Fence.around_file(path, allow_external), texts, most, like, allow)
+            return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
+
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """The same without attributes that are texts, and not more than `most` and one."""
+        with _open_file(path) as file:
+            found = _describe_all(
+                file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
+            )
             return list(itertools.islice(found, None if most is None else most + 1))
 
-    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        files, fence = [_open_file(path)], Fence.around_file(path, allow_external)
+        file = _open_file(path)
         try:
-            found, opened = _look_up(files[0], path, dataset, fence)
-            files += opened
-            others = look_through(found, fence, allow)
-            return Hdf5Source(found, _describe(found, path, dataset, others, allow=allow), others, files)
+            return _open_dataset(file, path, dataset, access, is_own=True)
         except BaseException:
-            close_all(files)
+            close_all([file])
             raise
 
-    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the file once for several datasets."""
+        return _Hdf5File(_open_file(path), path, access)
+
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Take an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
@@ -287,18 +298,44 @@ class Hdf5Format:
                 "can be read from it. Keep its file open during the load, or pass the path of the file."
             )
         path = str(obj.file.filename)
-        fence = Fence.around_file(place_of(obj.file), allow_external)
+        fence = Fence.around_file(place_of(obj.file), access.allow_external)
         if isinstance(obj, h5py.Group):
             found = itertools.islice(_describe_all(obj, path, fence, most=MOST_NAMED), MOST_NAMED + 1)
             names = some([repr(info.dataset) for info in found]) or "none"
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        others = look_through(obj, fence, allow)
-        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others, allow=allow), others)
+        others = look_through(obj, fence, access)
+        return Hdf5Source(obj, _describe(obj, path, str(obj.name or "<unnamed>"), others, access=access), others)
 
 
 FORMAT = Hdf5Format()
+
+
+class _Hdf5File(OpenFile):
+    """A file that was opened once, whose datasets share it."""
+
+    def __init__(self, file: h5py.File, path: str, access: Access) -> None:
+        self._file, self._path, self._access = file, path, access
+
+    def open(self, dataset: str) -> Source:
+        return _open_dataset(self._file, self._path, dataset, self._access, is_own=False)
+
+    def close(self) -> None:
+        close_all([self._file])
+
+
+def _open_dataset(file: h5py.File, path: str, name: str, access: Access, is_own: bool) -> Hdf5Source:
+    """Open a dataset of an open file, which is closed with it if that `is_own`."""
+    fence, opened = Fence.around_file(path, access.allow_external), list[h5py.File]()
+    try:
+        found, opened = _look_up(file, path, name, fence)
+        others = look_through(found, fence, access)
+        files = [file, *opened] if is_own else opened
+        return Hdf5Source(found, _describe(found, path, name, others, access=access), others, files, is_own=True)
+    except BaseException:
+        close_all(opened)
+        raise
 
 
 def _open_file(path: str) -> h5py.File:
@@ -340,13 +377,13 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.
 
 
 def _describe(
-    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, allow: Collection[str] = ()
+    dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
     """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
     if not (others.refused and others.is_unlimited):
         try:
             with others.watched():
-                return describe(dataset, path, name, others, texts, allow)
+                return describe(dataset, path, name, others, texts, access)
         except OutsideError as error:
             others.refused = str(error)
     return ArrayInfo(path, name, "HDF5", (), "unknown", refused=others.refused)
@@ -359,7 +396,7 @@ def _describe_all(
     texts: bool = False,
     most: int | None = None,
     like: str = "",
-    allow: Collection[str] = (),
+    access: Access = STRICT,
 ) -> Iterator[ArrayInfo]:
     """What is known of every dataset below `group`; one that cannot be opened is listed as such.
 
@@ -381,7 +418,7 @@ def _describe_all(
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
-                yield _describe(found, path, full, look_through(found, fence, allow), texts, allow)
+                yield _describe(found, path, full, look_through(found, fence, access), texts, access)
         except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
 

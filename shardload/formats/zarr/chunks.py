@@ -23,7 +23,7 @@ import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
+from shardload.formats.base import ArrayInfo, Encoded, Room, fresh, read_at
 from shardload.formats.codecs import Chain
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
@@ -106,7 +106,7 @@ class ZarrChunks:
     dtype : dtype
         Of the decoded values, in native byte order.
     fill : ndarray
-        The value of what was never written, without axes.
+        The value of what is missing, without axes.
     fence : Fence
         Where its files may be.
     """
@@ -133,7 +133,7 @@ class ZarrChunks:
         return self._chain.names
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read the chunk at `index` as it is stored; None where it was never written.
+        """Read the chunk at `index` as it is stored; None where it is missing.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class _Shard:
         if nbytes > self._nbytes:
             raise ValueError(f"'{path}' has {self._nbytes} bytes, its index alone would take {nbytes}")
         self._index = np.empty((*per_shard, 2), dtype="<u8")
-        stored = _read_at(fd, path, 0 if layout.is_index_first else self._nbytes - nbytes, nbytes)
+        stored = _bytes_at(fd, path, 0 if layout.is_index_first else self._nbytes - nbytes, nbytes)
         try:
             chain.decode(stored, self._index)
         except ValueError as error:
@@ -200,7 +200,7 @@ class _Shard:
                 f"the index of '{self._path}' has chunk {at} at byte {offset}, {nbytes} bytes long; "
                 f"the file has {self._nbytes} bytes, and a stored chunk {most} at most"
             )
-        return _read_at(self._fd, self._path, offset, nbytes, room)
+        return _bytes_at(self._fd, self._path, offset, nbytes, room)
 
 
 class _Slot:
@@ -284,18 +284,15 @@ def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
         nbytes = os.fstat(fd).st_size
         if nbytes > most:
             raise ValueError(f"'{path}' has {nbytes} bytes, a stored chunk of this array {most} at most")
-        return _read_at(fd, path, 0, nbytes, room)
+        return _bytes_at(fd, path, 0, nbytes, room)
     finally:
         os.close(fd)
 
 
-def _read_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
+def _bytes_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
     """Exactly `nbytes` bytes from `offset`; OSError where the file ends before."""
     data = room(nbytes)
-    view, done = data.data, 0
-    while done < nbytes:  # one call gives what it likes, and never more than 2 GiB
-        got = os.preadv(fd, [view[done:]], offset + done)
-        if got == 0:
-            raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {nbytes} from {offset} were expected", path)
-        done += got
+    done = read_at(fd, data, offset)
+    if done < nbytes:
+        raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {nbytes} from {offset} were expected", path)
     return data

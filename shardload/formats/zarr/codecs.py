@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numcodecs
 
+from shardload.formats.access import Access
 from shardload.formats.codecs import check_blosc
-from shardload.formats.hdf5.filters import may_use
 
 __all__ = ["SURVIVED", "checked", "refuse_codecs"]
 
@@ -29,18 +29,18 @@ SURVIVED = frozenset(
 )
 
 
-def refuse_codecs(metadata: Any, allowed: Collection[str]) -> str | None:
+def refuse_codecs(metadata: Any, access: Access) -> str | None:
     """Why an array's chunks are not decoded, in words that follow "holds"; None where they are.
 
     Parameters
     ----------
     metadata : zarr metadata
         Of the array.
-    allowed : collection of str
-        Names of codecs that the caller allows; ``"all"`` for every one.
+    access : Access
+        What the caller allows.
     """
     for name in names_of(metadata):
-        if name not in SURVIVED and not may_use((name, f"numcodecs.{name}"), allowed):
+        if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
             told = "".join(letter for letter in name[:80] if letter.isprintable())
             return (
                 f"chunks encoded with the codec '{told}', which is not decoded unasked: how it takes damaged data is not "

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardload.formats import codecs
+from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs import Stage
-from shardload.formats.hdf5.filters import is_counted
 from shardload.formats.zarr.codecs import SURVIVED
 
 __all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
@@ -111,30 +111,30 @@ _SIZED = {
 }
 
 
-def is_stacked(metadata: Mapping[str, Any], allow: Collection[str] = ()) -> bool:
+def is_stacked(metadata: Mapping[str, Any], access: Access = STRICT) -> bool:
     """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one.
 
-    What the caller allows is not always counted: see `hdf5_filters.is_counted`.
+    What the caller allows is not always counted: see `Access.counts`.
     """
     if metadata.get("zarr_format") == 3:
-        return _n_compressors(metadata["codecs"], allow) > 1
+        return _n_compressors(metadata["codecs"], access) > 1
     chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
-    return sum(_is_counted(_codec_2(entry)[0], allow) for entry in chain) > 1
+    return sum(_is_counted(_codec_2(entry)[0], access) for entry in chain) > 1
 
 
-def _is_counted(name: str, allow: Collection[str]) -> bool:
+def _is_counted(name: str, access: Access) -> bool:
     name = name.removeprefix("numcodecs.").lower()
-    return name not in _SIZED and is_counted((name, f"numcodecs.{name}"), name in SURVIVED, allow)
+    return name not in _SIZED and access.counts(name, f"numcodecs.{name}", survived=name in SURVIVED)
 
 
-def _n_compressors(chain: Sequence[Any], allow: Collection[str]) -> int:
+def _n_compressors(chain: Sequence[Any], access: Access) -> int:
     """Those of a chain of format 3, with the most that there are of them in what a shard holds."""
     n = 0
     for entry in chain:
         name = entry if isinstance(entry, str) else str(entry["name"])
-        n += _is_counted(name, allow)
+        n += _is_counted(name, access)
         options = {} if isinstance(entry, str) else entry.get("configuration") or {}
-        n += max((_n_compressors(options[key], allow) for key in ("codecs", "index_codecs") if key in options), default=0)
+        n += max((_n_compressors(options[key], access) for key in ("codecs", "index_codecs") if key in options), default=0)
     return n
 
 

@@ -2,13 +2,12 @@
 
 1. `open_store` makes a path, a zip file or a URL into what zarr-python opens.
 2. `describe` turns an array's metadata into an `ArrayInfo`, without touching chunks.
-3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `zarr_chunks`. Where there is one,
+3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `chunks`. Where there is one,
    `read_into` uses it too.
 4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
    once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
 
-A chunk that is not in the store is the array's fill value: Zarr does not tell one that was never written from one
-that was lost. `ZarrSource.missing` says which they were.
+A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost. `ZarrSource.missing` says which they were.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numcodecs.errors
@@ -34,10 +33,13 @@ import zarr.errors
 import zarr.storage
 
 from shardload.errors import ConfigError, SourceError, printable
+from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
     ArrayInfo,
     ChunkReader,
+    Format,
+    OpenFile,
     Source,
     a_few_chunks,
     check_request,
@@ -82,7 +84,7 @@ _MOST_INDEX_NBYTES = 1 << 26  # of a shard, which zarr-python reads whole
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
 
-class ZarrSource:
+class ZarrSource(Source):
     """One open Zarr array.
 
     Parameters
@@ -93,20 +95,18 @@ class ZarrSource:
         What `describe` says of it.
     store : str or WatchedStore, optional
         What `open_store` gave, to close with this source; None where the array is the caller's.
-    allow_external : bool
-        Whether a folder may have links that lead out of it.
-    allow : collection of str
-        As given to `describe`.
+    access : Access
+        What the caller allows.
     """
 
-    def __init__(
-        self, array: Any, info: ArrayInfo, store: Any = None, allow_external: bool = False, allow: Collection[str] = ()
-    ) -> None:
-        self._array, self._info, self._store = watch(array, allow_external), info, store
+    def __init__(self, array: Any, info: ArrayInfo, store: Any = None, access: Access = STRICT) -> None:
+        self._array, self._info, self._store = watch(array, access.allow_external), info, store
         self._dtype = native_dtype(array.dtype)
-        self._fence = Fence.around_store(path, allow_external) if (path := _folder_of(array.store)) is not None else Fence()
-        self._absent: list[tuple[int, ...]] = []
-        self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), allow)
+        self._fence = (
+            Fence.around_store(path, access.allow_external) if (path := _folder_of(array.store)) is not None else Fence()
+        )
+        self._missing: list[tuple[int, ...]] = []
+        self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
     @property
@@ -122,24 +122,24 @@ class ZarrSource:
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes where it must."""
         check_request(self._info, self._dtype, region, out)
-        self._absent = []
+        self._missing = []
         if region.size == 0:
             return
         if self._chunks is not None:
-            self._absent = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
+            self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
         if self._is_stacked:
             raise ValueError(_STACKED)
         store = self._array.store
         self._check_once()
-        store.absent.clear()
+        store.missing.clear()
         for part in self._parts(region):
-            store.absent.clear()
+            store.missing.clear()
             index: Any = (*part.slices(region.start), ...)
             buffer = zarr.buffer.cpu.NDBuffer.from_numpy_array(out[index])
             self._array.get_basic_selection(part.slices(), out=buffer, prototype=zarr.buffer.cpu.buffer_prototype)
-            if store.absent:
-                self._absent += self._absent_chunks(part)
+            if store.missing:
+                self._missing += self._missing_in(part)
 
     def _parts(self, region: Region) -> Iterator[Region]:
         """What of a region, which is not empty, zarr-python is asked for at once: whole shards, unless they hold too much."""
@@ -153,20 +153,20 @@ class ZarrSource:
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks that `read_into` of this region did not find."""
-        return self._absent
+        return self._missing
 
-    def _absent_chunks(self, region: Region) -> list[tuple[int, ...]]:
+    def _missing_in(self, region: Region) -> list[tuple[int, ...]]:
         """The chunks in `region` whose file, or whose shard's, the store was asked for in vain."""
         chunks = self._info.chunks or ()
         outer = self._info.shards or chunks
-        keys, prefix = self._array.store.absent, f"{self._array.path}/" if self._array.path else ""
+        keys, prefix = self._array.store.missing, f"{self._array.path}/" if self._array.path else ""
         cells = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunks, strict=True)]
 
-        def is_absent(index: tuple[int, ...]) -> bool:
+        def is_missing(index: tuple[int, ...]) -> bool:
             at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
             return prefix + self._array.metadata.encode_chunk_key(at) in keys
 
-        return [index for index in itertools.product(*cells) if is_absent(index)]
+        return [index for index in itertools.product(*cells) if is_missing(index)]
 
     def _stored_nbytes(self) -> int:
         """Bytes of one chunk, or of one shard with its index."""
@@ -200,12 +200,8 @@ class ZarrSource:
             out[part.slices(region.start)] = self._array[part.slices()]
         return out
 
-    def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """None: the values are in a store."""
-        return None
-
     def chunk_reader(self) -> ChunkReader | None:
-        """The chunks of a local folder, where their encoding is one that `zarr_chunks` knows; else None."""
+        """The chunks of a local folder, where their encoding is one that `chunks` knows; else None."""
         return self._chunks
 
     def state(self) -> tuple[int, ...] | None:
@@ -226,15 +222,13 @@ class ZarrSource:
         self._store = None
 
 
-class ZarrFormat:
+class ZarrFormat(Format):
     """Zarr stores of format 2 and 3: folders, zip files, and URLs where fsspec is installed."""
 
     name = "Zarr"
 
     def claims_path(self, path: str) -> bool:
-        """Whether the folder or zip file has Zarr metadata at its root; a URL is taken to be Zarr."""
-        if "://" in path:
-            return True
+        """Whether the folder or zip file has Zarr metadata at its root."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
         try:
@@ -246,57 +240,51 @@ class ZarrFormat:
         except (OSError, zipfile.BadZipFile, NotImplementedError):
             return False
 
+    def claims_url(self, url: str) -> bool:
+        """Any: what is there is not looked at."""
+        return True
+
     def claims_object(self, obj: object) -> bool:
         """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
-    def list_arrays(
-        self,
-        path: str,
-        allow_external: bool = False,
-        texts: bool = True,
-        most: int | None = None,
-        like: str = "",
-        allow: Collection[str] = (),
-    ) -> list[ArrayInfo]:
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every array in the store, by name; chunks are not looked at."""
+        return self.sketch_arrays(path, access)
+
+    def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
+        """The same, but not more than `most` and one."""
         limit = None if most is None else most + 1
         with _quiet():
             if os.path.isdir(path):
-                return list(
-                    itertools.islice(
-                        _describe_folder(path, Fence.around_store(path, allow_external), frozenset(), allow=allow), limit
-                    )
-                )
-            store = open_store(path, allow_external)
+                fence = Fence.around_store(path, access.allow_external)
+                return list(itertools.islice(_describe_folder(path, fence, frozenset(), access=access), limit))
+            store = open_store(path, access.allow_external)
             try:
                 with _naming_codecs(path, "/"):
                     root = zarr.open(store, mode="r")
-                found = [describe(root, path, "/", allow)] if isinstance(root, zarr.Array) else _describe_all(root, path, allow)
+                found = (
+                    [describe(root, path, "/", access)] if isinstance(root, zarr.Array) else _describe_all(root, path, access)
+                )
                 return list(itertools.islice(found, limit))
             finally:
                 close_store(store)
 
-    def open_path(self, path: str, dataset: str, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open an array by its name; KeyError if there is none."""
-        parts = dataset.strip("/").split("/")
-        if parts != [""] and any(part in ("", ".", "..") for part in parts):
-            raise KeyError(dataset)  # Zarr has no such names, and says so with a ValueError
-        store = open_store(path, allow_external)
+        _check_name(dataset)
+        store = open_store(path, access.allow_external)
         try:
-            with _quiet(), _naming_codecs(path, dataset):
-                found = zarr.open(store, mode="r", path="/".join(parts) or None)
-            if not isinstance(found, zarr.Array):
-                raise KeyError(dataset)
-            return ZarrSource(found, describe(found, path, dataset, allow), store, allow_external, allow)
-        except FileNotFoundError as error:
-            close_store(store)
-            raise KeyError(dataset) from error
+            return _open_array(store, path, dataset, access, is_own=True)
         except BaseException:
             close_store(store)
             raise
 
-    def open_object(self, obj: Any, allow_external: bool = False, allow: Collection[str] = ()) -> Source:
+    def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
+        """Open the store once for several arrays."""
+        return _ZarrStore(open_store(path, access.allow_external), path, access)
+
+    def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Take an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
@@ -304,10 +292,43 @@ class ZarrFormat:
             raise ConfigError(
                 f"'{obj.name}' in '{path}' is a group, not an array. Pass group['name'] with a name of an array in it: {names}."
             )
-        return ZarrSource(obj, describe(obj, path, obj.name, allow), None, allow_external, allow)
+        return ZarrSource(obj, describe(obj, path, obj.name, access), None, access)
 
 
 FORMAT = ZarrFormat()
+
+
+class _ZarrStore(OpenFile):
+    """A store that was opened once, of which each array has a watch of its own."""
+
+    def __init__(self, store: Any, path: str, access: Access) -> None:
+        self._store, self._path, self._access = store, path, access
+
+    def open(self, dataset: str) -> Source:
+        _check_name(dataset)
+        return _open_array(self._store.another_watch(), self._path, dataset, self._access, is_own=False)
+
+    def close(self) -> None:
+        close_store(self._store)
+
+
+def _check_name(dataset: str) -> None:
+    """KeyError for names that Zarr does not have, and refuses with a ValueError."""
+    parts = dataset.strip("/").split("/")
+    if parts != [""] and any(part in ("", ".", "..") for part in parts):
+        raise KeyError(dataset)
+
+
+def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: bool) -> ZarrSource:
+    """Open an array of an open store, which is closed with it if that `is_own`."""
+    try:
+        with _quiet(), _naming_codecs(path, dataset):
+            found = zarr.open(store, mode="r", path=dataset.strip("/") or None)
+        if not isinstance(found, zarr.Array):
+            raise KeyError(dataset)
+        return ZarrSource(found, describe(found, path, dataset, access), store if is_own else None, access)
+    except FileNotFoundError as error:
+        raise KeyError(dataset) from error
 
 
 def _folder_of(store: Any) -> str | None:
@@ -349,16 +370,16 @@ def _store_name(store: Any) -> str:
     return f"<{type(store).__name__}>"
 
 
-def _describe_all(group: Any, path: str, allow: Collection[str] = ()) -> Iterator[ArrayInfo]:
+def _describe_all(group: Any, path: str, access: Access = STRICT) -> Iterator[ArrayInfo]:
     """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
     base = "/" + group.path.strip("/")
     for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
         if isinstance(member, zarr.Array):
-            yield describe(member, path, f"{base.rstrip('/')}/{name}", allow)
+            yield describe(member, path, f"{base.rstrip('/')}/{name}", access)
 
 
 def _describe_folder(
-    path: str, fence: Fence, above: frozenset[str], name: str = "/", allow: Collection[str] = ()
+    path: str, fence: Fence, above: frozenset[str], name: str = "/", access: Access = STRICT
 ) -> Iterator[ArrayInfo]:
     """The same for a store that is a folder, by walking it down to its arrays.
 
@@ -381,12 +402,12 @@ def _describe_folder(
             refused = f"metadata that zarr-python cannot read ({error})"
             yield ArrayInfo(path, name, "Zarr", (), "unknown", refused=refused)
         else:
-            yield describe(array, path, name, allow)
+            yield describe(array, path, name, access)
         return
     # An array's own folder is never listed: it may hold a million chunks.
     for entry in sorted(os.listdir(folder)):
         if any(os.path.exists(os.path.join(folder, entry, mark)) for mark in _MARKS):
-            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", allow)
+            yield from _describe_folder(path, fence, above | {real}, f"{name.rstrip('/')}/{entry}", access)
 
 
 def _is_array(folder: str, fence: Fence) -> bool:
@@ -407,7 +428,7 @@ def _is_array(folder: str, fence: Fence) -> bool:
         return True
 
 
-def describe(array: Any, path: str, name: str, allow: Collection[str] = ()) -> ArrayInfo:
+def describe(array: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
     """What is known of an array without reading its chunks.
 
     Parameters
@@ -416,10 +437,10 @@ def describe(array: Any, path: str, name: str, allow: Collection[str] = ()) -> A
         Open.
     path, name : str
         As the user named the store and the array.
-    allow : collection of str
-        Names of codecs that are used though they are not in `zarr_codecs.SURVIVED`.
+    access : Access
+        What the caller allows.
     """
-    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, allow) or _unbounded(array, allow)
+    refused = refusal(array.dtype) or _unsafe(array) or refuse_codecs(array.metadata, access) or _unbounded(array, access)
     grid = array.metadata.to_dict().get("chunk_grid")
     if isinstance(grid, dict) and grid.get("name") != "regular":
         refused = refused or f"chunks of a '{grid.get('name')}' grid; only regular grids can be loaded"
@@ -470,9 +491,9 @@ def _unsafe(array: Any) -> str | None:
     return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
 
 
-def _unbounded(array: Any, allow: Collection[str]) -> str | None:
+def _unbounded(array: Any, access: Access) -> str | None:
     """What is said of an array of which zarr-python would make more than anything bounds; a codec that is allowed may."""
-    if is_stacked(array.metadata.to_dict(), allow) and chunk_layout(array, native_dtype(array.dtype)) is None:
+    if is_stacked(array.metadata.to_dict(), access) and chunk_layout(array, native_dtype(array.dtype)) is None:
         return (
             f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
             "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"

@@ -58,7 +58,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
 
     Attributes
     ----------
-    absent : set of str
+    missing : set of str
         Keys that were asked for and are not there, since it was last emptied.
     most_nbytes : int or None
         How long a value other than metadata may be.
@@ -68,13 +68,17 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         super().__init__(store)
         self._fence = fence or Fence()
         self._folder = local_folder(store)
-        self.absent: set[str] = set()
+        self.missing: set[str] = set()
         self.most_nbytes: int | None = None
 
     @property
     def inner(self) -> Any:
         """The store below."""
         return self._store
+
+    def another_watch(self) -> WatchedStore:
+        """Over the same store: what is missing, and how long values may be, is noted for each array by itself."""
+        return self._with_store(self._store)
 
     def _with_store(self, store: Any) -> WatchedStore:
         return type(self)(store, self._fence)
@@ -99,7 +103,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         else:
             found = await self._store.get(key, prototype, byte_range)
         if found is None:
-            self.absent.add(key)
+            self.missing.add(key)
         else:
             self._check_length(key, len(found), is_metadata)
             if is_metadata:

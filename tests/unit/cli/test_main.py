@@ -20,8 +20,9 @@ import shardload
 from shardload.cli.arguments import as_typed, info_as_typed
 from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.comm.stall_report import _END
+from shardload.formats.access import Limits
 from shardload.formats.containment import TARGET_HINT
-from shardload.formats.untrusted import Helper, Limits
+from shardload.formats.untrusted.helper import Helper
 
 MESH = {"a": 4, "b": 2}
 
@@ -508,7 +509,7 @@ def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
     def refuse() -> None:
         raise AssertionError("opened in this process")
 
-    monkeypatch.setattr("shardload.formats.lookup._formats", refuse)
+    monkeypatch.setattr("shardload.formats.registry.own", refuse)
     assert run(name, file, *flags)[0] == 1
     code, untrusted, said = run(name, file, "--untrusted", *flags)
     assert (code, untrusted) == (0, printed), said

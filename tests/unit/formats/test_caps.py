@@ -42,17 +42,18 @@ from zarr.abc.store import OffsetByteRequest, RangeByteRequest, SuffixByteReques
 import shardload
 from shardload.cli.main import app
 from shardload.errors import SourceError
+from shardload.formats.access import Access, Limits
 from shardload.formats.base import a_few_chunks
 from shardload.formats.codecs import Chain, Stage, blosc, gunzip, inflate, unzstd
-from shardload.formats.hdf5.filters import NAMES, STACKED
-from shardload.formats.hdf5.integrity import n_compressors
+from shardload.formats.hdf5.filters import NAMES, n_compressors
 from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.lookup import find_array, list_arrays, open_source, read_small
-from shardload.formats.untrusted import Limits
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.store import open_store
 from shardload.planning.region import Region
 from tests.unit.files import flat, read_all, write_hdf5, write_zarr
+
+LIMITED = "in a process of which memory is limited"
 
 ROOT = Path(__file__).parents[3]
 SIDE = 128  # of an array in chunks of one byte: HDF5 takes 6 KiB for each chunk of one read, 100 MB in all
@@ -386,19 +387,26 @@ def test_a_file_that_was_cut_gives_no_plain_values(tmp_path: Path) -> None:
         (("zfp", "zstd"), ("zfp",), True),  # what does as it likes, and may
         (("zfp", "zstd"), ("all",), True),
         (("zfp", "zstd"), ("bitshuffle",), False),
-        (("gzip", "zstd"), ("all", STACKED), True),  # a helper process, of which memory is limited
+        (("gzip", "zstd"), ("all", LIMITED), True),  # a helper process, of which memory is limited
     ],
 )
 def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[str, ...], is_bounded: bool) -> None:
     """One rule for both formats."""
     numbers = {name: number for number, name in NAMES.items()}
-    assert (n_compressors([2, 3, *(numbers[name] for name in names)], allowed) < 2) == is_bounded
+
+    def access(words: tuple[str, ...]) -> Access:
+        return Access(allow_filters=set(words) - {LIMITED}, is_limited=LIMITED in words)
+
+    assert (n_compressors([2, 3, *(numbers[name] for name in names)], access(allowed)) < 2) == is_bounded
     for words in (allowed, tuple(f"numcodecs.{word}" if word in NAMES.values() else word for word in allowed)):
         for prefix in ("", "numcodecs."):
             chain = [{"name": "bytes"}, *({"name": prefix + name} for name in names)]
-            assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, words) != is_bounded
+            assert zarr_layout.is_stacked({"zarr_format": 3, "codecs": chain}, access(words)) != is_bounded
         filters, compressor = [{"id": "delta"}, {"id": names[0]}], {"id": names[1]}
-        assert zarr_layout.is_stacked({"zarr_format": 2, "filters": filters, "compressor": compressor}, words) != is_bounded
+        assert (
+            zarr_layout.is_stacked({"zarr_format": 2, "filters": filters, "compressor": compressor}, access(words))
+            != is_bounded
+        )
 
 
 def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
@@ -413,10 +421,10 @@ def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> No
     for name in ("lzf", "virtual x", "virtual lzf"):
         for allow in ((), ("all",), ("gzip", "lzf")):
             with pytest.raises(SourceError, match="compressed more than once"):
-                find_array(str(tmp_path / "a.h5"), name, allow=allow)
+                find_array(str(tmp_path / "a.h5"), name, Access(allow_filters=allow))
         for source in (
-            open_source(tmp_path / "a.h5", name, allow=("all", STACKED)),
-            open_source(tmp_path / "a.h5", name, untrusted=Limits()),
+            open_source(tmp_path / "a.h5", name, Access(allow_filters={"all"}, is_limited=True)),
+            open_source(tmp_path / "a.h5", name, access=Access(untrusted=Limits())),
         ):
             np.testing.assert_array_equal(read_all(source), flat((4096,), "u1"))
             np.testing.assert_array_equal(source.plain(Region.whole((4096,))), flat((4096,), "u1"))

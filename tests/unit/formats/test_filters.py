@@ -26,6 +26,7 @@ from zarr.abc.codec import BytesBytesCodec
 import shardload
 from benchmarks.fuzz_filter_files import FilterKind, hdf5_kinds
 from shardload.errors import SourceError
+from shardload.formats.access import STRICT, Access
 from shardload.formats.hdf5 import chunk_heads as hdf5_heads
 from shardload.formats.hdf5 import filters as hdf5_filters
 from shardload.formats.lookup import list_arrays, open_source
@@ -48,7 +49,7 @@ def kinds() -> dict[str, FilterKind]:
 
 
 def values_of(path: str, allow: Any) -> np.ndarray[Any, Any]:
-    source = open_source(path, "/a", allow=allow)
+    source = open_source(path, "/a", Access(allow_filters=allow))
     try:
         out = np.empty(source.info.shape, source.dtype)
         source.read_into(Region.whole(out.shape), out)
@@ -68,9 +69,10 @@ def test_a_filter_that_does_not_survive_damage_needs_a_word(tmp_path: Path, numb
         with pytest.raises(
             SourceError, match=rf"'/a' in .* HDF5 filter {number} \({name}\).*damage.*pass allow_filters='{name}'\.$"
         ):
-            open_source(path, "/a", allow=allow)
+            open_source(path, "/a", Access(allow_filters=allow))
     assert (
-        f"allow_filters='{name}'" in (list_arrays(path)[0].refused or "") and list_arrays(path, allow={name})[0].refused is None
+        f"allow_filters='{name}'" in (list_arrays(path)[0].refused or "")
+        and list_arrays(path, Access(allow_filters={name}))[0].refused is None
     )
     for allow in ({name}, {str(number)}, {"all"}, {"gzip", name}):
         np.testing.assert_allclose(values_of(path, allow), data, rtol=1e-6)
@@ -91,10 +93,10 @@ def test_every_call_passes_the_word_on(tmp_path: Path) -> None:
 def test_a_file_cannot_call_its_filter_by_an_allowed_name() -> None:
     kind = h5py.h5t.IEEE_F32LE
     for label in (b"gzip", b"all", b"zfp", b"40000"):
-        said = hdf5_filters.refuse_filter(40000, label, (), kind, (4,), {"gzip", "zfp", "307"}) or ""
+        said = hdf5_filters.refuse_filter(40000, label, (), kind, (4,), Access(allow_filters={"gzip", "zfp", "307"})) or ""
         assert "filter 40000" in said and "allow_filters='40000'" in said and "not known" in said
-    assert hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), {"40000"}) is None
-    assert "\x1b" not in (hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), ()) or "")
+    assert hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), Access(allow_filters={"40000"})) is None
+    assert "\x1b" not in (hdf5_filters.refuse_filter(40000, b"\x1b[31m\xff", (), kind, (4,), STRICT) or "")
 
 
 def test_a_filter_that_is_refused_is_not_even_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,7 @@ def test_a_filter_that_is_refused_is_not_even_looked_for(tmp_path: Path, monkeyp
         open_source(path, "/a")
     list_arrays(path)
     assert asked == []
-    open_source(path, "/a", allow={"bitshuffle"}).close()
+    open_source(path, "/a", Access(allow_filters={"bitshuffle"})).close()
     assert asked and set(asked) == {32008}
 
 
@@ -188,7 +190,7 @@ def test_a_codec_of_another_package_needs_a_word(tmp_path: Path, where: str) -> 
         ...
     ] = data
     with pytest.raises(SourceError, match=r"codec 'mine', .*not known.*pass allow_filters='mine'\.$"):
-        open_source(path, "/a", allow={"zstd"})
+        open_source(path, "/a", Access(allow_filters={"zstd"}))
     assert "allow_filters='mine'" in (list_arrays(path)[0].refused or "")
     for allow in ({"mine"}, {"all"}):
         np.testing.assert_array_equal(values_of(path, allow), data)
@@ -205,7 +207,7 @@ def test_allowing_all_allows_no_program(tmp_path: Path) -> None:
     told["filters"] = [{"id": "pickle", "protocol": 5}]
     (tmp_path / "a.zarr/a/.zarray").write_text(json.dumps(told))
     with pytest.raises(SourceError, match="pickle"):
-        open_source(path, "/a", allow={"all"})
+        open_source(path, "/a", Access(allow_filters={"all"}))
 
 
 # --- parameters
@@ -258,13 +260,13 @@ def test_parameters_that_do_not_fit(
     data = bytearray(kind.files["f.h5"])
     path = tmp_path / "a.h5"
     path.write_bytes(data)
-    open_source(path, "/a", allow={"all"}).close()
+    open_source(path, "/a", Access(allow_filters={"all"})).close()
     at, width = kind.parameters[which]
     data[at : at + width] = value.to_bytes(width, "little")
     path.write_bytes(data)
     own = rf"HDF5 filter \d+ \({name.partition(':')[0]}\), whose parameters .* do not fit.*{said}"
     with pytest.raises(SourceError, match=rf"{own}|tuple index out of range|Unknown SZIP"):  # h5py 3.12 trips over some
-        open_source(path, "/a", allow={"all"})
+        open_source(path, "/a", Access(allow_filters={"all"}))
 
 
 def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp_path: Path) -> None:

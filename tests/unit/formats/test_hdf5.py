@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, Source
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
-from tests.unit.files import ALONE, DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
+from tests.unit.files import DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
 
 CHUNKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -50,7 +51,7 @@ def info_of(path: str, name: str) -> ArrayInfo:
 
 
 def check(path: str, name: str, expected: np.ndarray[Any, Any]) -> ArrayInfo:
-    source = open_source(path, name, allow=ASKED)
+    source = open_source(path, name, Access(allow_filters=ASKED))
     check_source(source, expected)
     source.close()
     return source.info
@@ -335,7 +336,7 @@ def counting_filter() -> Iterator[list[int]]:
 def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: list[int]) -> None:
     data = flat((7, 6, 5), ">f8")
     path = write_hdf5(tmp_path / "a.h5", {"a": data}, chunks=(2, 4, 3), compression=460)
-    source = open_source(path, "/a", allow={"460"})
+    source = open_source(path, "/a", Access(allow_filters={"460"}))
     assert source.info.codec == "counting#460"
     assert counting_filter == [0]  # metadata decodes nothing
     for region, chunks in (
@@ -345,7 +346,9 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: li
         (Region((1, 3, 2), (1, 5, 4)), 0),
     ):
         source.close()
-        source = open_source(path, "/a", allow={"460"})  # a new file, so that HDF5's cache of the last read is gone
+        source = open_source(
+            path, "/a", Access(allow_filters={"460"})
+        )  # a new file, so that HDF5's cache of the last read is gone
         counting_filter[0] = 0
         out = np.empty(region.shape)
         source.read_into(region, out)
@@ -357,12 +360,13 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counting_filter: li
 def test_a_filter_that_is_missing_is_named(tmp_path: Path, counting_filter: list[int]) -> None:
     path = write_hdf5(tmp_path / "a.h5", {"a": flat((4, 5))}, chunks=(2, 2), compression=460)
     zstd = write_hdf5(tmp_path / "z.h5", {"a": flat((4, 5))}, chunks=(2, 2), **hdf5plugin.Zstd())
-    code = ALONE + (
+    code = (
+        "import sys\n"
         "sys.modules['hdf5plugin'] = None\n"
-        "from shardload.formats.lookup import open_source, list_arrays\n"
+        "from shardload.formats.access import Access\nfrom shardload.formats.lookup import open_source, list_arrays\n"
         "for path in sys.argv[1:]:\n"
         "    assert list_arrays(path)[0].shape == (4, 5)\n"
-        "    try: open_source(path, 'a', allow={'460'})\n"
+        "    try: open_source(path, 'a', Access(allow_filters={'460'}))\n"
         "    except OSError as error: print(type(error).__name__, error)\n"
     )
     said = subprocess.run(

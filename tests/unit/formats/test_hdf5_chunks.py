@@ -17,6 +17,7 @@ import hdf5plugin
 import numpy as np
 import pytest
 
+from shardload.formats.access import Access
 from shardload.formats.base import ChunkReader, Encoded, Source
 from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.lookup import open_source
@@ -102,7 +103,7 @@ def check(path: Path | str, name: str) -> np.ndarray[Any, Any]:
 
 
 def is_left_to_hdf5(path: Path | str, name: str) -> bool:
-    source = open_source(str(path), name, allow={"all"})
+    source = open_source(str(path), name, Access(allow_filters={"all"}))
     reader = source.chunk_reader()
     source.close()
     return reader is None

@@ -19,6 +19,7 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
 from shardload.formats.containment import Fence
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
@@ -43,8 +44,8 @@ def refused(path: Path | str, name: str, match: str) -> None:
     for attempt in (find_array, open_source):
         with pytest.raises(SourceError, match=match):
             attempt(str(path), name)
-    assert find_array(str(path), name, True).shape == SHAPE
-    source = open_source(str(path), name, True)
+    assert find_array(str(path), name, Access(allow_external=True)).shape == SHAPE
+    source = open_source(str(path), name, Access(allow_external=True))
     np.testing.assert_array_equal(read_all(source), DATA)
     source.close()
 
@@ -194,7 +195,7 @@ def test_external_storage(places: tuple[Path, Path]) -> None:
     np.testing.assert_array_equal(read_all(source), DATA)
     refused(home / "a.h5", "/outside", "outside the folder of this file")
     with pytest.raises(SourceError, match="a name that is too long"):
-        open_source(home / "a.h5", "/long", True)
+        open_source(home / "a.h5", "/long", Access(allow_external=True))
     with open(home / "raw", "r+b") as raw:
         raw.truncate(DATA.nbytes - 4)
     with pytest.raises(OSError, match="was cut to 476 bytes from 488"):
@@ -311,7 +312,7 @@ def test_links_out_of_a_store(tmp_path: Path, zarr_format: int, order: str, what
         read_all(open_source(path, "a"))
     listed = {info.dataset: info.refused for info in list_arrays(str(path))}
     assert listed["/b"] is None and (what in ("chunk", "folder") or listed.get("/a", "not followed") is not None)
-    source = open_source(path, "a", True)
+    source = open_source(path, "a", Access(allow_external=True))
     np.testing.assert_array_equal(read_all(source), DATA)
     source.close()
     if what == "chunk":  # a link inside the store is no business of anybody's

@@ -24,14 +24,17 @@ import pytest
 import zarr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import untrusted_process
+from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.lookup import find_array, find_small, list_arrays, open_source
-from shardload.formats.untrusted import Helper, HelperError, Limits, UntrustedSource, _info_of, find
+from shardload.formats.untrusted import helper as helper_module
+from shardload.formats.untrusted.answers import HelperError, info_of
+from shardload.formats.untrusted.helper import Helper
+from shardload.formats.untrusted.source import UntrustedSource, find
 from shardload.planning.region import Region
 from tests.unit.fakes import fetch, reader_of, whole
-from tests.unit.files import ALONE, flat, read_all, spoiled, write_hdf5, write_zarr
+from tests.unit.files import flat, read_all, spoiled, write_hdf5, write_zarr
 
 SHAPE, CHUNKS = (7, 10), (4, 4)
 DATA = flat(SHAPE, "int32")
@@ -105,7 +108,7 @@ GOOD: dict[str, Callable[[Path], str]] = {
 def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
     """Wrong if a region, a chunk at the edge, a hole, or what is known of the array were another."""
     path = GOOD[kind](tmp_path / "file")
-    mine, other = open_source(path, "x"), open_source(path, "/x/", untrusted=LIMITS)
+    mine, other = open_source(path, "x"), open_source(path, "/x/", access=Access(untrusted=LIMITS))
     assert (other.info, other.dtype, other.state()) == (mine.info, mine.dtype, mine.state())
     for region in (Region.whole(SHAPE), Region((3, 1), (6, 9)), Region((4, 0), (5, 4)), Region((2, 2), (2, 5))):
         expected, found = np.empty(region.shape, "i4"), np.full(region.shape, -1, "i4")
@@ -133,18 +136,18 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
 
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
-    assert list_arrays(path, untrusted=LIMITS) == list_arrays(path)
-    assert find_small(path, "a", False, LIMITS) == (find_array(path, "a"), DATA.tobytes())
+    assert list_arrays(path, access=Access(untrusted=LIMITS)) == list_arrays(path)
+    assert find_small(path, "a", Access(untrusted=LIMITS)) == (find_array(path, "a"), DATA.tobytes())
     with pytest.raises(ConfigError) as mine:
         find_array(path, "c")
     with pytest.raises(ConfigError) as other:
-        find_array(path, "c", untrusted=LIMITS)
+        find_array(path, "c", access=Access(untrusted=LIMITS))
     assert str(other.value) == str(mine.value)
     with pytest.raises(SourceError, match="there is no file") as error:
-        find_array(str(tmp_path / "none.h5"), untrusted=LIMITS)
+        find_array(str(tmp_path / "none.h5"), access=Access(untrusted=LIMITS))
     assert error.value.path == str(tmp_path / "none.h5")
     with h5py.File(path) as file, pytest.raises(ConfigError, match="Pass the path of the file"):
-        find_array(file["a"], untrusted=LIMITS)
+        find_array(file["a"], access=Access(untrusted=LIMITS))
 
 
 def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +155,7 @@ def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     path = write_hdf5(tmp_path / "a.h5", {"x": flat((12, 16), "int32")}, chunks=(2, 4), compression="gzip")
     with h5py.File(path, "a") as file:
         file["x"].attrs["_FillValue"] = np.nan  # which is not itself: no sign that the file was changed
-    source = open_source(path, "x", untrusted=LIMITS)
+    source = open_source(path, "x", access=Access(untrusted=LIMITS))
     reader = source.chunk_reader()
     assert isinstance(source, UntrustedSource) and reader is not None
     start = threading.Barrier(3)
@@ -179,7 +182,7 @@ def test_several_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.fixture
 def careless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers from now on leave parameters and chunks unchecked: what was seen to crash, and is refused now, does it again."""
-    text = Path(untrusted_process.__file__).read_text()
+    text = Path(helper_module.SCRIPT).read_text()
     known = "        import shardload.formats.lookup  # noqa: F401\n"
     unchecked = (
         "        from shardload.formats.hdf5 import filters, source\n"
@@ -188,7 +191,7 @@ def careless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert text.count(known) == 1
     (tmp_path / "careless.py").write_text(text.replace(known, known + unchecked))
-    monkeypatch.setattr(untrusted_process, "__file__", str(tmp_path / "careless.py"))
+    monkeypatch.setattr(helper_module, "SCRIPT", str(tmp_path / "careless.py"))
 
 
 def cut_bzip2(path: Path) -> str:
@@ -220,7 +223,7 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     make, words = BAD[kind]
     path = make(tmp_path / "bad.h5")
-    source = open_source(path, "x", untrusted=Limits(cpu_seconds=1.0))
+    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=1.0)))
     with reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
         fetch(reader, whole(Region((4, 0), (8, 8)), rank=1))
     assert error.value.chunk == (1, 0) and error.value.dataset == "/x" and error.value.path == path
@@ -233,7 +236,7 @@ def test_a_helper_that_was_lost_is_replaced_a_few_times(tmp_path: Path) -> None:
     path = spoiled(tmp_path / "bad.h5", 1, 0, compression="szip")
     with h5py.File(path, "a") as file:  # the second chunk as it is, without the filter
         file["x"].id.write_direct_chunk((4, 0), bytes(range(128)), 1)
-    source = open_source(path, "x", untrusted=ONE)
+    source = open_source(path, "x", access=Access(untrusted=ONE))
     out = np.empty((4, 8), "i4")
     for _ in range(3):
         with pytest.raises(HelperError, match="SIGFPE"):
@@ -252,7 +255,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     path = write_zarr(tmp_path / "a.zarr", {"x": np.zeros((64, 1 << 20), "u1")}, chunks=(64, 1 << 20))
     array = zarr.open_group(path)["x"]
     array.resize((512, 1 << 20))
-    source = open_source(path, "x", untrusted=ONE)
+    source = open_source(path, "x", access=Access(untrusted=ONE))
     with pytest.raises(HelperError, match=r"more memory than a helper process may have .1\.0 MiB"):
         source.read_into(Region((0, 0), (512, 1 << 20)), np.empty((512, 1 << 20), "u1"))
     source.close()
@@ -265,7 +268,7 @@ def test_a_way_out_is_told_as_in_this_process(tmp_path: Path) -> None:
     for there, kind in ((tmp_path / "stolen", OutsideError), (tmp_path / "a.zarr" / "x", NotAFileError)):
         chunk.rename(tmp_path / "stolen") if not chunk.is_symlink() else chunk.unlink()
         chunk.symlink_to(there)
-        source = open_source(path, "x", untrusted=ONE)
+        source = open_source(path, "x", access=Access(untrusted=ONE))
         with pytest.raises(OSError, match="outside the store" if kind is OutsideError else "expected a file") as error:
             source.read_into(Region((4,), (8,)), np.empty(4, "i8"))
         source.close()
@@ -299,7 +302,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     def make(*actions: str) -> None:
         steps = "".join(f"request = receive()\n{action}\n" for action in actions)
         (tmp_path / "fake.py").write_text(f"{FAKE}{steps}receive()\n")
-        monkeypatch.setattr(untrusted_process, "__file__", str(tmp_path / "fake.py"))
+        monkeypatch.setattr(helper_module, "SCRIPT", str(tmp_path / "fake.py"))
 
     return make
 
@@ -331,7 +334,7 @@ AT = -(-4 * DATA.size // 8) * 8
 )
 def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> None:
     fake(OPEN, lie)
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     with pytest.raises(HelperError):
         source.read_into(Region.whole(SHAPE), np.empty(SHAPE, "i4"))
     assert source._all == [], "who lies once is asked no more"
@@ -341,7 +344,7 @@ def test_an_answer_that_cannot_be_right(lie: str, fake: Callable[..., None]) -> 
 @pytest.mark.parametrize("stored", ["-1", "True", "2**64", "'1'", "1.5"])
 def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., None]) -> None:
     fake(OPEN, f"say(nbytes_stored={stored})")
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     with pytest.raises(HelperError, match="cannot be right"):
         source.chunk((0, 0), np.empty(CHUNKS, "i4"))
     source.close()
@@ -351,7 +354,7 @@ def test_a_stored_size_that_cannot_be_right(stored: str, fake: Callable[..., Non
 def test_a_state_that_cannot_be_right(state: str, fake: Callable[..., None]) -> None:
     fake(OPEN.replace("[1, 2]", state))
     with pytest.raises(HelperError, match="state"):
-        UntrustedSource("f.h5", "/x", False, ONE)
+        UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
 
 
 def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) -> None:
@@ -359,12 +362,12 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
     with pytest.raises(
         SourceError, match=r"'/y' in 'f.h5' could not be opened in a helper process: .*cannot be right: the array '/x'"
     ):
-        open_source("f.h5", "y", untrusted=ONE)
+        open_source("f.h5", "y", access=Access(untrusted=ONE))
     fake("say(info=None, nbytes=None)")
     with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
-        find_array("f.h5", "x", untrusted=ONE)
+        find_array("f.h5", "x", access=Access(untrusted=ONE))
     fake(OPEN.replace("state", "nbytes"))
-    assert find_small("f.h5", "x", False, ONE) == (INFO, None), "values of another size: whoever reads them says so"
+    assert find_small("f.h5", "x", Access(untrusted=ONE)) == (INFO, None), "values of another size: whoever reads them says so"
 
 
 @pytest.mark.parametrize(
@@ -386,16 +389,16 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
 )
 def test_a_description_that_cannot_be_right(wrong: dict[str, Any]) -> None:
     good = json.loads(INFO.to_json())
-    assert _info_of(good, "f.h5") == INFO
+    assert info_of(good, "f.h5") == INFO
     with pytest.raises(HelperError, match="cannot be right"):
-        _info_of(good | wrong, "f.h5")
+        info_of(good | wrong, "f.h5")
     with pytest.raises(HelperError, match="cannot be right"):
-        _info_of([good], "f.h5")
+        info_of([good], "f.h5")
 
 
 def test_what_is_printed_cannot_move_a_terminal_and_a_path_is_not_the_helpers_to_say() -> None:
     good = json.loads(INFO.to_json())
-    found = _info_of(good | {"path": "/etc/passwd", "codec": "\x1b[2J", "attributes": {"a\n": ["\x07"]}}, "f.h5")
+    found = info_of(good | {"path": "/etc/passwd", "codec": "\x1b[2J", "attributes": {"a\n": ["\x07"]}}, "f.h5")
     assert (found.path, found.codec, found.attributes) == ("f.h5", "\\x1b[2J", {"a\\n": ["\\x07"]})
 
 
@@ -403,7 +406,7 @@ def test_shared_memory_stays_as_long_as_it_is(fake: Callable[..., None]) -> None
     """Wrong if a helper could make it shorter: who looks at what is gone is ended by SIGBUS."""
     shorten = "try:\n    os.ftruncate(values, 0)\nexcept PermissionError:\n    pass\nelse:\n    os._exit(9)\n"
     fake(OPEN, f"{shorten}put(*range(70), kind='i'); say(n_missing=0)")
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     np.testing.assert_array_equal(read_all(source), DATA)
     source.close()
 
@@ -414,7 +417,7 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     put = "put(0, 2, 255, kind='B'); "
     given = f"say(info={info!r}, state=[1, 2])"
     fake(given, f"{put}say(n_missing=0)", f"{put}say()", f"{put}say(nbytes_stored=3)", f"{put}say()")
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     chunks = source.chunk_reader()
     expected = [0, 1, 1]
     assert read_all(source).view("u1").ravel().tolist() == expected
@@ -425,13 +428,13 @@ def test_truth_that_is_neither(fake: Callable[..., None]) -> None:
     assert out.view("u1").ravel().tolist() == expected
     source.close()
     fake(f"{put}say(info={info!r}, nbytes=3)")
-    assert find("f.h5", "f.h5", "/x", False, ONE, values=True)[1] == bytes(expected)
+    assert find("f.h5", "f.h5", "/x", Access(untrusted=ONE), values=True)[1] == bytes(expected)
 
 
 def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
     fake("os.write(2, b'one\\n\\x1b[2J two\\n\\n'); os._exit(7)")
     with pytest.raises(SourceError, match=r"with status 7; it had printed '\\x1b\[2J two'"):
-        open_source("f.h5", "x", untrusted=ONE)
+        open_source("f.h5", "x", access=Access(untrusted=ONE))
 
 
 # --- when helpers end
@@ -439,7 +442,7 @@ def test_what_a_library_printed_last_is_told(fake: Callable[..., None]) -> None:
 
 def test_no_answer_in_time(fake: Callable[..., None]) -> None:
     fake(OPEN, "time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", False, Limits(1 << 20, seconds=0.0))
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=Limits(1 << 20, seconds=0.0)))
     with pytest.raises(HelperError, match="no answer for 0 s"):
         read_all(source)
     source.close()
@@ -449,7 +452,7 @@ def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable
     """As after a stall, or Ctrl-C in the thread that calls MPI. Wrong if the thread waited on, or the next had a turn."""
     os.mkfifo(tmp_path / "begun")
     fake(OPEN, f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(read_all, source)
         (tmp_path / "begun").read_bytes()  # waits for the helper
@@ -464,7 +467,7 @@ def test_closing_ends_a_helper_that_is_at_work_for_another_thread(fake: Callable
 
 def test_ctrl_c(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     fake(OPEN, "os.kill(os.getppid(), 2); time.sleep(600)")
-    source = UntrustedSource("f.h5", "/x", False, ONE)
+    source = UntrustedSource("f.h5", "/x", Access(untrusted=ONE))
     with pytest.raises(KeyboardInterrupt):
         read_all(source)
     assert source._all == []
@@ -489,7 +492,7 @@ def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Calla
     fake()
     (tmp_path / "fake.py").write_text("raise RuntimeError('no NumPy here')")
     with pytest.raises(ConfigError, match=r"could not be started here.*no NumPy here"):
-        find_array("f.h5", untrusted=LIMITS)
+        find_array("f.h5", access=Access(untrusted=LIMITS))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="could not be started here"):
         Helper(LIMITS)
@@ -501,7 +504,7 @@ def test_a_helper_takes_itself_for_no_rank(fake: Callable[..., None], monkeypatc
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/hdf5")
     out = str(tmp_path / "environ")
     fake(f"open({out!r}, 'w').write(json.dumps([dict(os.environ), os.listdir('/proc/self/fd')])); say(infos=[])")
-    assert list_arrays("f.h5", untrusted=LIMITS) == []
+    assert list_arrays("f.h5", access=Access(untrusted=LIMITS)) == []
     environ, descriptors = json.loads(Path(out).read_text())
     assert environ["LD_LIBRARY_PATH"] == "/opt/hdf5" and environ["MPI4PY_RC_INITIALIZE"] == "0"
     assert not [name for name in environ if name.startswith(("PMI", "OMPI", "SLURM", "MPI_", "PYTHONPATH"))]
@@ -512,7 +515,8 @@ def test_a_helper_takes_itself_for_no_rank(fake: Callable[..., None], monkeypatc
 def test_a_process_that_ends_leaves_no_helper(end: str) -> None:
     """Wrong if a rank that dies left one behind, which a batch system then waits for."""
     script = (
-        f"{ALONE}import os, signal, sys\nfrom shardload.formats.untrusted import Helper, Limits\n"
+        "import os, signal, sys\nfrom shardload.formats.access import Limits\n"
+        "from shardload.formats.untrusted.helper import Helper\n"
         f"helper = Helper(Limits())\nprint(helper.pid, flush=True)\n"
         f"os.kill(helper.pid, signal.SIGSTOP)  # it notices nothing, as in the loop of a filter\n{end}\n"
     )

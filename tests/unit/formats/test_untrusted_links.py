@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import shardload.formats.lookup as sources_module
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
 from shardload.formats.containment import Fence, OutsideError
 from shardload.formats.hdf5 import links as hdf5_links
 from shardload.formats.hdf5 import source as hdf5_module
@@ -344,24 +345,24 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, told: str
     replace(tmp_path / "h/%b", kind)
     for name in ("/external", "/virtual", "/unlimited", "/pattern", "/storage"):
         with pytest.raises(SourceError, match=expected):
-            open_source(tmp_path / "h/a.h5", name, True)
-    assert all(expected in str(info.refused) for info in list_arrays(str(tmp_path / "h/a.h5"), True))
+            open_source(tmp_path / "h/a.h5", name, Access(allow_external=True))
+    assert all(expected in str(info.refused) for info in list_arrays(str(tmp_path / "h/a.h5"), Access(allow_external=True)))
     for number, keys in ((2, ("a/.zarray", "a/.zattrs", ".zgroup")), (3, ("a/zarr.json", "zarr.json"))):
         for key in keys:
             path = Path(write_zarr(tmp_path / f"{number}{key.replace('/', '-')}.zarr", {"a": flat((4, 4))}, number))
             replace(path / key, kind)
             if "/" in key:
                 with pytest.raises(SourceError, match=expected):
-                    find_array(str(path), "a", True)
-                assert expected in str(list_arrays(str(path), True)[0].refused)
+                    find_array(str(path), "a", Access(allow_external=True))
+                assert expected in str(list_arrays(str(path), Access(allow_external=True))[0].refused)
             else:
                 with pytest.raises(SourceError, match=expected):
-                    find_array(str(path), "/", True)
+                    find_array(str(path), "/", Access(allow_external=True))
     for name, more in (("chunk", {}), ("order", {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]})):
         path = Path(write_zarr(tmp_path / f"{name}.zarr", {"a": flat((4, 4))}, 3, **more))
         replace(path / "a/c/1/0", kind)
         with pytest.raises(OSError, match=expected):
-            read_all(open_source(path, "a", True))
+            read_all(open_source(path, "a", Access(allow_external=True)))
 
 
 # --- Zarr: URLs
@@ -379,7 +380,7 @@ def test_urls_of_this_machine_are_paths(tmp_path: Path) -> None:
     (path / "a/c/1/0").symlink_to(tmp_path / "stolen")
     with pytest.raises(OutsideError, match="outside the store"):
         read_all(open_source(f"file://{path}", "a"))
-    np.testing.assert_array_equal(read_all(open_source(f"file://{path}", "a", True)), flat((4, 4)))
+    np.testing.assert_array_equal(read_all(open_source(f"file://{path}", "a", Access(allow_external=True))), flat((4, 4)))
 
 
 class LocalFileSystem:
@@ -438,7 +439,7 @@ def test_links_behind_a_wrapped_store_that_was_handed_in(tmp_path: Path, wrap: A
     array = zarr.open_array(wrap(zarr.storage.LocalStore(tmp_path / "in.zarr", read_only=True)), path="a", mode="r")
     with pytest.raises((SourceError, OutsideError), match=r"outside the store|may read files anywhere"):
         read_all(open_source(array, "/a"))
-    np.testing.assert_array_equal(read_all(open_source(array, "/a", True)), data)
+    np.testing.assert_array_equal(read_all(open_source(array, "/a", Access(allow_external=True))), data)
     chunk.unlink()
     chunk.write_bytes((tmp_path / "else.zarr" / "a" / "0").read_bytes())
     if wrap is not Elsewhere:

@@ -21,6 +21,7 @@ import zarr.registry
 import zarr.storage
 
 from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
@@ -396,10 +397,12 @@ def test_each_chunk_is_decoded_once_per_read(tmp_path: Path, counter: list[int],
     data = flat((7, 6, 5), "float64", first=1)  # from 1: Zarr does not store a chunk of fill values
     path = write_zarr(tmp_path / "a.zarr", {"a": data}, chunks=(2, 4, 3), shards=shards, compressors=[CountingCodec()])
     counter[0] = 0
-    source = open_source(path, "/a", allow={"counting"})
+    source = open_source(path, "/a", Access(allow_filters={"counting"}))
     assert source.info.codec == "counting" and source.info.chunks == (2, 4, 3) and source.info.shards == shards
-    listed = list_arrays(path, allow={"counting"})
-    assert listed == [find_array(path, allow={"counting"})] and counter == [0]  # metadata decodes nothing
+    listed = list_arrays(path, Access(allow_filters={"counting"}))
+    assert listed == [find_array(path, access=Access(allow_filters={"counting"}))] and counter == [
+        0
+    ]  # metadata decodes nothing
     for region, chunks in (
         (Region.whole(data.shape), 4 * 2 * 2),
         (Region((2, 0, 0), (4, 4, 3)), 1),

@@ -1,0 +1,180 @@
+"""What is this file, or this name, then? What is said where no format claims a file, and where no one array is meant.
+
+Each error says what was found instead, and what to type: names like the one that was given, the largest arrays, how to convert
+a file of another kind. Opens files to see what they are, never to read values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+from shardload.errors import ConfigError, ShardloadError, SourceError, printable
+from shardload.formats.base import ArrayInfo, nbytes_of, some
+from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
+from shardload.formats.untrusted.answers import HelperError
+from shardload.system.interruption import let_interruption_pass
+
+__all__ = ["as_source_error", "candidates", "check_readable", "no_such_array", "only_array", "unclaimed"]
+
+# Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
+_OTHERS = (
+    (0, b"CDF", "a netCDF-3 classic file", "Convert it: `nccopy -k nc4 in.nc out.nc`."),
+    (0, b"\x93NUMPY", "a NumPy .npy file", "Pass the array itself: `numpy.load(path, mmap_mode='r')`."),
+    (0, b"SIMPLE  =", "a FITS file", "Write its array to HDF5 or Zarr first, with astropy and h5py for instance."),
+    (0, b"GRIB", "a GRIB file", "Convert it: `cdo -f nc4 copy in.grib out.nc`, or `grib_to_netcdf -k 3`."),
+    (0, b"\x0e\x03\x13\x01", "an HDF4 file", "Convert it: `h4toh5 in.hdf out.h5`."),
+    (0, b"MATLAB 5.0", "a MATLAB file before version 7.3", "Save it anew: `save('out.mat', '-v7.3')`, which is HDF5."),
+    (0, b"PAR1", "a Parquet file", "Write its columns to HDF5 or Zarr first."),
+    (0, b"II*\x00", "a TIFF file", "Write its image to HDF5 or Zarr first."),
+    (0, b"MM\x00*", "a TIFF file", "Write its image to HDF5 or Zarr first."),
+    (0, b"\x1f\x8b", "a gzip file", "Unpack it: `gunzip`, or `tar -xzf` for an archive."),
+    (257, b"ustar", "a tar archive", "Unpack it: `tar -xf`."),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the data", "Fetch the data: `git lfs pull`."),
+    (0, b"PK", "a zip file without a Zarr store at its root", "Unpack it, or zip it from inside the store."),
+)
+
+
+@contextlib.contextmanager
+def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
+    """Turn whatever a format's library raises on a damaged file into a SourceError; KeyError (no such name) passes."""
+    try:
+        yield
+    except (ShardloadError, KeyError, MemoryError) as error:
+        let_interruption_pass(error)
+        # "No such name" names the dataset; a library's own KeyError, from metadata that lacks something, does not.
+        if not isinstance(error, KeyError) or (dataset is not None and error.args == (dataset,)):
+            raise
+        raise _damaged(path, dataset, error) from error
+    except Exception as error:
+        let_interruption_pass(error)
+        raise _damaged(path, dataset, error) from error
+
+
+def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
+    """The message about a file that its library cannot open."""
+    what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
+    if isinstance(error, ModuleNotFoundError):
+        text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
+        return SourceError(text, path=path, dataset=dataset)
+    if isinstance(error, HelperError):
+        return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
+    if isinstance(error, NotAFileError | OutsideError):
+        return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
+    return SourceError(
+        f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
+        f"says: {type(error).__name__}: {error}",
+        path=path,
+        dataset=dataset,
+    )
+
+
+def check_readable(path: str) -> None:
+    """SourceError unless `path` is there and readable by this user."""
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            os.scandir(path).close()  # opened, not listed: it may hold a million chunks
+        elif not stat.S_ISREG(mode):
+            raise SourceError(f"'{path}' is {kind_of(mode)}, expected a file or folder. Pass another path.", path=path)
+        else:
+            os.close(open_file(path))
+        return
+    except SourceError:
+        raise
+    except PermissionError as error:
+        text = f"'{path}' may not be read by this user ({error.strerror}: '{error.filename}'). Ask for access."
+    except (FileNotFoundError, NotADirectoryError):
+        text = _what_is_there_instead(path)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            raise  # of this process, not of the file
+        text = f"'{path}' cannot be read: {error}."
+    raise SourceError(text, path=path)
+
+
+def _what_is_there_instead(path: str) -> str:
+    """The message about a file that does not exist, with names like it from the same folder."""
+    if os.path.islink(path):
+        return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
+    folder, name = os.path.split(os.path.normpath(path))
+    if folder and not os.path.isdir(folder):
+        return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
+    near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
+    if not near:
+        return f"there is no file '{path}'. The working folder is '{os.getcwd()}'."
+    return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
+
+
+def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> SourceError:
+    """The error about a file that no format claims: with the formats there are, and those that should be and cannot be used."""
+    more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
+    return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{more}", path=path)
+
+
+def _what_it_is(path: str) -> str:
+    """What a file is that no format claims."""
+    if "://" in path:
+        return f"'{path}' is a URL of an unknown kind."
+    if os.path.isdir(path):
+        inside = [n for n in sorted(os.listdir(path)) if n.endswith((".h5", ".hdf5", ".nc", ".nc4", ".zarr", ".zip"))]
+        hint = f" In it: {some([repr(os.path.join(path, n)) for n in inside])}." if inside else ""
+        return f"'{path}' is a folder, but not a Zarr store: it has no zarr.json, .zarray or .zgroup.{hint}"
+    with os.fdopen(open_file(path), "rb") as file:
+        head = file.read(512)
+    if not head:
+        return f"'{path}' is empty (0 bytes): its writer was interrupted, or wrote elsewhere."
+    for offset, mark, what, fix in _OTHERS:
+        if head[offset:].startswith(mark):
+            return f"'{path}' is {what}, which cannot be loaded. {fix}"
+    return f"'{path}' is of an unknown format: it starts with {head[:8]!r}."
+
+
+def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
+    """Those that can be meant where none is named."""
+    return [info for info in infos if info.refused is None and not info.is_coordinate]
+
+
+def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
+    """The array that can be meant when no name is given."""
+    fields = candidates(infos)
+    if len(fields) == 1:
+        return fields[0]
+    if fields:
+        fields.sort(key=nbytes_of, reverse=True)
+        n, which = f"{len(fields)}", "largest first"
+        if has_more:
+            n, which = f"more than {n}", f"of the first {len(infos)}, largest first"
+        raise ConfigError(
+            f"'{path}' holds {n} arrays; pass dataset='...' ({which}): "
+            f"{some([_told(info) for info in fields], 'many' * has_more)}."
+        )
+    others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
+    there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
+    raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
+
+
+def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
+    """The message about a name that is no array's: a group's, or nobody's. With `has_more`, of some of those that are there."""
+    more = "many" * has_more
+    below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
+    if below:
+        what = f"'{name}' in '{path}' is a group, not an array. Pass dataset= one of those in it"
+        return ConfigError(f"{what}: {some([_told(i) for i in below], more)}.")
+    if not infos:
+        return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
+
+    def likeness(info: ArrayInfo) -> float:
+        pairs = (info.dataset, name), (info.dataset.rpartition("/")[2], name.rpartition("/")[2])
+        return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
+
+    near = some([_told(info) for info in sorted(infos, key=likeness, reverse=True)], more)
+    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
+
+
+def _told(info: ArrayInfo) -> str:
+    return f"'{printable(info.dataset)}' {info.shape} {info.dtype}"

@@ -1,0 +1,160 @@
+"""Which formats are there? Our own, and those of other packages that are installed.
+
+1. Our own are asked first: what HDF5 and Zarr mark as theirs is read the same way whatever else is installed, and the list of
+   installed packages is not read for it (4 to 15 ms).
+2. Another package names its formats as entry points of the group ``shardload.formats``::
+
+       [project.entry-points."shardload.formats"]
+       npy = "shardload_npy:FORMAT"
+
+   They are asked by priority, the highest first, then by name. The priority is in the entry point's name, where it can be read
+   without an import: ``"npy.20"`` has 20, ``npy`` has 0.
+3. URLs are the other way round: other packages first, for Zarr takes any URL to be a store.
+4. A format is imported when its turn comes, so a rank that reads HDF5 never imports zarr. One that cannot be imported, or fails
+   when it is asked, is passed over: the error names it where no other format takes the file, and a warning where one does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from shardload.formats.base import Format
+from shardload.system.interruption import let_interruption_pass
+
+__all__ = ["GROUP", "Entry", "claiming", "installed", "load", "names", "own"]
+
+GROUP = "shardload.formats"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a format is to be imported from.
+
+    Attributes
+    ----------
+    name : str
+        As its package calls it; for messages.
+    priority : int
+        The highest is asked first.
+    target : str
+        ``"package.module:attribute"``: a `Format`, or a class of them.
+    package : str
+        That it comes from, with its version; empty for our own.
+    """
+
+    name: str
+    priority: int
+    target: str
+    package: str = ""
+
+    @classmethod
+    def of(cls, name: str, target: str, package: str) -> Entry:
+        """Of an entry point, whose name may end in a priority.
+
+        >>> Entry.of("npy", "a:B", "c 1").priority, Entry.of("npy.20", "a:B", "c 1"), Entry.of("x.-5", "a:B", "").priority
+        (0, Entry(name='npy', priority=20, target='a:B', package='c 1'), -5)
+        """
+        found = re.fullmatch(r"(.+)\.(-?\d+)", name)
+        return cls(found[1], int(found[2]), target, package) if found else cls(name, 0, target, package)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' of {self.package}" if self.package else f"'{self.name}'"
+
+
+_OWN = (
+    Entry("HDF5", 300, "shardload.formats.hdf5.source:FORMAT"),
+    Entry("memory", 200, "shardload.formats.memory:FORMAT"),
+    Entry("Zarr", 100, "shardload.formats.zarr.source:FORMAT"),
+)
+_told: set[Entry] = set()
+
+
+def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    return tuple(sorted(set(entries), key=lambda entry: (-entry.priority, entry.name, entry.package)))
+
+
+@functools.cache
+def own() -> tuple[Entry, ...]:
+    """Our own formats, in the order in which they are asked."""
+    return _in_order(_OWN)
+
+
+@functools.cache
+def installed() -> tuple[Entry, ...]:
+    """Those of other packages, in that order. The list of what is installed is read once in a process."""
+    from importlib.metadata import entry_points  # takes longer to import than the list to read
+
+    found = []
+    for point in entry_points(group=GROUP):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
+        found.append(Entry.of(point.name, point.value, package))
+    return _in_order(found)
+
+
+def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) -> tuple[Format | None, list[str]]:
+    """The first format for which `is_claimed`, and what is said of those that should have been asked before and could not be.
+
+    Where another one is found, a warning says that too, once in a process for each.
+
+    Returns
+    -------
+    Format or None
+        None where it is so for none.
+    list of str
+        ``"'npy' of shardload-npy 0.1 (ModuleNotFoundError: ...)"``.
+    """
+    failed: dict[Entry, str] = {}
+    for entries in (installed, own) if plugins_first else (own, installed):
+        for entry in entries():
+            found = load(entry)
+            if isinstance(found, str):
+                failed[entry] = f"{entry} ({found})"
+                continue
+            try:
+                if is_claimed(found):
+                    _warn(failed)
+                    return found, list(failed.values())
+            except Exception as error:
+                let_interruption_pass(error)
+                if not entry.package or isinstance(error, MemoryError):
+                    raise
+                failed[entry] = f"{entry} (when it was asked: {type(error).__name__}: {error})"
+    return None, list(failed.values())
+
+
+def names() -> list[str]:
+    """The formats that files can have, for messages."""
+    found = [load(entry) for entry in (*own(), *installed()) if entry.name != "memory"]
+    return [file_format.name for file_format in found if not isinstance(file_format, str)]
+
+
+@functools.cache
+def load(entry: Entry) -> Format | str:
+    """Import a format; where that fails, why."""
+    module, _, attribute = entry.target.partition(":")
+    try:
+        found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        made = found() if isinstance(found, type) and issubclass(found, Format) else found
+        if not isinstance(made, Format):
+            raise TypeError(f"{entry.target} is a {type(made).__name__}; expected a shardload.formats.Format")
+    except Exception as error:  # whatever the module of another package does
+        let_interruption_pass(error)
+        if isinstance(error, MemoryError) or not (entry.package or isinstance(error, ImportError)):
+            raise
+        return f"{type(error).__name__}: {error}"
+    return made
+
+
+def _warn(failed: dict[Entry, str]) -> None:
+    for entry, why in failed.items():
+        if entry not in _told:
+            _told.add(entry)
+            warnings.warn(
+                f"another format reads what may be a file of {why}, which cannot be used", RuntimeWarning, stacklevel=2
+            )

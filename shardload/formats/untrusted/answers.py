@@ -1,0 +1,129 @@
+"""What may a helper process say? Every answer is checked as if it were meant to harm: lengths, types, shapes, numbers.
+
+Whoever decodes hostile bytes may have been taken over by them. What could be so of any file is taken as it is; what could not
+be so of any is a `HelperError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from shardload.formats.base import ArrayInfo, refusal
+
+__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "lie", "loadable", "state_of"]
+
+LONGEST_TEXT = 4096
+_MOST_AXES = 64  # NumPy's
+_LONGEST_STATE = 8
+_INT64 = 2**63
+
+
+class HelperError(OSError):
+    """A helper process died, took too long, wanted too much memory, or gave an answer that none could give."""
+
+
+def clean(text: str) -> str:
+    """Text from somebody who may want to write more than text to a terminal."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def lie(what: str) -> HelperError:
+    """The error about an answer that cannot be so."""
+    return HelperError(f"the helper process that read it gave an answer that cannot be right: {what}")
+
+
+def is_int(value: object, end: int) -> bool:
+    """Whether it is a number from 0 to below `end`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
+
+
+def _text(value: object, what: str, is_clean: bool = True) -> str:
+    if not isinstance(value, str) or len(value) > 16 * LONGEST_TEXT:
+        raise lie(f"no text as {what}")
+    return clean(value) if is_clean else value
+
+
+def _numbers(value: object, what: str, least: int = 0) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MOST_AXES or not all(is_int(n, _INT64) and n >= least for n in value):
+        raise lie(f"no lengths as {what}")
+    return tuple(value)
+
+
+def state_of(found: object) -> tuple[int, ...] | None:
+    """What a helper says as `Source.state`."""
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) > _LONGEST_STATE:
+        raise lie("no state of a file")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and -_INT64 <= n < 2 * _INT64 for n in found):
+        raise lie("a state of a file that is not made of numbers")
+    return tuple(found)
+
+
+def info_of(found: object, path: str) -> ArrayInfo:
+    """What a helper says of an array, if that could be so of any array. The path is not the helper's to say."""
+    if not isinstance(found, dict):
+        raise lie("no description of an array")
+    refused = found.get("refused")
+    info = ArrayInfo(
+        path=path,
+        dataset=_text(found.get("dataset"), "name", is_clean=False),
+        format=_text(found.get("format"), "format"),
+        shape=_numbers(found.get("shape"), "shape"),
+        dtype=_text(found.get("dtype"), "dtype"),
+        chunks=None if found.get("chunks") is None else _numbers(found["chunks"], "chunks", 1),
+        codec=_text(found.get("codec"), "codec"),
+        nbytes_stored=found.get("nbytes_stored"),
+        shards=None if found.get("shards") is None else _numbers(found["shards"], "shards", 1),
+        refused=None if refused is None else _text(refused, "reason"),
+        is_coordinate=found.get("is_coordinate") is True,
+        attributes=_plain(found.get("attributes")),
+    )
+    if info.nbytes_stored is not None and not is_int(info.nbytes_stored, 2 * _INT64):
+        raise lie("no number of stored bytes")
+    if any(parts is not None and len(parts) != len(info.shape) for parts in (info.chunks, info.shards)):
+        raise lie("chunks of another number of axes than the array")
+    if info.refused is None:
+        itemsize = _itemsize(info.dtype)
+        if max(math.prod(info.shape), math.prod(info.chunks or ())) * itemsize >= _INT64:
+            raise lie(f"an array of {info.shape} and chunks of {info.chunks}")
+    return info
+
+
+def _itemsize(name: str) -> int:
+    """Of a type that values can be given in: a number, or truth."""
+    if re.fullmatch(r"[a-z][a-z0-9_]{1,30}", name):
+        try:
+            dtype = np.dtype(name)
+        except TypeError:
+            dtype = np.dtype("V")
+        if refusal(dtype) is None and dtype.name == name and dtype.isnative:
+            return dtype.itemsize
+    raise lie(f"values of the type '{name}'")
+
+
+def _plain(found: object) -> dict[str, Any]:
+    """Attributes, at the end of which nobody has looked: JSON, with texts that are texts."""
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, dict):
+            raise lie("an attribute that is an object")
+        if isinstance(value, str):
+            return clean(value)
+        return [settled(part) for part in value] if isinstance(value, list) else value
+
+    if not isinstance(found, dict):
+        raise lie("no attributes")
+    return {clean(key): settled(value) for key, value in itertools.islice(found.items(), LONGEST_TEXT)}
+
+
+def loadable(info: ArrayInfo) -> ArrayInfo:
+    """The same; a helper that names a refused array has to give an error."""
+    if info.refused is not None:
+        raise lie("an array that cannot be loaded, without an error")
+    return info

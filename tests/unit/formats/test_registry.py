@@ -1,0 +1,160 @@
+"""Is each format found, our own and those of other packages, in its order, and when it is needed alone?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shardload.errors import SourceError
+from shardload.formats import registry
+from shardload.formats.access import Access, Limits
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.formats.registry import Entry
+from tests.unit.files import flat, write_hdf5, write_zarr
+
+XYZ = """
+from shardload.formats import ArrayInfo, Format
+{before}
+class Xyz(Format):
+    name = "{name}"
+    def claims_path(self, path):
+        {claims}
+    def claims_url(self, url):
+        return url.startswith("xyz://")
+    def list_arrays(self, path, access=None):
+        return [ArrayInfo(path, "/x", self.name, (3,), "float32")]
+    def open_path(self, path, dataset, access=None):
+        raise KeyError(dataset)
+"""
+CLAIMS = "return path.endswith('.xyz')"
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a package with one format, as pip would leave it behind: a module, and metadata with an entry point."""
+    place = tmp_path / "packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setattr(registry, "_told", set())
+    modules: list[str] = []
+
+    def make(module: str, point: str, name: str = "", before: str = "", claims: str = CLAIMS, target: str = "Xyz") -> None:
+        modules.append(module)
+        (place / f"{module}.py").write_text(XYZ.format(name=name or module, before=before, claims=claims))
+        folder = place / f"{module}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[shardload.formats]\n{point} = {module}:{target}\n")
+        registry.installed.cache_clear()
+        registry.load.cache_clear()
+
+    registry.installed.cache_clear()
+    yield make
+    registry.installed.cache_clear()
+    registry.load.cache_clear()
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "a.xyz").write_text("data")
+    return str(tmp_path / "a.xyz")
+
+
+def test_a_format_of_another_package_is_found(install: Install, file: str) -> None:
+    install("xyz_one", "xyz")
+    assert find_array(file).format == "xyz_one" and [info.dataset for info in list_arrays(file)] == ["/x"]
+    with pytest.raises(SourceError, match="holds no array '/y', which was found in it before"):
+        open_source(file, "y")
+    Path(file).with_suffix(".dat").write_text("data")
+    with pytest.raises(SourceError, match=r"Formats that can be loaded here: HDF5, Zarr,(.*,)? xyz_one(,.*)?\."):
+        find_array(str(Path(file).with_suffix(".dat")))
+
+
+def test_the_highest_priority_is_asked_first_and_no_other_is_imported(install: Install, file: str) -> None:
+    install("xyz_low", "a.-5")
+    install("xyz_high", "z.7")
+    install("xyz_middle", "a")
+    assert find_array(file).format == "xyz_high"
+    assert "xyz_low" not in sys.modules and "xyz_middle" not in sys.modules
+    order = [(entry.name, entry.priority) for entry in registry.installed() if entry.package.startswith("xyz")]
+    assert order == [("z", 7), ("a", 0), ("a", -5)]
+    assert [entry.name for entry in registry.own()] == ["HDF5", "memory", "Zarr"]
+
+
+def test_what_is_hdf5_or_zarr_is_read_as_before_whatever_is_installed(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a package could take our files, or a load of them read the list of packages, which takes milliseconds."""
+    install("xyz_greedy", "greedy.1000", claims="return True")
+    for path in (write_hdf5(tmp_path / "a.h5", {"x": flat((3,))}), write_zarr(tmp_path / "a.zarr", {"x": flat((3,))})):
+        with monkeypatch.context() as patch:
+            patch.setattr(registry, "installed", lambda: pytest.fail("the list of packages was read"))
+            assert find_array(path).format in ("HDF5", "Zarr v3")
+            open_source(path, "x").close()
+    assert "xyz_greedy" not in sys.modules
+
+
+def test_a_url_goes_to_other_packages_first(install: Install) -> None:
+    """Zarr takes any."""
+    install("xyz_url", "url")
+    assert [info.format for info in list_arrays("xyz://somewhere/a")] == ["xyz_url"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        ({"before": "import a_library_that_is_not_installed"}, "ModuleNotFoundError: No module named 'a_library_that"),
+        ({"before": "raise RuntimeError('no licence')"}, "RuntimeError: no licence"),
+        ({"target": "Abc"}, "AttributeError: .*Abc"),
+        ({"target": "CLAIMS", "before": "CLAIMS = 3"}, "TypeError: xyz_broken:CLAIMS is a int; expected a .*Format"),
+        ({"claims": "return 1 / 0"}, "when it was asked: ZeroDivisionError"),
+    ],
+)
+def test_a_package_that_is_broken_is_named_and_breaks_no_other(
+    install: Install, file: str, tmp_path: Path, broken: dict[str, str], why: str
+) -> None:
+    install("xyz_broken", "wrong.9", **broken)
+    path = write_hdf5(tmp_path / "a.h5", {"x": flat((3,))})
+    assert find_array(path).format == "HDF5", "nobody asks it for such a file"
+    with pytest.raises(SourceError, match=rf"of an unknown format(.|\n)* not to be used: 'wrong' of xyz_broken 1\.0 \({why}"):
+        find_array(file)
+    install("xyz_fine", "fine")
+    with pytest.warns(RuntimeWarning, match=rf"may be a file of 'wrong' of xyz_broken 1\.0 \({why}"):
+        assert find_array(file).format == "xyz_fine"
+    assert find_array(file).format == "xyz_fine", "said once"
+
+
+def test_a_helper_process_finds_it_too(install: Install, file: str) -> None:
+    """Wrong if it looked elsewhere for packages than the process that started it."""
+    install("xyz_helped", "xyz")
+    assert list_arrays(file, Access(untrusted=Limits()))[0].format == "xyz_helped"
+    assert find_array(file, access=Access(untrusted=Limits())).format == "xyz_helped"
+
+
+def test_our_own_are_imported_when_they_are_needed_and_the_list_of_packages_is_not_read(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", {"a": flat((3,))})
+    code = (
+        "import sys\nfrom shardload.formats import lookup, registry\n"
+        "assert not {'h5py', 'zarr', 'importlib.metadata'} & {*sys.modules}, {*sys.modules}\n"
+        "lookup.find_array(sys.argv[1])\n"
+        "assert 'h5py' in sys.modules and 'zarr' not in sys.modules and 'jax' not in sys.modules\n"
+        "assert registry.installed.cache_info().misses == 0\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code, path], check=True, timeout=60, cwd=Path(__file__).parents[3])
+
+
+def test_what_a_text_would_allow_is_refused() -> None:
+    with pytest.raises(TypeError, match="allow_filters is 'all'; expected a collection of names"):
+        Access(allow_filters="all")  # type: ignore[arg-type]
+
+
+def test_names_and_priorities() -> None:
+    assert str(Entry.of("npy.3", "a:B", "c 1")) == "'npy' of c 1" and str(Entry("HDF5", 1, "a:B")) == "'HDF5'"
