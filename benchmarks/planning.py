@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.request import Request, plan_file
+from shardload.jobs.request import Request, Target, plan_file
 from shardload.planning.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
@@ -71,8 +71,10 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
     """As `shardload.plan` makes it, once the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
-    with Request.open("plan", mesh, SPECS[spec], None, {"path": info.path}, options) as request:
-        return plan_file(request.agree(), info, info.path).schedule
+    target = Target(mesh, SPECS[spec], {"path": info.path}, options)
+    with Request.open("plan", [target], None) as request:
+        (call,) = request.agree()
+        return plan_file(call, info, info.path).plan.schedule
 
 
 def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> Schedule:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         StallError,
         VerifyError,
     )
-    from shardload.jobs.execution import Plan
+    from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
 
 __all__ = [
@@ -63,7 +63,7 @@ __version__ = "0.1.0.dev0"
 # No module of the package is called like one of these: importing it would put the module in the name's place.
 _HOMES = {
     "LoadReport": "jobs.report",
-    "Plan": "jobs.execution",
+    "Plan": "jobs.plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     **dict.fromkeys(("load", "plan", "scatter", "verify"), "api"),

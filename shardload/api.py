@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -21,8 +22,10 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import find_array, find_small, read_small
 from shardload.formats.memory import MemorySource
-from shardload.jobs.execution import Plan
-from shardload.jobs.request import Call, Request, plan_file, plan_memory
+from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.execution import Loaded
+from shardload.jobs.plan import Plan
+from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
 from shardload.options import AUTO, FILE, FULL, TIMEOUT, Progress
 from shardload.planning.cost import ROOT
 from shardload.planning.region import Region
@@ -142,26 +145,7 @@ def load(
         allow_filters=allow_filters,
     )  # fmt: skip
 
-    def find(call: Call) -> str:
-        options, access = call.options, call.options.access
-        is_auto = options.readers == AUTO
-        if is_auto and access.untrusted is not None:  # one process for both
-            info, values = find_small(path, options.dataset, access)
-        else:
-            info = _find(path, call)
-            values = read_small(path, info, access) if is_auto else None
-        return json.dumps([info.to_json(), values and b64encode(values).decode()])
-
-    def make(call: Call, found: str) -> Plan:
-        text, values = json.loads(found)
-        info = ArrayInfo.from_json(text)
-        if values is None:
-            return plan_file(call, info, path)
-        array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
-        return plan_file(call, info, MemorySource(array, info), path)
-
-    with Request.open("load", mesh, spec, comm, {"path": _describe_path(path)}, options) as request:
-        return request.plan(find, make).execute_here()
+    return load_many([(path, mesh, spec, options)], comm).arrays[0]
 
 
 def plan(
@@ -214,10 +198,14 @@ def plan(
         progress=progress, timeout=timeout, missing=missing, allow_external=allow_external, untrusted=untrusted,
         allow_filters=allow_filters,
     )  # fmt: skip
-    with Request.open("plan", mesh, spec, comm, {"path": _describe_path(path)}, options, processes) as request:
-        return request.plan(
-            lambda call: _find(path, call).to_json(), lambda call, found: plan_file(call, ArrayInfo.from_json(found), path)
-        )
+    target = Target(mesh, spec, {"path": _describe_path(path)}, options)
+
+    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
+        return [plan_file(calls[0], ArrayInfo.from_json(found), path)]
+
+    with Request.open("plan", [target], comm, processes) as request:
+        (made,) = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
+        return request.hand_out(made)
 
 
 def scatter(
@@ -267,24 +255,28 @@ def scatter(
     options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT, timeout=timeout)
     source: list[MemorySource] = []
 
-    def find(call: Call) -> str:
+    def find(calls: list[Call]) -> str:
         source.append(MemorySource(np.asarray(array() if callable(array) else array)))
         info = source[0].info
         view = source[0].view(Region.whole(info.shape))
-        as_it_is = view is not None and sendable(view) and call.options.dtype in (None, source[0].dtype)
+        as_it_is = view is not None and sendable(view) and calls[0].options.dtype in (None, source[0].dtype)
         return json.dumps([info.to_json(), as_it_is])
 
-    def make(call: Call, found: str) -> Plan:
+    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
         text, as_it_is = json.loads(found)
-        return plan_memory(call, ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)
+        return [plan_memory(calls[0], ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)]
 
-    with Request.open("scatter", mesh, spec, comm, {"path": f"scatter from rank {root!r}"}, options, error=error) as request:
-        group = request.settle().group  # before anything is asked of the root: it may not be the same on all ranks
+    target = Target(mesh, spec, {"path": f"scatter from rank {root!r}"}, options)
+    with Request.open("scatter", [target], comm, error=error) as request:
+        request.settle()  # before anything is asked of the root: it may not be the same on all ranks
+        group = request.group
         if group is None:
             raise ConfigError("scatter needs a mesh of devices")
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
-        return request.plan(find, make, int(root)).execute_here()
+        job = request.job(request.plan(find, make, int(root)))
+        job.begin()
+        return job.run().arrays[0]
 
 
 def verify(
@@ -366,18 +358,66 @@ def verify(
     )  # fmt: skip
     what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
 
-    def make(call: Call, found: str) -> Plan:
-        made = plan_file(call, ArrayInfo.from_json(found), path)
-        if (made.shape_global, made.dtype) != (x.shape, x.dtype):
+    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
+        made = plan_file(calls[0], ArrayInfo.from_json(found), path)
+        if (made.plan.shape_global, made.plan.dtype) != (x.shape, x.dtype):
             raise ConfigError(
                 f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
-                f"{made.shape_global} and is {made.dtype}. Pass the same select=, dtype= and pad= as to the load"
+                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
             )
-        return made
+        return [made]
 
-    with Request.open("verify", _sharding_of(x), None, comm, what, options, error=error) as request:
-        made = request.plan(lambda call: _find(path, call).to_json(), make)
-        return made._job.verify(made.info, x, int(seed))
+    with Request.open("verify", [Target(_sharding_of(x), None, what, options)], comm, error=error) as request:
+        made = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
+        return request.job(made).verify(x, int(seed))
+
+
+def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
+    """Load several arrays in one call: one agreement before, one exchange, one agreement after. Collective.
+
+    Not public yet; `load` is this of one array.
+
+    Parameters
+    ----------
+    arrays : sequence of tuple
+        For each: path, mesh, spec, and the keywords of `load`. Keywords that are not about one array alone are the same in all.
+    comm : mpi4py.MPI.Comm, optional
+        As in `load`.
+    """
+    targets = [Target(mesh, spec, {"path": _describe_path(path)}, options) for path, mesh, spec, options in arrays]
+    paths = [path for path, *_ in arrays]
+
+    def find(calls: list[Call]) -> str:
+        return json.dumps([_find_with_values(path, call) for path, call in zip(paths, calls, strict=True)])
+
+    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
+        return [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
+
+    with Request.open("load", targets, comm) as request:
+        job = request.job(request.plan(find, make))
+        job.begin()
+        return job.run()
+
+
+def _find_with_values(path: Any, call: Call) -> list[str | None]:
+    """The array as text, and its values where it is small and all ranks may get them that way."""
+    options, access = call.options, call.options.access
+    is_auto = options.readers == AUTO
+    if is_auto and access.untrusted is not None:  # one process for both
+        info, values = find_small(path, options.dataset, access)
+    else:
+        info = _find(path, call)
+        values = read_small(path, info, access, call.tuning) if is_auto else None
+    return [info.to_json(), None if values is None else b64encode(values).decode()]
+
+
+def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
+    text, values = found
+    info = ArrayInfo.from_json(text or "")
+    if values is None:
+        return plan_file(call, info, path)
+    array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
+    return plan_file(call, info, MemorySource(array, info), path)
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:

@@ -31,7 +31,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,15 @@ def shared_tmp_path(comm: Any) -> Iterator[Path]:
     comm.barrier()  # nobody reads it any more
     if comm.rank == 0:
         shutil.rmtree(path)
+
+
+@pytest.fixture
+def tune() -> Iterator[Callable[..., Any]]:
+    """Let jobs go by other sizes until the test ends: ``tune(inline_nbytes=-1)``."""
+    from shardload.planning.tuning import tuned
+
+    with ExitStack() as stack:
+        yield lambda **changes: stack.enter_context(tuned(**changes))
 
 
 @pytest.fixture(autouse=True)

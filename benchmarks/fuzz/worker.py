@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import shardload
 from benchmarks.fuzz.files import Case, make_case, make_kinds
-from shardload.transfer import reader
+from shardload.planning.tuning import tuned
 
 Array = np.ndarray[Any, Any]
 MEMORY_NBYTES = 256 << 20  # that a case may take: far more than files of 10 KiB need
@@ -40,7 +40,11 @@ _STAGING = 16 << 20
 def outcome(case: Case, folder: Path, mesh: Mesh) -> tuple[str, str]:
     """What came out, and a text."""
     path = case.write(folder)
-    reader._MIN_CHUNK_NBYTES = 0 if case.number % 2 else 1 << 15  # chunk by chunk, or by the format's library
+    with tuned(min_chunk_nbytes=0 if case.number % 2 else 1 << 15):  # chunk by chunk, or by the format's library
+        return _load(path, case, mesh)
+
+
+def _load(path: str, case: Case, mesh: Mesh) -> tuple[str, str]:
     dataset = None if case.number % 7 == 0 and "hdf5" not in case.kind.name else "a"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:

@@ -1,7 +1,7 @@
 """What must an array be, where is it looked at, and where does it differ first?
 
 `Truth` is what the file says of a region, by its format's own library; `Padding` is what lies behind the end of the array.
-`sample_boxes` and `tails_of` say where to look, `first_difference` compares bit by bit.
+`sample_boxes` says where to look, `first_difference` compares bit by bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardload.planning.grid import Grid
 from shardload.planning.region import Region, Selection
 from shardload.transfer.cast import cast_into
 
-__all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "tails_of", "value_text", "words_of"]
+__all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "value_text", "words_of"]
 
 _BOX_NBYTES = 1 << 16
 _DECODED_AT_MOST = 32  # boxes decode no more than this part of the region that they are in, or one chunk
@@ -133,24 +133,6 @@ def _around(point: list[int], cell: Region, size: int, random: np.random.Generat
         low = int(random.integers(max(start[axis], point[axis] - n + 1), min(point[axis], stop[axis] - n) + 1))
         start[axis], stop[axis] = low, low + n
     return Region(tuple(start), tuple(stop))
-
-
-def tails_of(region: Region, true: Region | None) -> Iterator[Region]:
-    """What of a shard is padding, as regions that do not overlap.
-
-    >>> [str(t) for t in tails_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
-    ['[3:4, 0:4]', '[0:3, 2:4]']
-    """
-    if true is None:
-        if region.size:
-            yield region
-        return
-    for axis, (end, stop) in enumerate(zip(true.stop, region.stop, strict=True)):
-        if end < stop:
-            start = (*region.start[:axis], end, *region.start[axis + 1 :])
-            tail = Region(start, (*true.stop[:axis], *region.stop[axis:]))
-            if tail.size:
-                yield tail
 
 
 def first_difference(expected: Array, found: Array) -> tuple[int, ...] | None:

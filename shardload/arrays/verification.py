@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from shardload.arrays.assemble import device_values
-from shardload.arrays.compare import Padding, Truth, first_difference, sample_boxes, tails_of, value_text, words_of
+from shardload.arrays.compare import Padding, Truth, first_difference, sample_boxes, value_text, words_of
 from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.base import Source
 from shardload.options import FILE, FULL, INDEX, pad_value
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region, Selection, padding_of
 from shardload.planning.schedule import Grid, Schedule, plan_blocks
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import box
@@ -284,7 +284,7 @@ class Verifier:
                     own.checked.n_boxes += 1
                     own.checked.n_elements += region.size
                     own.checked.nbytes_reread += region.size * source.dtype.itemsize
-                for tail in tails_of(self._plan.shards.region(shard), true):
+                for tail in padding_of(self._plan.shards.region(shard), true):
                     for region in self._pad_boxes(tail):
                         own.compare(shard, region, Padding(pad_value(self._pad, self._dtype), self._dtype))
                         own.checked.n_padding += region.size

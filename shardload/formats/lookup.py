@@ -26,13 +26,12 @@ from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_o
 from shardload.formats.diagnosis import as_source_error, candidates, check_readable, no_such_array, only_array, unclaimed
 from shardload.formats.untrusted.source import UntrustedSource, find, list_all
 from shardload.planning.region import Region
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["find_array", "find_small", "format_of", "list_arrays", "open_file", "open_source", "read_small", "split_path"]
 
 _MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
-_SMALL_NBYTES = 1 << 14  # to send so little to everybody takes less than to open a file
-_SMALL_CHUNK_NBYTES = 1 << 20  # of a chunk, or a shard, that a small array is in: `staging` is not asked before one is decoded
 
 
 def split_path(path: str) -> tuple[str, str | None]:
@@ -274,7 +273,7 @@ def find_small(path_or_object: Any, dataset: str | None, access: Access) -> tupl
         return find(path, file, dataset, access, values=True)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT) -> bytes | None:
+def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> bytes | None:
     """All values of an array that `find_array` found, if it is small: C order, native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
@@ -285,9 +284,10 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT) ->
         None where the array is large, empty or open already, or its chunks are large, which are decoded whole; or it cannot be
         read, or some of it is missing, or it changes meanwhile: whoever reads it then says so.
     """
-    if _as_path(path_or_object) is None or not 0 < nbytes_of(info) <= _SMALL_NBYTES:
+    tuning = tuning or default_tuning()
+    if _as_path(path_or_object) is None or not 0 < nbytes_of(info) <= tuning.small_nbytes:
         return None
-    if nbytes_of(info, info.shards or info.chunks or ()) > _SMALL_CHUNK_NBYTES:
+    if nbytes_of(info, info.shards or info.chunks or ()) > tuning.small_chunk_nbytes:
         return None
     try:
         source = open_source(path_or_object, info.dataset, access)

@@ -3,49 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from html import escape
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shardload.errors import printable
-from shardload.formats.base import ArrayInfo
-from shardload.planning.cost import Cost
-from shardload.planning.schedule import Schedule
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
 
-__all__ = ["Described", "describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
+__all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
+
+if TYPE_CHECKING:
+    from shardload.jobs.plan import Plan
 
 _WIDE = 60  # from here on names stand in a column of their own
 
 
-class Described(Protocol):
-    """The fields of a plan that are shown."""
-
-    info: ArrayInfo
-    shape: tuple[int, ...]
-    shape_global: tuple[int, ...]
-    dtype: np.dtype[Any]
-    sharding: Any
-    decomposition: str
-    shard_shape: tuple[int, ...]
-    n_replicas: int
-    n_ranks: int
-    readers: str
-    n_readers: int
-    why: str
-    costs: Mapping[str, Cost]
-    staging_nbytes: int
-
-    @property
-    def schedule(self) -> Schedule:
-        """Who reads what."""
-        ...
-
-
-def describe_plan(plan: Described, width: int = WIDTH) -> str:
+def describe_plan(plan: Plan, width: int = WIDTH) -> str:
     """A plan as text that fits `width` columns: what is loaded, and a table of what each way of reading would take."""
     lines = wrap(_title(plan), width, "", "  ")
     for name, text in _facts(plan).items():
@@ -55,14 +28,14 @@ def describe_plan(plan: Described, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *_table(plan, width)])
 
 
-def describe_plan_in_a_line(plan: Described) -> str:
+def describe_plan_in_a_line(plan: Plan) -> str:
     """A plan as a program's inspector shows it."""
     taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
     what = f"{_shape(plan.shape_global)} {plan.dtype} as {plan.decomposition} {_spec(plan)} on mesh {_mesh(plan)}; {taken}"
     return f"<Plan of {printable(str(plan.info))}: {what}>"
 
 
-def describe_plan_as_html(plan: Described, picture: str = "") -> str:
+def describe_plan_as_html(plan: Plan, picture: str = "") -> str:
     """A plan for a notebook: the same as the text, with `picture` between the facts and the table."""
     facts = "".join(f"<tr>{_cell('th', name)}{_cell('td', text)}</tr>" for name, text in _facts(plan).items())
     modes, rows = _quantities(plan)
@@ -84,11 +57,11 @@ def _cell(tag: str, text: str, style: str = "", align: str = "left") -> str:
     return f'<{tag} style="text-align: {align}; padding: 2px 8px;{style}">{escape(text)}</{tag}>'
 
 
-def _title(plan: Described) -> str:
+def _title(plan: Plan) -> str:
     return f"load '{printable(plan.info.dataset)}', {plan.info.format}"
 
 
-def _facts(plan: Described) -> dict[str, str]:
+def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     nbytes = math.prod(plan.shape_global) * plan.dtype.itemsize
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
@@ -107,7 +80,7 @@ def _facts(plan: Described) -> dict[str, str]:
     }
 
 
-def _quantities(plan: Described) -> tuple[list[str], dict[str, list[str]]]:
+def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
     """The ways of reading, and what each of them would take: a row for each quantity."""
     costs = list(plan.costs.values())
     bounds = ["" if cost.is_exact else "<= " for cost in costs]
@@ -130,7 +103,7 @@ def _quantities(plan: Described) -> tuple[list[str], dict[str, list[str]]]:
     return list(plan.costs), rows
 
 
-def _table(plan: Described, width: int) -> list[str]:
+def _table(plan: Plan, width: int) -> list[str]:
     """A column for each way of reading, or, where these do not fit beside each other, one below the other."""
     modes, rows = _quantities(plan)
     heads = [f"-> {mode}" if mode == plan.readers else mode for mode in modes]
@@ -151,11 +124,11 @@ def _columns(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _mesh(plan: Described) -> str:
+def _mesh(plan: Plan) -> str:
     return ", ".join(f"{name}={size}" for name, size in plan.sharding.mesh.shape.items()) or "(none)"
 
 
-def _spec(plan: Described) -> str:
+def _spec(plan: Plan) -> str:
     return "P(" + ", ".join(repr(entry) for entry in plan.sharding.spec) + ")"
 
 
@@ -163,7 +136,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "(" + ", ".join(str(n) for n in shape or ()) + ")"
 
 
-def describe_job(made: Described) -> str:
+def describe_job(made: Plan) -> str:
     """What every rank must have planned alike, as text."""
     p = made.schedule
     return (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
@@ -11,7 +11,7 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
 from shardload.units import format_nbytes
 
-__all__ = ["LoadReport", "Phase", "make_report"]
+__all__ = ["LoadReport", "Phase", "join_proven", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,27 @@ class LoadReport:
         )
 
 
-def make_report(tally: Counters, moved: Moved, device: Phase) -> LoadReport:
+def make_report(counters: Counters, moved: Moved, device: Phase) -> LoadReport:
     """What one rank did, before the ranks have summed it up."""
     phases = {
-        "read": Phase(tally.read_seconds, tally.nbytes_stored or tally.nbytes_read),
-        "decode": Phase(tally.decode_seconds, tally.nbytes_read if tally.chunks_decoded else 0),
-        "exchange": Phase(tally.copy_seconds + moved.seconds, tally.nbytes_copied + moved.nbytes),
+        "read": Phase(counters.read_seconds, counters.nbytes_stored or counters.nbytes_read),
+        "decode": Phase(counters.decode_seconds, counters.nbytes_read if counters.chunks_decoded else 0),
+        "exchange": Phase(counters.copy_seconds + moved.seconds, counters.nbytes_copied + moved.nbytes),
         "device": device,
     }
-    proven = VerifyReport(INDEX, n_parts=tally.n_checksums + moved.n_checksums)  # the rest is for all ranks together
-    return LoadReport(0.0, tally.chunks_decoded, tally.nbytes_read, phases, moved.peak_nbytes, proven, tally.chunks_missing)
+    proven = VerifyReport(INDEX, n_parts=counters.n_checksums + moved.n_checksums)  # the rest is for all ranks together
+    return LoadReport(
+        0.0, counters.chunks_decoded, counters.nbytes_read, phases, moved.peak_nbytes, proven, counters.chunks_missing
+    )
+
+
+def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
+    """What was proven of all arrays of a job: the counts added up; the digest where there is one array.
+
+    Parts are counted for the job as a whole: `n_parts`.
+    """
+    if len(proven) == 1:
+        return replace(proven[0], n_parts=n_parts)
+    names = [part.name for part in fields(VerifyReport) if part.name not in ("how", "digest")]
+    sums = {name: sum(getattr(one, name) for one in proven) for name in names}
+    return VerifyReport(proven[0].how, **{**sums, "n_parts": n_parts})

@@ -1,86 +1,106 @@
-"""From arguments and metadata to a plan: what is decided before anything is read.
+"""What do all ranks ask for, and is it the same?
 
-A `Request` is the arguments as one rank sees them, and the agreement of all ranks on them; a `Call` is the same, checked.
-`plan_file` and `plan_memory` turn it and an `ArrayInfo` into a `Plan`.
+A `Request` is the arguments of one call as one rank sees them, and the agreement of all ranks on them: the two messages that
+every call begins with. A `Call` is the arguments for one array, checked. `plan_file` and `plan_memory` make an `ArrayLoad` of
+it and of what was found in the file; plans of the same kind are made once.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from shardload.arrays.sharding import (
-    describe_decomposition,
-    describe_sharding,
-    devices_per_process,
-    layout_shards,
-    padded_shape,
-    read_sharding,
-    read_spec,
-    verify_layout,
-)
+from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.launch import rank_of_process
-from shardload.errors import ConfigError, ShardloadError, SourceError, StallError
+from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.memory import MemorySource
+from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Job, Plan, Staging
-from shardload.options import AUTO, TIMEOUT, Options, pad_value
-from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
-from shardload.planning.region import Selection, select_axes
-from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.jobs.execution import Execution, Job
+from shardload.jobs.plan import Plan
+from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
+from shardload.options import TIMEOUT, Options
+from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
-from shardload.transfer.buffers import aligned
-from shardload.units import format_nbytes
 
-__all__ = ["Call", "Request", "plan_file", "plan_memory"]
+__all__ = ["Call", "Request", "Target", "plan_file", "plan_memory"]
 
-# Big enough that a read is efficient, small enough that reading and sending overlap. Inside a machine parts need no messages of
-# their own, and smaller blocks stay in the cores' caches; between machines there should be few messages.
-_BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
-# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
-# decode.
-_BLOCKS_HELD = 7
-_SLOTS = 3  # one is filled, one is full, one is being copied from
-_MOST_THREADS = 16
-_MOST_CHUNKS = 1 << 14  # in a block: each takes some hundred bytes of Python, beside its own
 _RECENT = 4  # plans that are kept, per group
+# Each is facts alone (`Plan`): no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
-_MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
-_NO_MPI = "without MPI these processes can send each other nothing"
 _PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """The arguments of one call, checked, and the ranks that make it. `group` is None for an abstract mesh.
+    """The arguments for one array, checked, and the ranks that pass them. `group` is None for an abstract mesh.
 
     `devices_per_rank` is of an abstract mesh: so many of its devices, in their order, are one process's.
     """
 
     sharding: NamedSharding
     options: Options
-    group: Group | None
+    tuning: Tuning
+    group: Group | None = None
     devices_per_rank: int = 1
 
-    @property
-    def max_block_nbytes(self) -> int:
-        """Cap on a block."""
-        one_machine = self.group is None or len(set(self.group.machine.leaders)) == 1
-        cap = _BLOCK_NBYTES if one_machine else _BLOCK_NBYTES_BETWEEN_NODES
-        return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
+    def ask(self) -> Ask:
+        """The same in numbers, for the planner.
+
+        Raises
+        ------
+        ConfigError, PeerError
+            If MPI and JAX do not see the same processes.
+        """
+        return Ask(self.sharding, self.options, self._ranks(), self.tuning)
+
+    def _ranks(self) -> Ranks:
+        if self.group is None:
+            n = self.sharding.mesh.size // self.devices_per_rank
+            return Ranks(0, n, devices_per_rank=self.devices_per_rank)
+        group = self.group
+        return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One array that a call is about, as the caller passed it.
+
+    Attributes
+    ----------
+    mesh, spec : object
+        Its sharding.
+    what : dict of str to str
+        What else must be the same on every rank; ``"path"`` first.
+    options : dict
+        Keywords of `Options.check`.
+    """
+
+    mesh: Any
+    spec: Any
+    what: dict[str, str]
+    options: dict[str, Any]
+
+    def check(self, processes: Any, tuning: Tuning) -> Call:
+        """The arguments, checked, not yet of any ranks."""
+        n = devices_per_process(_mesh_of(self.mesh), processes)
+        return Call(read_sharding(self.mesh, self.spec), Options.check(**self.options), tuning, devices_per_rank=n)
+
+    def describe(self, call: Call | None) -> dict[str, str]:
+        """What every rank must pass alike, as text; the same names where it could not be checked."""
+        if call is None:
+            return {**self.what, "sharding": "", **dict.fromkeys(_NAMES, "")}
+        return {**self.what, "sharding": describe_sharding(call.sharding), **call.options.describe()}
 
 
 @dataclass
@@ -91,29 +111,24 @@ class Request:
     ----------
     group : Group or None
         The ranks that make it; None for an abstract mesh.
+    comm : mpi4py.MPI.Comm or None
+        Their communicator, as the caller passed it.
     asked : Invocation
-        What must be the same on every rank.
-    call : Call or None
-        The arguments, checked; None where `error` says what is wrong.
+        What must be the same on every rank; after `plan`, the plan too.
+    calls : list of Call or None
+        The arguments for each array, checked; None where `error` says what is wrong.
     """
 
     group: Group | None
+    comm: Any
     asked: Invocation
-    call: Call | None
+    calls: list[Call] | None
     error: ConfigError | None
 
     @classmethod
     @contextmanager
     def open(
-        cls,
-        kind: str,
-        mesh: Any,
-        spec: Any,
-        comm: Any,
-        what: dict[str, str],
-        options: dict[str, Any],
-        processes: Any = None,
-        error: ConfigError | None = None,
+        cls, kind: str, targets: Sequence[Target], comm: Any, processes: Any = None, error: ConfigError | None = None
     ) -> Iterator[Request]:
         """Check the arguments on this rank, and hold the group for all that the call does. Collective the first time.
 
@@ -121,65 +136,60 @@ class Request:
         ----------
         kind : str
             The function that was called.
-        mesh, spec, comm
-            As the caller passed them.
-        what : dict of str to str
-            What else must be the same on every rank; ``"path"`` first.
-        options : dict
-            Keywords of `Options.check`.
+        targets : sequence of Target
+            The arrays that it is about, at least one.
+        comm : mpi4py.MPI.Comm, optional
+            As the caller passed it.
         processes : int, optional
             How many processes an abstract mesh is of.
         error : ConfigError, optional
             What is wrong with other arguments on this rank.
         """
-        given = mesh.mesh if isinstance(mesh, NamedSharding) else mesh
-        values = {**what, "sharding": "", **dict.fromkeys(_NAMES, "")}
-        call: Call | None = None
-        timeout: float | None = TIMEOUT
+        calls: list[Call] | None = None
+        tuning = default_tuning()
         try:
-            call = Call(read_sharding(mesh, spec), Options.check(**options), None, devices_per_process(given, processes))
-            values |= {"sharding": describe_sharding(call.sharding), **call.options.describe()}
-            timeout = call.options.timeout
+            calls = [target.check(processes, tuning) for target in targets]
         except ConfigError as found:
             error = error or found
         except Exception as found:  # an argument that nobody thought of: the others wait for this rank all the same
             let_interruption_pass(found)
             error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
-        title = what["path"] if what["path"].startswith(kind) else f"{kind} of {what['path']}"
-        asked = Invocation(kind, title, values)
-        if isinstance(given, AbstractMesh):
+        timeout = TIMEOUT if calls is None else calls[0].options.timeout
+        asked = _invocation(kind, targets, calls)
+        if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
-                yield cls(None, asked, call, error)
+                yield cls(None, comm, asked, calls, error)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
         with outer_exception(), group.call(timeout) as refusal:
-            group.watch.begin(what["path"], timeout)
+            group.watch.begin(targets[0].what["path"], timeout)
             _ = group.machine, group.processes(jax.process_index())  # asked for where no rank can be missing
             error = refusal or error
-            if call is not None:
-                call.group = group
-            yield cls(group, asked, None if error is not None else call, error)
+            if calls is not None:
+                calls = [replace(call, group=group) for call in calls]
+            yield cls(group, comm, asked, None if error is not None else calls, error)
 
-    def agree(self) -> Call:
-        """The call, if all ranks make the same one. Collective."""
+    def agree(self) -> list[Call]:
+        """The calls, if all ranks make the same ones. Collective."""
         if self.group is not None:
             self.group.agree_same(self.asked, self.error)
         return self._checked()
 
-    def _checked(self) -> Call:
-        if self.call is None:
+    def _checked(self) -> list[Call]:
+        if self.calls is None:
             raise self.error or ConfigError("the arguments could not be read")
-        return self.call
+        return self.calls
 
-    def settle(self) -> Call:
+    def settle(self) -> list[Call]:
         """`agree`, in the messages that every call begins with. Collective."""
-        if self.group is None:
-            return self._checked()
-        self.group.settle(self.asked, self.error)
+        if self.group is not None:
+            self.group.settle(self.asked, self.error)
         return self._checked()
 
-    def plan(self, find: Callable[[Call], str], make: Callable[[Call, str], Plan], root: int | None = None) -> Plan:
+    def plan(
+        self, find: Callable[[list[Call]], str], make: Callable[[list[Call], str], list[ArrayLoad]], root: int | None = None
+    ) -> list[ArrayLoad]:
         """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
 
         While all is well that takes one broadcast and one reduction. If something is wrong anywhere, the ranks go through it
@@ -204,13 +214,13 @@ class Request:
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")
-        if text is not None and self.call is not None:
+        if text is not None and self.calls is not None:
             try:
-                made = make(self.call, text)
+                made = make(self.calls, text)
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-        planned = {_PLAN: "" if made is None else describe_job(made)}
+        planned = {_PLAN: "" if made is None else "; ".join(describe_job(load.plan) for load in made)}
         asked = self.asked.also(**planned)
         if group is None or not group.all_same(asked, made is not None):
             self.agree()
@@ -222,13 +232,27 @@ class Request:
             group.watch.close()
         if made is None:
             raise error or ConfigError("nothing was planned")
-        return replace(made, _job=replace(made._job, agreed=asked.values))
+        self.asked = asked
+        return made
+
+    def job(self, loads: list[ArrayLoad]) -> Job:
+        """What loads the arrays that were planned, inside this call."""
+        if self.group is None:
+            raise ConfigError("there are no ranks that could load anything")
+        return Job(self.group, loads, self.asked.values, self._checked()[0].tuning)
+
+    def hand_out(self, load: ArrayLoad) -> Plan:
+        """The plan for the caller, who may execute it later."""
+        if self.group is None:
+            return load.plan
+        executor = Execution(self.comm, load.options, load.handle, self.asked.values, self._checked()[0].tuning)
+        return replace(load.plan, _executor=executor)
 
     def _enter(self, phase: str) -> None:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[Call], str], root: int | None) -> str | None:
+    def _find(self, find: Callable[[list[Call]], str], root: int | None) -> str | None:
         def run() -> str:
             return find(self._checked())
 
@@ -237,242 +261,40 @@ class Request:
         return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
 
 
-def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Plan:
+def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | None) -> Invocation:
+    """What the ranks compare: all arguments for all arrays, as text."""
+    path = targets[0].what["path"]
+    title = path if path.startswith(kind) else f"{kind} of {path}"
+    values: dict[str, str] = {}
+    for k, target in enumerate(targets):
+        described = target.describe(None if calls is None else calls[k])
+        values |= {(f"{name} of array {k}" if k else name): text for name, text in described.items()}
+    if len(targets) > 1:  # another kind, because it has more values
+        kind, title = f"{kind} of {len(targets)} arrays", f"{title} and {len(targets) - 1} more arrays"
+    return Invocation(kind, title, values)
+
+
+def _mesh_of(mesh: Any) -> Any:
+    return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
+
+
+def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> ArrayLoad:
     """Plan the load of an array in a file: `info` is its metadata, `path` what opens it (or `origin`: then `path` has it)."""
     if call.group is None:
-        return _plan_file(call, info, path)
-    # A series of files of one kind is planned once: for small ones that is a good part of the time. What is kept holds nothing
-    # of the caller's, and not the group that it is kept for.
+        return ArrayLoad(plan_array(call.ask(), info), call.options, path)
+    # A series of files of one kind is planned once: for small ones that is a good part of the time.
     known = _recent.setdefault(call.group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
-    key = (call.sharding, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
+    key = (call.sharding, call.tuning, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:
-        made = _plan_file(call, info, path)
-    known[key] = replace(made, _job=replace(made._job, group=None, options=Options.check(), handle=None, origin=None))
+        made = plan_array(call.ask(), info)
+    known[key] = made
     while len(known) > _RECENT:
         known.popitem(last=False)
-    job = replace(made._job, group=call.group, options=call.options, handle=path, origin=origin)
-    return replace(made, info=info, _job=job)
+    return ArrayLoad(replace(made, info=info), call.options, path, origin)
 
 
-def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
-    options = call.options
-    try:
-        selection = select_axes(options.select, info.shape)
-    except (ValueError, IndexError) as error:
-        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-    dtype = _target_dtype(options.dtype, info)
-    shards, n_ranks = _lay_out(call, selection.shape, dtype, str(info))
-    itemsize = np.dtype(info.dtype).itemsize
-    if info.chunks is None:
-        phase: tuple[int, ...] = (0,) * len(selection.kept)
-        chunks = Grid(selection.shape, plan_row_chunks(selection.shape, itemsize), phase)
-    else:
-        cell = tuple(info.chunks[k] for k in selection.kept)
-        chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
-        _check_staging(info, itemsize, dtype, options.staging_nbytes)
-    max_nbytes, max_cells = call.max_block_nbytes, 1 << 62
-    wide = max(itemsize, dtype.itemsize)
-    if info.chunks is not None:  # of each of which all is decoded, and waits, however little of it was selected
-        max_cells = max(1, min(_MOST_CHUNKS, max_nbytes // aligned(math.prod(info.chunks) * wide)))
-    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
-    plans = {}
-    for mode in _possible_modes(call):
-        n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
-        n_readers = min(n, n_ranks)
-        if mode == DIRECT:
-            more: dict[str, Any] = dict(has_chunks=info.chunks is not None, file_itemsize=itemsize)
-            plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **caps, **more)
-        else:
-            blocks = plan_blocks(chunks, wide, n_readers=n_readers, **caps)
-            plans[mode] = Schedule(blocks, shards, dtype.itemsize, n_ranks, n_readers)
-    return _choose(call, info, plans, selection, chunks, dtype, path)
-
-
-def _possible_modes(call: Call) -> tuple[str, ...]:
-    """All of them, unless ranks cannot send each other anything."""
-    if call.group is None or call.group.can_send:
-        return MODES
-    if call.options.readers not in (AUTO, DIRECT):
-        raise ConfigError(
-            f"readers is {call.options.readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
-        )
-    return (DIRECT,)
-
-
-def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> Plan:
+def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> ArrayLoad:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
-    if call.group is not None and not call.group.can_send:
-        raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
-    dtype = _target_dtype(call.options.dtype, info)
-    shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
-    itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
-    max_nbytes = call.max_block_nbytes
-    phase = (0,) * len(info.shape)
-    if as_it_is:  # blocks are views: one per shard, however large
-        blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
-    else:
-        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
-    schedule = Schedule(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
-    return _choose(call, info, {ROOT: schedule}, select_axes(None, info.shape), chunks, dtype, source)
-
-
-def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
-    """The dtype that was asked for, or the file's."""
-    found = np.dtype(info.dtype)
-    if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
-        raise ConfigError(
-            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take the "
-            "real part of the result"
-        )
-    return found if dtype is None else dtype
-
-
-def _lay_out(call: Call, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> tuple[Shards, int]:
-    """Cut the array by its sharding and check it all: dtype, axes, processes, JAX's index map. Also the number of ranks."""
-    sharding, group = call.sharding, call.group
-    axes = read_spec(sharding, len(shape))
-    shape_global = padded_shape(shape, axes, sharding, pad=call.options.pad is not None, name=name)
-    sizes = tuple(sharding.mesh.shape.values())
-    held = [n // math.prod(sizes[m] for m in cut) for n, cut in zip(shape_global, axes, strict=True)]
-    # NumPy counts the other axes also where one is empty.
-    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_global, held))
-    if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
-        raise SourceError(
-            f"{name} would have shape {shape_global} as {dtype}, {tuple(held)} on each device: more than any machine can "
-            "address. If that is no damage, pass select= with the part that is wanted"
-        )
-    if call.options.pad is not None:
-        pad_value(call.options.pad, dtype)
-    if group is None:
-        n_devices, per_rank = math.prod(sharding.mesh.shape.values()), call.devices_per_rank
-        return layout_shards(sharding, axes, shape_global, None, devices_per_rank=per_rank), n_devices // per_rank
-    _refuse_lossy(dtype, name)
-    shards = layout_shards(sharding, axes, shape_global, rank_of_process(group))
-    verify_layout(shards, sharding, group.rank)
-    return shards, group.size
-
-
-def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
-    """ConfigError where JAX would make 32 bits of 64. Nobody has seen the values yet: no dtype is named without its limits."""
-    if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
-        parts = 2 if dtype.kind == "c" else 1
-        if dtype.itemsize // parts > 4:
-            if dtype.kind in "iu":
-                loss, other = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
-            else:
-                small = "complex64" if dtype.kind == "c" else "float32"
-                loss = f"lose half the digits, as {small}"
-                other = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
-            raise ConfigError(
-                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch "
-                "them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the "
-                f"environment. Or {other}: a value that does not fit is an error"
-            )
-
-
-def _check_staging(info: ArrayInfo, itemsize: int, dtype: np.dtype[Any], staging_nbytes: int) -> None:
-    """ConfigError unless one chunk at a time can be read, decoded, and sent."""
-    wide = max(itemsize, dtype.itemsize)
-    chunk_size = math.prod(info.chunks or ())
-    needed = chunk_size * (2 * wide + 3 * itemsize + (dtype != np.dtype(info.dtype)) * dtype.itemsize)
-    if needed > staging_nbytes:
-        raise ConfigError(
-            f"one chunk of {info} is {format_nbytes(chunk_size * itemsize)}, and reading it takes {format_nbytes(needed)} (the "
-            "chunk as stored, as decompressed, as decoded, as read and as sent), but staging is "
-            f"{format_nbytes(staging_nbytes)}. "
-            f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
-        )
-
-
-def _stage(call: Call, plan: Schedule, info: ArrayInfo, dtype: np.dtype[Any], n_chunks: int) -> Staging:
-    """Share the staging cap out between threads that decode, slots that blocks wait in, and buffers for messages."""
-    file_itemsize = np.dtype(info.dtype).itemsize
-    wide = max(file_itemsize, dtype.itemsize)
-    cap = call.options.staging_nbytes
-    chunk_size = math.prod(info.chunks) if info.chunks else 0
-    block_size = min(plan.max_block_size, max(1, plan.max_message_nbytes // plan.itemsize))
-    slot_nbytes = max(block_size * dtype.itemsize, n_chunks * aligned(chunk_size * wide))
-    pack_nbytes = block_size * dtype.itemsize
-    casts = dtype != np.dtype(info.dtype)
-    # As stored, as decompressed, as decoded; or, by the library and cast, a block in the file's dtype.
-    thread_nbytes = max(chunk_size * (3 * file_itemsize + casts * dtype.itemsize), casts * block_size * file_itemsize)
-    n_threads = 1 if call.group is None else call.group.machine.n_threads
-    n_threads = max(1, min(n_threads, _MOST_THREADS, (cap - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, thread_nbytes)))
-    left = cap - n_threads * thread_nbytes
-    n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
-    wanted = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
-    n_slots = max(1, min(wanted, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
-    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
-
-
-def _chunks_per_block(plan: Schedule, chunks: Grid) -> int:
-    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
-    axes = zip(plan.blocks.cell, plan.extent, chunks.cell, chunks.counts, strict=True)
-    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
-
-
-def _choose(
-    call: Call,
-    info: ArrayInfo,
-    plans: dict[str, Schedule],
-    selection: Selection,
-    chunks: Grid,
-    dtype: np.dtype[Any],
-    handle: Any,
-) -> Plan:
-    """Take one of the plans: the one that was asked for, or the one that costs least."""
-    options = call.options
-    has_chunks = info.chunks is not None
-    is_memory = ROOT in plans and len(plans) == 1
-    machine = None if call.group is None else call.group.machine
-    stagings = {
-        mode: _stage(call, plan, info, dtype, _chunks_per_block(plan, chunks) if has_chunks else 0)
-        for mode, plan in plans.items()
-    }
-    count = {
-        mode: partial(
-            plan_cost,
-            mode,
-            plan,
-            chunks,
-            has_chunks=has_chunks,
-            file_itemsize=np.dtype(info.dtype).itemsize,
-            codec=info.codec,
-            chunk_nbytes=math.prod(info.chunks) * np.dtype(info.dtype).itemsize if info.chunks else None,
-            casts=dtype != np.dtype(info.dtype),
-            staging_blocks=0 if is_memory else stagings[mode].n_slots + stagings[mode].n_pack,
-            ranks_per_node=None if machine is None else machine.ranks_per_node,
-            n_cores=None if machine is None else machine.n_cores,
-        )
-        for mode, plan in plans.items()
-    }
-    costs = Costs(count)
-    if DIRECT in plans and len(plans) == 1:
-        mode, why = DIRECT, f"{_NO_MPI}: each rank reads what it holds"
-    elif options.readers == AUTO:
-        mode, why = choose_mode(costs, plans[ROOT].n_ranks)
-    elif isinstance(options.readers, int):
-        mode, why = PARALLEL, f"readers={options.readers} was asked for"
-    else:
-        mode, why = options.readers, f"readers={options.readers!r} was asked for"
-    plan = plans[mode]
-    return Plan(
-        info=info,
-        shape=plan.blocks.shape,
-        shape_global=plan.shards.shape_global,
-        dtype=dtype,
-        sharding=call.sharding,
-        decomposition=describe_decomposition(plan.shards),
-        shard_shape=plan.shards.shard_shape,
-        n_replicas=plan.shards.n_replicas,
-        n_ranks=plan.n_ranks,
-        readers=mode,
-        n_readers=costs[mode].n_readers,
-        why=why,
-        costs=costs,
-        staging_nbytes=options.staging_nbytes,
-        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle, stagings[mode]),
-    )
+    return ArrayLoad(plan_scatter(call.ask(), info, root, as_it_is), call.options, source)

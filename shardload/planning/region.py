@@ -15,9 +15,11 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
-__all__ = ["Region", "Selection", "select_axes"]
+import numpy as np
+
+__all__ = ["Region", "Selection", "padding_of", "select_axes"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -159,6 +161,24 @@ class Region:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+def padding_of(region: Region, true: Region | None) -> Iterator[Region]:
+    """What of a shard is padding, as regions that do not overlap; `true` is what the array has of it, None for nothing.
+
+    >>> [str(t) for t in padding_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
+    ['[3:4, 0:4]', '[0:3, 2:4]']
+    """
+    if true is None:
+        if region.size:
+            yield region
+        return
+    for axis, (end, stop) in enumerate(zip(true.stop, region.stop, strict=True)):
+        if end < stop:
+            start = (*region.start[:axis], end, *region.start[axis + 1 :])
+            tail = Region(start, (*true.stop[:axis], *region.stop[axis:]))
+            if tail.size:
+                yield tail
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which elements of a file's array make up the array that was asked for.
@@ -196,6 +216,19 @@ class Selection:
         for k, a, b, offset in zip(self.kept, region.start, region.stop, self.offset, strict=True):
             start[k], stop[k] = a + offset, b + offset
         return Region(tuple(start), tuple(stop))
+
+    def drop_axes(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A view of an array with the file's axes (dropped ones of length 1), without those that are dropped.
+
+        >>> select_axes((slice(10, 20), 3), (100, 8)).drop_axes(np.zeros((5, 1))).shape
+        (5,)
+        """
+        if len(self.kept) == data.ndim:
+            return data
+        kept = set(self.kept)
+        index: Any = (*(slice(None) if k in kept else 0 for k in range(data.ndim)), ...)  # an array, also when 0-d
+        view: np.ndarray[Any, Any] = data[index]
+        return view
 
 
 Index = slice | SupportsIndex | EllipsisType

@@ -205,7 +205,7 @@ class Schedule:
 
     @property
     def max_block_size(self) -> int:
-        """Elements that no `Block` exceeds: a cell of the grid, or what a shard, or a rank, has of it where only that is read."""
+        """Elements that no `Block` exceeds: a cell of the grid, or what a shard, or a rank, has of it where that is read."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
     @property

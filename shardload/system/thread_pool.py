@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Pool", "done_here"]
+__all__ = ["Lane", "Pool", "done_here"]
 
 _START_SECONDS = 0.5  # an operating system takes microseconds
 
@@ -85,6 +86,47 @@ class Pool:
         self._end()
         for thread in self._threads if wait else ():
             _join(thread)
+
+
+class Lane:
+    """Tasks of which no two may run at a time, in a pool that runs other tasks beside them.
+
+    Parameters
+    ----------
+    pool : Pool
+        Whose threads do it: one of them at a time, as long as there is something to do.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._tasks: deque[_Task] = deque()
+        self._is_running = False
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have a thread call this, when it has called what was submitted before. RuntimeError after the pool's `close`."""
+        task = _Task(Future(), call, arguments)
+        with self._lock:
+            self._tasks.append(task)
+            if self._is_running:
+                return task.future
+            self._is_running = True
+        self._pool.submit(self._run).add_done_callback(self._end)
+        return task.future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._is_running = False
+                    return
+                task = self._tasks.popleft()
+            task.run()
+            del task  # or what it holds lives until the next one comes
+
+    def _end(self, run: Future[Any]) -> None:
+        for task in tuple(self._tasks) if run.cancelled() else ():
+            task.future.cancel()
 
 
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:

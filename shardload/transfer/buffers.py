@@ -14,24 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.region import Region
+from shardload.errors import ShardloadError
+from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block
+from shardload.planning.staging import ALIGNMENT, aligned
 
-__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box"]
-
-ALIGNMENT = 64
+__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box", "fill_padding"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment.
-
-    >>> aligned(0), aligned(1), aligned(64)
-    (0, 64, 64)
-    """
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -60,6 +51,22 @@ class Piece:
     def view(self, region: Region) -> Array:
         """The part of the buffer that holds `region`."""
         return box(self.data, region, self.region)
+
+
+def fill_padding(piece: Piece, true: Region | None, value: Any) -> None:
+    """Fill what of a piece the array does not have; `true` is what it has of it (`Schedule.true_region`).
+
+    Raises
+    ------
+    ShardloadError
+        If that leaves something out. Verifying looks at the same regions, so it would not be found there.
+    """
+    n_left = piece.region.size - (0 if true is None else true.size)
+    for region in padding_of(piece.region, true):
+        piece.view(region)[...] = value
+        n_left -= region.size
+    if n_left:
+        raise ShardloadError(f"{n_left} elements of the padding of {piece.region} were not filled: a defect in shardload")
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 __all__ = ["MOST_NAMED", "Counters"]
 
-MOST_NAMED = 3  # of the chunks that are not stored
+MOST_NAMED = 3  # of the missing chunks
 
 
 @dataclass
@@ -29,3 +32,8 @@ class Counters:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
         self.missing = sorted(self.missing)[:MOST_NAMED]
+
+    def add_missing(self, numbers: np.ndarray[Any, Any]) -> None:
+        """Count missing chunks, by their numbers, which come in ascending order."""
+        self.chunks_missing += len(numbers)
+        self.missing += numbers[: MOST_NAMED - len(self.missing)].tolist()

@@ -22,7 +22,16 @@ from shardload.planning.region import Region, Selection
 from shardload.planning.schedule import Block, Grid, Schedule
 from shardload.transfer.counters import MOST_NAMED
 
-__all__ = ["beginning_in", "chunk_numbers", "counter_of", "describe_missing", "fold_first", "settle_missing", "unfold_first"]
+__all__ = [
+    "beginning_in",
+    "chunk_numbers",
+    "count_by_region",
+    "counter_of",
+    "describe_missing",
+    "fold_first",
+    "settle_missing",
+    "unfold_first",
+]
 
 _NONE = 2**63 - 1
 
@@ -43,6 +52,11 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
         return np.sort(np.concatenate([numbers[:0], *(beginning_in(region, numbers, chunks) for region in own)]))
 
     return counts
+
+
+def count_by_region(block: Block, numbers: Numbers, chunks: Grid) -> Numbers:
+    """What a `Counter` does where each block has one owner: chunks count where their first element lies."""
+    return beginning_in(block.region, numbers, chunks)
 
 
 def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from shardload.errors import SourceError
@@ -32,6 +36,27 @@ class Naming:
     def __init__(self, source: Source, selection: Selection, chunks: Grid | None) -> None:
         self._source, self._selection, self._chunks = source, selection, chunks
         self._chunk_shape = source.info.chunks or ()
+        self._reading: dict[int, Region] = {}  # by thread: what it is reading
+        self._n_read = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def at(self, region: Region) -> Iterator[None]:
+        """While this thread reads a region of the file, the others can ask for it."""
+        thread = threading.get_ident()
+        self._reading[thread] = region
+        try:
+            yield
+        finally:
+            del self._reading[thread]
+            with self._lock:
+                self._n_read += 1
+
+    def now(self) -> tuple[int, str]:
+        """How many chunks and blocks have been read, and what is being read (that which was begun first; empty: nothing)."""
+        for region in [*self._reading.values()][:1]:
+            return self._n_read, self.being_read(region)
+        return self._n_read, ""
 
     def index(self, region: Region) -> tuple[int, ...]:
         """Where the chunk that a region begins in stands in the file's grid of chunks."""

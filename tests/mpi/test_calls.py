@@ -47,7 +47,7 @@ def test_path_forms(files: dict[str, str], readers: Any) -> None:
 
 @pytest.mark.parametrize("source", ["contiguous", "gzip_shuffle", "big_endian", "netcdf4", "zarr_v2", "zarr_sharded"])
 def test_small_array_comes_with_its_metadata(
-    files: dict[str, str], source: str, comm: Any, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], source: str, comm: Any, monkeypatch: pytest.MonkeyPatch, tune: Any
 ) -> None:
     """Wrong if every rank opened a file of a few bytes, or if its values came in the file's own byte order."""
     values, mesh = ramp(cube()), mesh_of()
@@ -55,15 +55,15 @@ def test_small_array_comes_with_its_metadata(
     def opens(*_: Any) -> None:
         raise PermissionError("nobody but rank 0 opens it")
 
-    monkeypatch.setattr(importlib.import_module("shardload.jobs.execution"), "open_source", opens)
-    monkeypatch.setattr(importlib.import_module("shardload.formats.lookup"), "_SMALL_NBYTES", values.nbytes)
+    monkeypatch.setattr(importlib.import_module("shardload.jobs.array_load"), "open_source", opens)
+    tune(small_nbytes=values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
     picked = padded(values[1:, 2], mesh, P("a"), 7)
     check(load(P("a"), select=(slice(1, None), 2), pad=7), picked, mesh, P("a"))
     check(load(P(), dtype="float16"), values.astype("float16"), mesh, P())
     same_error(comm, lambda: load(P("b", "a"), readers="direct"), PeerError, "nobody but rank 0 opens it")
-    monkeypatch.setattr(importlib.import_module("shardload.formats.lookup"), "_SMALL_NBYTES", 16)
+    tune(small_nbytes=16)
     same_error(comm, lambda: load(P("b", "a")), PeerError, "nobody but rank 0 opens it")
 
 

@@ -14,10 +14,13 @@ from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Bell
 from shardload.planning.region import select_axes
 from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.exchange import Buffers, exchange
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 from tests.mpi.support import grid_shape
 from tests.unit.fakes import FakeSource
 
@@ -48,22 +51,15 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
     own = segments.get(group.rank)
     slots = Slots(2, nbytes, None if own is None else own.data)
     bell = Bell() if own is None else own.bell
+    resources = Resources(slots, bell)
     arrays, readers, complete = [], [], []
     for values, block, axes, n_readers in given:
         schedule = cut(values.shape, block, axes, mesh, n_readers, values.dtype)
         regions = {shard: schedule.shards.region(shard) for shard in schedule.shards.shards_of(group.rank)}
         pieces = {shard: Piece(region, np.full(region.shape, 99, values.dtype)) for shard, region in regions.items()}
-        reader = SourceReader(
-            FakeSource(values, block),  # type: ignore[arg-type]
-            select_axes(None, values.shape),
-            schedule.blocks,
-            has_chunks=False,
-            slots=slots,
-            dtype=values.dtype,
-            pieces=pieces,
-            rank=group.rank,
-            bell=bell,
-        )
+        source = FakeSource(values, block)
+        layout = SourceLayout(select_axes(None, values.shape), schedule.blocks, None, values.dtype, values.dtype)
+        reader = SourceReader(source, layout, LocalPieces(group.rank, pieces), resources)  # type: ignore[arg-type]
         readers.append(reader)
         arrays.append(ArrayMove(BlocksToPieces(schedule), reader, pieces, values.dtype, complete.append, 11))
     with group.call():
@@ -73,6 +69,7 @@ def test_many_arrays_in_one_exchange(comm: Any, is_shared: bool, checksums: bool
         group.agree(failed)
     for reader in readers:
         reader.__exit__(None)
+    resources.__exit__(None)
     for (values, *_), array in zip(given, arrays, strict=True):
         for piece in array.targets.values():
             np.testing.assert_array_equal(piece.data, values[piece.region.slices()])

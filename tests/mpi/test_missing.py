@@ -52,10 +52,10 @@ def expected(shape: tuple[int, ...]) -> tuple[Array, int, int]:
 @pytest.mark.parametrize("readers", READERS)
 @pytest.mark.parametrize("kind", ["h5", "zarr"])
 def test_counted_once_and_said_once(
-    torn: dict[str, str], comm: Any, kind: str, readers: Any, chunk_by_chunk: bool, monkeypatch: pytest.MonkeyPatch
+    torn: dict[str, str], comm: Any, kind: str, readers: Any, chunk_by_chunk: bool, tune: Any
 ) -> None:
     """Wrong if a chunk that several ranks read, or that replicas share, were counted twice."""
-    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 0 if chunk_by_chunk else 1 << 30)
+    tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     values, n_missing, n = expected(cube())
     for spec in (P("a", "b"), P(None, "b"), P()):
         with warnings.catch_warnings(record=True) as said:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,12 @@ import pytest
 from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
 from shardload.planning.region import Region, select_axes
 from shardload.planning.schedule import Block, Grid, Part
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.tuning import default_tuning
 from shardload.transfer.buffers import Piece, Slots, StagedBlock
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 
 Array = np.ndarray[Any, Any]
 
@@ -139,13 +143,19 @@ def reader_of(source: FakeSource, pieces: dict[int, Piece] | None = None, **more
     """A reader of a whole array on rank 0, with two slots that each have room for all of it."""
     shape = source.info.shape
     chunks = Grid(shape, source.info.chunks or (1,) * len(shape), (0,) * len(shape))
-    options: dict[str, Any] = dict(has_chunks=source.info.chunks is not None, dtype=source.dtype) | more
-    nbytes = math.prod(shape) * max(options["dtype"].itemsize, source.dtype.itemsize) + 64 * chunks.n_cells
-    slots = options.pop("slots", None) or Slots(2, 2 * nbytes)
-    selection = options.pop("selection", None) or select_axes(None, shape)
-    return SourceReader(
-        source, selection, options.pop("chunks", chunks), **options, slots=slots, pieces=pieces or {}, rank=0
-    )  # fmt: skip
+    dtype = more.pop("dtype", source.dtype)
+    nbytes = math.prod(shape) * max(dtype.itemsize, source.dtype.itemsize) + 64 * chunks.n_cells
+    slots = more.pop("slots", None) or Slots(2, 2 * nbytes)
+    selection = more.pop("selection", None) or select_axes(None, shape)
+    layout = SourceLayout(selection, more.pop("chunks", chunks), source.info.chunks, source.dtype, dtype)
+    local = LocalPieces(0, pieces or {}, more.pop("checksums", False))
+    resources = more.pop("resources", None) or Resources(slots, more.pop("bell", None), more.pop("n_threads", 1))
+    return SourceReader(source, layout, local, resources, **more)
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Let small blocks and chunks take the way of large ones, or the other way round."""
+    monkeypatch.setattr("shardload.planning.tuning._default", replace(default_tuning(), **sizes))
 
 
 def fetch(reader: SourceReader, read: Block) -> StagedBlock:

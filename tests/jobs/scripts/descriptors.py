@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import resource
@@ -21,14 +20,14 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (16, 24, 20), (4, 6, 20)
 WAYS = (("chunks.h5", "parallel"), ("plain.h5", "parallel"), ("chunks.zarr", "parallel"), ("chunks.h5", "direct"))
 MOST = 12  # descriptors that a load needs at the same time, and a few more
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.jobs.execution")._WORTH_SHARING_NBYTES = 0  # blocks are small here
-importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
+tune(worth_sharing_nbytes=0, min_chunk_nbytes=1)  # blocks are small here
 
 
 def prepare() -> None:

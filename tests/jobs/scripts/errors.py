@@ -25,7 +25,9 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
+from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (8, 12, 20), (3, 5, 7)
 DAMAGED = (1, 2, 1)  # index of the chunk that cannot be decoded
@@ -41,7 +43,7 @@ ALONE = (
 )
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.jobs.execution")._WORTH_SHARING_NBYTES = 0  # blocks are small here
+tune(worth_sharing_nbytes=0)  # blocks are small here
 cases: dict[str, Callable[[], object]] = {}
 
 
@@ -198,12 +200,12 @@ def full(*_: Any) -> None:
 
 @case("open fails on ranks 1 and 3 alone")
 def _() -> None:
-    patched("shardload.jobs.execution", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+    patched("shardload.jobs.array_load", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
 
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.jobs.execution", "empty_pieces", full, lambda: load(readers="root"), (1,))
+    patched("shardload.jobs.array_load", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")
@@ -238,14 +240,9 @@ def _() -> None:
 
 @case("no memory to decode a chunk on rank 1")
 def _() -> None:
-    reader = importlib.import_module("shardload.transfer.reader")
     call = lambda: load(readers="parallel", staging="8KiB")  # noqa: E731
-    before = reader._MIN_CHUNK_NBYTES
-    reader._MIN_CHUNK_NBYTES = 1
-    try:
-        patched("shardload.transfer.reader", "Tile", full, call, (1,))
-    finally:
-        reader._MIN_CHUNK_NBYTES = before
+    with tuned(min_chunk_nbytes=1):
+        patched("shardload.transfer.chunk_tasks", "Tile", full, call, (1,))
 
 
 @case("metadata cannot be read on rank 0")
@@ -255,7 +252,7 @@ def _() -> None:
 
 @case("assembly fails on rank 3")
 def _() -> None:
-    patched("shardload.jobs.execution", "assemble", full, load, (3,))
+    patched("shardload.jobs.array_load", "assemble", full, load, (3,))
 
 
 class Slow:
@@ -276,7 +273,7 @@ class Slow:
 def _() -> None:
     sources = importlib.import_module("shardload.formats.lookup")
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.jobs.execution", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.array_load", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------
@@ -319,7 +316,7 @@ def _() -> None:
 
 @case("a file cannot be closed on rank 1")
 def _() -> None:
-    patched("shardload.jobs.execution", "_close", gone, lambda: load(readers="parallel"), (1,))
+    patched("shardload.jobs.array_load", "_close", gone, lambda: load(readers="parallel"), (1,))
 
 
 @case("an alarm was handled before")

@@ -32,6 +32,7 @@ from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.zarr.chunks import ZarrChunks
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import as_large
 
 PATIENCE_SECONDS = 5.0
 SHAPE, CHUNKS, SPEC = (16, 24, 20), (4, 6, 20), P(None, "a", "b")
@@ -39,10 +40,8 @@ READERS = ("root", "parallel", "direct", 2)
 BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.execution")
-execute._WORTH_SHARING_NBYTES = 0  # blocks are small here
-importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
-importlib.import_module("shardload.transfer.reader")._INLINE_NBYTES = -1
+execute = importlib.import_module("shardload.jobs.array_load")
+as_large()
 
 
 def load(path: str = "good.h5", readers: Any = "parallel", **options: Any) -> jax.Array:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import sys
@@ -23,12 +22,12 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS, SPEC = (16, 48, 40), (4, 12, 40), P(None, "a", "b")
 
 comm = MPI.COMM_WORLD
-importlib.import_module("shardload.transfer.reader")._MIN_CHUNK_NBYTES = 1
-importlib.import_module("shardload.transfer.reader")._INLINE_NBYTES = -1
+tune(min_chunk_nbytes=1, inline_nbytes=-1)
 
 
 def prepare() -> None:

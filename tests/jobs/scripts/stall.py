@@ -22,17 +22,17 @@ from mpi4py import MPI
 
 import shardload
 from tests.mpi.support import check, mesh_of, on_root, ramp
+from tests.tuning import tune
 
 SHAPE, CHUNKS = (24, 36, 40), (4, 6, 10)
 TIMEOUT = 4.0
 BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
-execute, reader = importlib.import_module("shardload.jobs.execution"), importlib.import_module("shardload.transfer.reader")
-reader._MIN_CHUNK_NBYTES = 1  # chunks are small here
-execute._WORTH_SHARING_NBYTES = 0
+execute = importlib.import_module("shardload.jobs.array_load")
+tune(min_chunk_nbytes=1, worth_sharing_nbytes=0)  # chunks are small here
 if "inline" not in sys.argv[2]:
-    reader._INLINE_NBYTES = -1
+    tune(inline_nbytes=-1)
 
 cases: dict[str, Callable[[Any], object]] = {}
 again_on: dict[str, Any] = {}  # the communicator of the call after the stall, if not the usual one
@@ -111,7 +111,7 @@ def thread(readers: Any) -> None:
 @case
 def library(readers: Any) -> None:
     """Held up in the library's own read of a block."""
-    reader._MIN_CHUNK_NBYTES = 1 << 30
+    tune(min_chunk_nbytes=1 << 30)
     if comm.rank == 1:
         slow_source(hold)
     load(readers)

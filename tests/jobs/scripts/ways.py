@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,11 @@ import pytest
 from shardload.comm import group
 from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
-from shardload.formats import lookup as sources
-from shardload.jobs import execution as execute
-from shardload.transfer import channels, reader
+from shardload.planning.tuning import default_tuning
+from shardload.transfer import channels
+from shardload.transfer.chunk_tasks import ChunkTasks
+from tests.tuning import as_large, as_usual
 
-AS_LARGE = ((execute, "_WORTH_SHARING_NBYTES", 0), (reader, "_MIN_CHUNK_NBYTES", 1), (reader, "_INLINE_NBYTES", -1))
-AS_LARGE += ((sources, "_SMALL_NBYTES", 0),)
-USUAL = [(where, name, getattr(where, name)) for where, name, _ in AS_LARGE]
 AS_THEY_ARE = ("test_memory",)  # whose arrays are large, and have chunks of a byte
 counts: Counter[str] = Counter()
 
@@ -39,13 +36,7 @@ MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def set_sizes(sizes: Iterable[tuple[Any, str, int]]) -> None:
-    """Change what is called large."""
-    for where, name, value in sizes:
-        setattr(where, name, value)
-
-
-set_sizes(AS_LARGE)  # also for scripts that import this, without pytest
+as_large(small_nbytes=0)  # also for scripts that import this, without pytest
 
 
 def counted(kind: type, method: str, name: str) -> None:
@@ -53,7 +44,7 @@ def counted(kind: type, method: str, name: str) -> None:
     right = getattr(kind, method)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        counts[name] += execute._WORTH_SHARING_NBYTES == 0
+        counts[name] += default_tuning().worth_sharing_nbytes == 0
         return right(self, *args, **options)
 
     setattr(kind, method, call)
@@ -63,7 +54,7 @@ counted(channels.Channel, "expect", "senders")
 counted(channels.SharedMemoryChannel, "_offer", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_take", "tiles taken")
-counted(reader.SourceReader, "_read_chunk", "chunks decoded")
+counted(ChunkTasks, "_read_chunk", "chunks decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create
@@ -87,7 +78,9 @@ if "WAYS_WITHOUT" in os.environ:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    set_sizes(USUAL if item.path.stem in AS_THEY_ARE else AS_LARGE)
+    as_usual()
+    if item.path.stem not in AS_THEY_ARE:
+        as_large(small_nbytes=0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -27,6 +27,7 @@ import shardload
 from shardload.planning.region import Region
 from tests.jobs.scripts.wires import AT, NUMBER, START, Numpy, Wire, flip_shared, flipped
 from tests.mpi.support import check, mesh_of, on_root, padded, ramp
+from tests.tuning import as_large
 
 # Defects that leave a rank waiting for what nobody sends: should one hang, it takes none of the others with it.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
@@ -36,23 +37,21 @@ SPOT = (9, 200, 300)  # an element of the large array that no box of verify="fil
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
-layout, plan, execute, prepare, reader, group, staging, channels, inbox = (
+layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = (
     module(f"shardload.{name}")
     for name in (
         "arrays.sharding",
         "planning.schedule",
-        "jobs.execution",
+        "jobs.array_load",
         "jobs.request",
-        "transfer.reader",
+        "transfer.local_pieces",
         "comm.group",
         "transfer.buffers",
         "transfer.channels",
         "transfer.receiver",
     )
 )
-execute._WORTH_SHARING_NBYTES = 0
-reader._MIN_CHUNK_NBYTES = 1
-reader._INLINE_NBYTES = -1
+as_large()
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}
@@ -242,7 +241,7 @@ def _(stack: ExitStack) -> None:
 @case("one bit changes in a copy that stays", spec=P(), readers="root")
 def _(stack: ExitStack) -> None:
     if comm.rank == 0:
-        stack.enter_context(patched(reader, "np", Numpy()))
+        stack.enter_context(patched(local_pieces, "np", Numpy()))
 
 
 @case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.arrays.compare import Truth, first_difference, sample_boxes, tails_of
+from shardload.arrays.compare import Truth, first_difference, sample_boxes
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
 from shardload.planning.grid import Grid
@@ -63,18 +63,6 @@ def test_another_seed_gives_other_boxes() -> None:
     shard = Region((0, 0), (4096, 4096))
     assert list(sample_boxes(shard, None, 4, 0, 8)) != list(sample_boxes(shard, None, 4, 1, 8))
     assert len(list(sample_boxes(shard, None, 4, 0, 8))) == 8
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3))
-def test_tails_are_all_that_is_not_true(axes: list[tuple[int, int]]) -> None:
-    region = Region((2,) * len(axes), tuple(2 + a + b for a, b in axes))
-    true = region.intersect(Region((0,) * len(axes), tuple(2 + a for a, _ in axes)))
-    count = np.zeros([a + b for a, b in axes], int)
-    for tail in tails_of(region, true):
-        count[tail.slices(region.start)] += 1
-    if true is not None:
-        count[true.slices(region.start)] += 1
-    np.testing.assert_array_equal(count, 1)
 
 
 class Unsteady(MemorySource):

@@ -669,13 +669,14 @@ def test_few_of_the_elements_of_many_chunks(tmp_path: Path) -> None:
     """Wrong if only what is selected of a chunk counted: all of it is decoded, and waits in a slot."""
     path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 64), (32, 32, 64))  # chunks of 256 KiB
     plan = shardload.plan(path, AbstractMesh((2,), ("a",)), P("a"), select=(..., 3), staging="16MiB")
-    staging = plan._job.staging
+    staging = plan._layout.staging(plan.staging_nbytes)
     assert staging.n_slots * staging.slot_nbytes + staging.n_pack * staging.pack_nbytes <= 16 << 20
     tiny = shardload.plan(
         hdf5_of(tmp_path / "b.h5", (2**20, 2**10), (1, 1)), AbstractMesh((2,), ("a",)), P("a"), staging="64MiB"
     )
     assert math.prod(tiny.schedule.blocks.cell) <= 1 << 14
-    assert tiny._job.staging.n_slots * tiny._job.staging.slot_nbytes <= 64 << 20
+    staging = tiny._layout.staging(tiny.staging_nbytes)
+    assert staging.n_slots * staging.slot_nbytes <= 64 << 20
 
 
 # --- booleans
@@ -716,11 +717,11 @@ def check_bools(x: jax.Array, expected: np.ndarray[Any, Any]) -> None:
 
 @pytest.mark.parametrize("readers", ["direct", "parallel", "root"])
 @pytest.mark.parametrize("how", ["contiguous", "chunks", "gzip", "lzf", "fill", "zarr 2", "zarr 3"])
-def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booleans_other_than_0_and_1(tmp_path: Path, how: str, readers: str, tune: Callable[..., Any]) -> None:
     path, mesh = write_bools(tmp_path / "a", how), Mesh(np.array(jax.devices()[:1]), ("a",))
     expected = np.ones(ODD.shape, bool) if how == "fill" else ODD.view("u1") != 0
     if readers == "direct":
-        monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 1)  # chunk by chunk
+        tune(min_chunk_nbytes=1)  # chunk by chunk
     for more in ({"verify": "full"}, {"verify": "checksum"}, {"select": slice(3, 9)}, {"select": slice(3, 9000)}):
         x = shardload.load(path, mesh, P(), readers=readers, missing="fill", **more)
         check_bools(x, expected[more.get("select", slice(None))])
@@ -756,5 +757,5 @@ def test_slots_of_what_a_rank_needs(tmp_path: Path) -> None:
     """Wrong if, where a rank needs a narrow part of a block, its slots had room for all chunks of the block: 1.5 GiB here."""
     path = hdf5_of(tmp_path / "a.h5", (1024, 1024, 1024), (64, 64, 4))
     plan = shardload.plan(path, AbstractMesh((64, 64), ("a", "b")), P(None, "a", "b"), readers="direct", staging="256MiB")
-    staging = plan._job.staging
+    staging = plan._layout.staging(plan.staging_nbytes)
     assert staging.n_slots * staging.slot_nbytes <= 256 << 20

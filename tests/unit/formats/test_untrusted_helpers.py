@@ -217,10 +217,10 @@ BAD: dict[str, tuple[Callable[[Path], str], str]] = {
     [*((kind, True) for kind in BAD), ("szip, division by zero", False), ("scale-offset, all memory", False)],
 )
 def test_a_chunk_that_harms_whoever_decodes_it(
-    kind: str, chunk_by_chunk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, chunk_by_chunk: bool, tmp_path: Path, tune: Callable[..., Any]
 ) -> None:
     """In this process each of them would be the end of this test, and of all that come after."""
-    monkeypatch.setattr("shardload.transfer.reader._MIN_CHUNK_NBYTES", 0 if chunk_by_chunk else 1 << 30)
+    tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     make, words = BAD[kind]
     path = make(tmp_path / "bad.h5")
     source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=1.0)))

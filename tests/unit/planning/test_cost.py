@@ -25,7 +25,7 @@ from shardload.planning.schedule import (
     plan_shards,
     run_stride,
 )
-from tests.unit.brute_force import Case, cases, chunks_read, flat_index, grids, held_regions, simulate
+from tests.unit.brute_force import Case, cases, chunks_read, elements_read, flat_index, grids, held_regions, simulate
 from tests.unit.eight_devices import CHECKS, outcome
 
 
@@ -69,12 +69,17 @@ def test_counts_are_those_of_the_plan_carried_out(case: Case) -> None:
         assert cost.reader_nbytes == max(decoded) * chunk_nbytes
 
 
+# Rank 0 holds the first and the last of three shards, and rank 1 the one between: a merged block of rank 0 has a gap.
+WITH_A_GAP = Case((3, 1), ((0,), ()), np.array([0, 1, 0]), 2, (1, 1), (0, 0), 0, is_merged=True)
+
+
 @settings(max_examples=100)
 @given(cases())
+@example(WITH_A_GAP)
 def test_without_chunks_each_byte_counts_as_often_as_it_is_read(case: Case) -> None:
     plan = case.plan()
     cost = cost_of(case, plan, has_chunks=False, file_itemsize=2)
-    read = [sum(r.region.size for r in plan.reads(rank)) for rank in range(case.n_ranks)]
+    read = [elements_read(plan, rank) for rank in range(case.n_ranks)]
     assert cost.chunks_decoded == 0
     assert cost.decoded_nbytes == 2 * sum(read)
     if not case.n_readers:

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardload.system.thread_pool import Pool, done_here
+from shardload.system.thread_pool import Lane, Pool, done_here
 
 SECONDS = 20  # no test waits that long unless it fails
 
@@ -201,3 +201,47 @@ def test_interrupted_while_a_thread_starts(monkeypatch: pytest.MonkeyPatch, star
             pool.submit(len, "ab")
     pool.close()
     assert not begun[0].is_alive() and (begun[0].ident is not None) == starts
+
+
+# --- lanes
+
+
+def test_a_lane_runs_its_tasks_one_by_one_in_order_beside_other_tasks() -> None:
+    """Wrong if two of its tasks ran at a time, or if it kept the pool's other thread from working."""
+    pool, alone, found = Pool(2, "t"), threading.Lock(), []
+
+    def work(k: int) -> None:
+        assert alone.acquire(blocking=False), "two at a time"
+        found.append(k)
+        alone.release()
+
+    lane, gate = Lane(pool), threading.Event()
+    first = lane.submit(gate.wait, SECONDS)
+    rest = [lane.submit(work, k) for k in range(20)]
+    assert pool.submit(len, "ab").result(SECONDS) == 2 and not first.done()
+    gate.set()
+    for future in rest:
+        future.result(SECONDS)
+    assert found == list(range(20))
+    assert lane.submit(len, "abc").result(SECONDS) == 3, "a lane that had come to its end begins again"
+    pool.close()
+
+
+def test_a_task_that_fails_does_not_stop_its_lane() -> None:
+    pool = Pool(1, "t")
+    lane = Lane(pool)
+    failed, after = lane.submit(int, "x"), lane.submit(int, "3")
+    assert isinstance(failed.exception(SECONDS), ValueError) and after.result(SECONDS) == 3
+    pool.close()
+
+
+def test_closing_the_pool_cancels_what_waits_in_a_lane() -> None:
+    """Wrong if the futures were never done: whoever waits for them would wait for ever."""
+    pool, gate, begun = Pool(1, "t"), threading.Event(), threading.Event()
+    pool.submit(lambda: begun.set() or gate.wait(SECONDS))
+    assert begun.wait(SECONDS)
+    waiting = Lane(pool).submit(len, "ab")
+    pool.close(wait=False)
+    gate.set()
+    with pytest.raises(CancelledError):
+        waiting.result(SECONDS)

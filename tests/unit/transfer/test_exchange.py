@@ -18,10 +18,13 @@ import pytest
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.region import Region, select_axes
 from shardload.planning.schedule import Block, Grid, Schedule, plan_shards
+from shardload.planning.source_layout import SourceLayout
 from shardload.transfer import channels, exchange
 from shardload.transfer.buffers import Piece, StagedBlock, Tile
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 from tests.unit.fakes import FakeSource
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
 
@@ -89,17 +92,9 @@ class Loads:
     def move(self, rank: Rank, k: int) -> ArrayMove:
         given, pieces = self.given[k], pieces_of(self.given[k], rank.number)
         source, shape = FakeSource(given.values, given.block), given.values.shape
-        reader = SourceReader(
-            source,  # type: ignore[arg-type]
-            select_axes(None, shape),
-            given.schedule.blocks,
-            has_chunks=False,
-            slots=rank.slots,
-            dtype=given.values.dtype,
-            pieces=pieces,
-            rank=rank.number,
-            bell=rank.bell,
-        )
+        layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
+        local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
+        reader = SourceReader(source, layout, local, resources)  # type: ignore[arg-type]
         note = lambda piece: self.complete[rank.number].append((k, piece))  # noqa: E731
         return ArrayMove(BlocksToPieces(given.schedule), reader, pieces, given.values.dtype, note, self.seeds[k], f"array {k}")
 
@@ -167,8 +162,8 @@ def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) 
         last_is_begun.set()
 
     for arrays in loads.arrays:
-        arrays[1].producer._source.fails = begin  # type: ignore[attr-defined]
-        assert arrays[1].producer._source.reads == []  # type: ignore[attr-defined]
+        arrays[1].producer._ways._source.fails = begin  # type: ignore[attr-defined]
+        assert arrays[1].producer._ways._source.reads == []  # type: ignore[attr-defined]
     network = Network(may_arrive=lambda sender, receiver: last_is_begun.is_set())
     assert [error for error, _ in loads.run(network)] == [None] * 4
     loads.check()
@@ -185,7 +180,7 @@ def failed(loads: Loads, checksums: bool = False) -> list[BaseException]:
 def test_a_reader_that_fails_keeps_its_promises(way: str) -> None:
     """Wrong if a rank waited for ever for what comes after the failure, or took what it has for all there is."""
     loads = Loads(way)
-    loads.arrays[2][0].producer._source.fails = lambda region: OSError("gone")  # type: ignore[attr-defined]
+    loads.arrays[2][0].producer._ways._source.fails = lambda region: OSError("gone")  # type: ignore[attr-defined]
     found = [error for error, _ in loads.run()]
     assert isinstance(found[2], ShardloadError) and "gone" in str(found[2])
     assert [found[k] for k in (0, 1, 3)] == [None] * 3, "these agree with rank 2 that it failed"
@@ -263,7 +258,7 @@ def test_nothing_overtakes_what_waits_for_the_same_rank(way: str, n_slots: int) 
     """
     loads = Loads(way, [GIVEN[1], GIVEN[0], GIVEN[3]], n_slots=n_slots)
     for arrays in loads.arrays:
-        arrays[1].producer._source.shows = GIVEN[0].values  # type: ignore[attr-defined]
+        arrays[1].producer._ways._source.shows = GIVEN[0].values  # type: ignore[attr-defined]
     assert [error for error, _ in loads.run()] == [None] * 4
     loads.check()
 

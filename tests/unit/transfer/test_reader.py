@@ -19,7 +19,8 @@ from shardload.planning.region import Region, select_axes
 from shardload.planning.schedule import Block, Grid, Part
 from shardload.transfer.buffers import Slots, StagedBlock
 from shardload.transfer.reader import SourceReader
-from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, values_of, whole
+from shardload.transfer.resources import Resources
+from tests.unit.fakes import TABLE, FakeSource, failing_at, failure, fetch, piece_of, reader_of, rows, tune, values_of, whole
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +28,7 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture(autouse=True, params=[-1, 1 << 14], ids=["in threads", "at once"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small reads are done at once; all that is true of reads in threads must be true of them."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", request.param)
+    tune(monkeypatch, inline_nbytes=request.param)
     return "in threads" if request.param < 0 else "at once"
 
 
@@ -68,7 +69,7 @@ def test_a_block_that_is_all_of_ones_own_goes_straight_into_the_piece() -> None:
             assert reader.has_room(whole(rows(4, 6), shard=3))
             fetch(reader, whole(rows(4, 6), shard=3)).release()
     assert slots.peak_nbytes == 0 and source.reads == [rows(2, 4)] + [rows(4, 6)] * 5
-    assert reader.tally.nbytes_copied == 0
+    assert reader.counters.nbytes_copied == 0
     assert list(block.views(rows(2, 4))) == [], "nothing of it is in the block"
 
 
@@ -98,7 +99,7 @@ def test_any_other_block_is_staged_and_what_stays_here_is_delivered(read: Block,
         if part.rank == 0:
             wanted[part.region.slices()] = TABLE[part.region.slices()]
     np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.tally.nbytes_copied == 4 * (wanted >= 0).sum()
+    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
     part = Region((1, 1), (2, 3))
     np.testing.assert_array_equal(values_of(block, part, "f4"), TABLE[part.slices()])
     assert not slots.has_room()
@@ -114,7 +115,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         copyto(to, what, **options)
         to[(-1,) * to.ndim] += 1
 
-    monkeypatch.setattr("shardload.transfer.reader.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
     for sure in (False, True):
         reader = reader_of(FakeSource(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=sure)
         read = Block(rows(0, 2), (Part(rows(0, 1), 0, 0),))
@@ -155,7 +156,7 @@ def test_values_in_memory_are_shown_not_copied() -> None:
         block.release()
     assert source.reads == [] and slots.peak_nbytes == 0
     assert np.array_equal(TABLE.ravel(), np.arange(32)), "releasing a view gives nobody a buffer to write into"
-    assert reader.tally.nbytes_read == 0
+    assert reader.counters.nbytes_read == 0
 
 
 @pytest.mark.parametrize(
@@ -295,9 +296,10 @@ def test_a_short_block_uses_the_front_of_a_slot() -> None:
 # --- threads
 
 
-def test_leaving_the_reader_ends_its_threads(how: str) -> None:
+def test_leaving_the_resources_ends_the_threads(how: str) -> None:
     before = set(threading.enumerate())
-    with reader_of(FakeSource(TABLE, (1, 4)), n_threads=3, slots=Slots(8, 16)) as reader:
+    resources = Resources(Slots(8, 16), n_threads=3)
+    with resources, reader_of(FakeSource(TABLE, (1, 4)), resources=resources) as reader:
         for k in range(8):
             fetch(reader, whole(rows(k, k + 1), rank=1))
         assert bool(set(threading.enumerate()) - before) == (how == "in threads")
@@ -306,7 +308,7 @@ def test_leaving_the_reader_ends_its_threads(how: str) -> None:
 
 def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if two threads met in a library that is promised one: `FakeSource` refuses the second."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    tune(monkeypatch, inline_nbytes=-1)
     source = FakeSource(TABLE, (1, 4))
     inside, go_on = threading.Event(), threading.Event()
 
@@ -322,12 +324,12 @@ def test_the_library_is_called_from_one_thread_at_a_time(monkeypatch: pytest.Mon
         go_on.set()
         for k, reading in enumerate(readings):
             np.testing.assert_array_equal(values_of(reading.result(), rows(k, k + 1), "f4"), TABLE[k : k + 1])
-    assert reader.tally.chunks_decoded == 8 and reader.tally.nbytes_read == TABLE.nbytes
+    assert reader.counters.chunks_decoded == 8 and reader.counters.nbytes_read == TABLE.nbytes
 
 
 def test_a_small_read_waits_for_a_large_one_in_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what is read at once, because it is small, met a read in a thread: `FakeSource` refuses the second."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", 16)
+    tune(monkeypatch, inline_nbytes=16)
     inside, go_on = threading.Event(), threading.Event()
 
     def hold(region: Region) -> None:
@@ -357,7 +359,7 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
     chunks = Grid((10, 17), (4, 10), (1, 2))
     reader = reader_of(source, selection=selection, chunks=chunks)
     fetch(reader, whole(Region((0, 0), (3, 17)), rank=1)).release()
-    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4)
+    assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4)
     error = failure(reader, whole(Region((3, 0), (10, 17)), rank=1))
     assert isinstance(error, SourceError)
     assert (error.path, error.dataset, error.chunk, error.rank) == ("f.h5", "/rho", (3, 2), None)
@@ -365,7 +367,7 @@ def test_a_failure_names_the_chunk_of_the_file_not_of_the_selection() -> None:
         "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): OSError: inflate failed. The file is"
     )
     assert isinstance(error.__cause__, OSError)
-    assert (reader.tally.chunks_decoded, reader.tally.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
+    assert (reader.counters.chunks_decoded, reader.counters.nbytes_read) == (2, 3 * 17 * 4), "what failed was not decoded"
 
 
 def test_with_a_dropped_axis_the_chunk_has_all_axes_of_the_file() -> None:
@@ -387,7 +389,7 @@ def test_what_was_read_before_a_failure_is_counted_and_the_failure_is_not(own: b
     fetch(reader, whole(rows(0, 2), rank=0 if own else 1)).release()
     error = failure(reader, whole(rows(2, 4), rank=0 if own else 1))
     assert isinstance(error, SourceError) and error.chunk == (1, 0) and "first" in str(error)
-    assert reader.tally.chunks_decoded == 1 and reader.tally.nbytes_read == 32
+    assert reader.counters.chunks_decoded == 1 and reader.counters.nbytes_read == 32
 
 
 def test_a_failure_that_does_not_come_again_names_no_chunk() -> None:
@@ -411,7 +413,7 @@ def test_without_chunks_the_elements_are_named() -> None:
     reader = reader_of(source)
     error = failure(reader, whole(rows(2, 6), rank=1))
     assert isinstance(error, SourceError) and error.chunk is None and "(elements [2:6, 0:4]): OSError: short" in str(error)
-    assert len(source.reads) == 1 and reader.tally.chunks_decoded == 0
+    assert len(source.reads) == 1 and reader.counters.chunks_decoded == 0
 
 
 @pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])

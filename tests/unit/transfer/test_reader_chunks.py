@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.planning.region import Region, Selection, select_axes
 from shardload.planning.schedule import Block, Grid, Part
-from shardload.transfer import reader as reader_module
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
+from shardload.transfer.resources import Resources
 from tests.unit.brute_force import Case, cases, chunks_read
 from tests.unit.fakes import (
     TABLE,
@@ -28,6 +31,7 @@ from tests.unit.fakes import (
     piece_of,
     reader_of,
     rows,
+    tune,
     values_of,
     whole,
 )
@@ -38,8 +42,8 @@ Array = np.ndarray[Any, Any]
 @pytest.fixture(autouse=True, scope="module")
 def small_chunks_too_and_in_threads() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 1)
-        patch.setattr(reader_module, "_INLINE_NBYTES", -1)
+        tune(patch, min_chunk_nbytes=1)
+        tune(patch, inline_nbytes=-1)
         yield
 
 
@@ -54,10 +58,10 @@ def chunks_of(source: FakeSource) -> FakeChunks:
 def test_small_chunks_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if chunks that cost more one by one than the library's lock does were read one by one, or large ones not."""
     source = FakeSource(TABLE, (2, 4), stored=FakeChunks(TABLE, (2, 4)))
-    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 33)  # one has 32 bytes
+    tune(monkeypatch, min_chunk_nbytes=33)  # one has 32 bytes
     fetch(reader_of(source), whole(rows(0, 8), rank=1))
     assert source.reads == [rows(0, 8)] and chunks_of(source).fetched == []
-    monkeypatch.setattr(reader_module, "_MIN_CHUNK_NBYTES", 32)
+    tune(monkeypatch, min_chunk_nbytes=32)
     fetch(reader_of(source), whole(rows(0, 8), rank=1))
     assert source.reads == [rows(0, 8)] and len(chunks_of(source).fetched) == 4
 
@@ -72,7 +76,7 @@ def test_chunks_that_are_all_of_ones_own_are_decoded_straight_into_the_piece() -
     assert chunks_of(source).fetched == [(1, 0), (2, 0)]
     assert [np.shares_memory(out, piece.data) for out in chunks_of(source).outs] == [True, True]
     np.testing.assert_array_equal(piece.data, [*TABLE[2:6], [-1] * 4, [-1] * 4])
-    assert reader.tally.nbytes_copied == 0
+    assert reader.counters.nbytes_copied == 0
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_what_stays_here_but_is_no_whole_chunk_goes_through_memory_of_the_thread
     for part in read.parts:
         wanted[part.region.slices()] = TABLE[part.region.slices()]
     np.testing.assert_array_equal(piece.data, wanted)
-    assert reader.tally.nbytes_copied == 4 * (wanted >= 0).sum()
+    assert reader.counters.nbytes_copied == 4 * (wanted >= 0).sum()
 
 
 def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> None:
@@ -117,7 +121,7 @@ def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> Non
     # The chunks that only this rank needs stay out of the slot; each of the others has a tile.
     assert sorted(t.region.start for t in block.tiles) == [(4, 0), (4, 3), (8, 0), (8, 3)]
     assert all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
-    assert reader.tally.chunks_decoded == 6 and reader.tally.nbytes_copied == 6 * 6 * 4
+    assert reader.counters.chunks_decoded == 6 and reader.counters.nbytes_copied == 6 * 6 * 4
     block.release()
     assert slots.has_room()
 
@@ -127,7 +131,7 @@ def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
     pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}
     with reader_of(source, pieces) as reader:
         fetch(reader, Block(rows(0, 8), (Part(rows(0, 3), 0, 0), Part(rows(6, 8), 2, 0))))
-    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.tally.chunks_decoded == 3
+    assert chunks_of(source).fetched == [(0, 0), (1, 0), (3, 0)] and reader.counters.chunks_decoded == 3
     np.testing.assert_array_equal(pieces[0].data, TABLE[:3])
     np.testing.assert_array_equal(pieces[2].data, TABLE[6:])
 
@@ -153,7 +157,7 @@ def test_chunks_at_the_edge_are_decoded_whole_and_cut(own: bool) -> None:
     got = piece.data if own else values_of(block, Region((0, 0), (7, 5)), "f4")
     np.testing.assert_array_equal(got, data)
     assert own or (piece.data == -1).all()
-    assert reader.tally.nbytes_read == data.nbytes, "what is beyond the array was not read"
+    assert reader.counters.nbytes_read == data.nbytes, "what is beyond the array was not read"
 
 
 def test_chunks_that_were_never_written_are_the_fill_value() -> None:
@@ -163,8 +167,8 @@ def test_chunks_that_were_never_written_are_the_fill_value() -> None:
         block = fetch(reader, Block(rows(0, 8), (Part(rows(0, 4), 0, 0), Part(rows(4, 8), 1, 1))))
     np.testing.assert_array_equal(piece.data, [*TABLE[:2], [55] * 4, [55] * 4])
     np.testing.assert_array_equal(values_of(block, rows(4, 8), "f4"), [[55] * 4, [55] * 4, *TABLE[6:]])
-    assert reader.tally.chunks_decoded == 4
-    assert reader.tally.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32), "what is not there has no bytes in the file"
+    assert reader.counters.chunks_decoded == 4
+    assert reader.counters.nbytes_stored == 2 * (len(b"at:(0, 0)|") + 32), "what is not there has no bytes in the file"
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i2", "c8"])
@@ -181,7 +185,7 @@ def test_casts(dtype: str, n_threads: int) -> None:
     np.testing.assert_array_equal(values_of(block, rows(3, 8), to), TABLE[3:].astype(to), strict=True)
     assert block.slot is not None and all(np.shares_memory(t.data, block.slot.data) for t in block.tiles)
     assert not any(np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs), "decoded in the file's dtype"
-    assert reader.tally.nbytes_read == TABLE.nbytes
+    assert reader.counters.nbytes_read == TABLE.nbytes
 
 
 def test_a_cast_that_values_do_not_fit_is_an_error_and_not_the_files() -> None:
@@ -242,7 +246,7 @@ def test_as_many_chunks_at_a_time_as_there_are_threads() -> None:
     assert len(chunks_of(source).threads) == 3
     np.testing.assert_array_equal(piece.data, data[:5])
     np.testing.assert_array_equal(values_of(block, rows(5, 9), "f4"), data[5:])
-    assert reader.tally.chunks_decoded == 9 and reader.tally.nbytes_read == data.nbytes
+    assert reader.counters.chunks_decoded == 9 and reader.counters.nbytes_read == data.nbytes
 
 
 def test_blocks_of_one_chunk_are_decoded_beside_each_other() -> None:
@@ -295,7 +299,7 @@ def test_the_damaged_chunk_is_named(n_threads: int, where: str, stays: bool) -> 
     assert str(error).startswith(
         "chunk (3, 2) of '/rho' in 'f.h5' could not be read (elements [12:16, 20:29]): ValueError: inflate failed. The file is"
     )
-    assert (3, 2) in chunks_of(source).fetched and reader.tally.chunks_decoded < 6, "what failed was not decoded"
+    assert (3, 2) in chunks_of(source).fetched and reader.counters.chunks_decoded < 6, "what failed was not decoded"
 
 
 def test_what_was_decoded_before_a_failure_is_counted_and_the_failure_is_not() -> None:
@@ -303,7 +307,7 @@ def test_what_was_decoded_before_a_failure_is_counted_and_the_failure_is_not() -
     with reader_of(source, n_threads=1) as reader:
         error = failure(reader, whole(rows(0, 8), rank=1))
     assert isinstance(error, SourceError) and error.chunk == (2, 0)
-    assert reader.tally.chunks_decoded == 2 and reader.tally.nbytes_read == 64 and chunks_of(source).fetched[-1] == (2, 0)
+    assert reader.counters.chunks_decoded == 2 and reader.counters.nbytes_read == 64 and chunks_of(source).fetched[-1] == (2, 0)
 
 
 @pytest.mark.parametrize("error", [SourceError("told well already", chunk=(9,)), MemoryError("no memory")])
@@ -320,7 +324,7 @@ def test_a_copy_that_changes_is_an_error_where_checksums_were_asked_for(monkeypa
         to[(-1,) * to.ndim] += 1
 
     reader = reader_of(chunked(TABLE, (2, 4)), {0: piece_of(rows(0, 8))}, checksums=True)
-    monkeypatch.setattr("shardload.transfer.reader.np.copyto", wrong)
+    monkeypatch.setattr("shardload.transfer.local_pieces.np.copyto", wrong)
     error = failure(reader, whole(rows(1, 4)))
     assert isinstance(error, PeerError) and "a checksum after the copy differs" in str(error)
 
@@ -334,7 +338,6 @@ def test_all_ranks_readers_together_read_a_selection(
     case: Case, casts: bool, n_threads: int, inline_nbytes: int, data: st.DataObject
 ) -> None:
     """Parts are handed over in memory; each piece must then be its part of the selection of the file. 0: the library."""
-    reader_module._INLINE_NBYTES = inline_nbytes
     before = tuple(p + c * data.draw(st.integers(0, 2)) for p, c in zip(case.phase, case.cell, strict=True))
     index: list[Any] = [slice(b, b + n) for b, n in zip(before, case.shape, strict=True)]
     shape = [b + n + data.draw(st.integers(0, 2)) for b, n in zip(before, case.shape, strict=True)]
@@ -357,10 +360,11 @@ def test_all_ranks_readers_together_read_a_selection(
         room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))
         source = chunked(table, tuple(cell)) if n_threads else FakeSource(table, tuple(cell))
         slots = Slots(1, room)
-        with SourceReader(
-            source, selection, case.chunks, has_chunks=True, slots=slots, dtype=dtype, pieces=pieces[rank],
-            rank=rank, n_threads=max(1, n_threads), checksums=casts,
-        ) as reader:  # fmt: skip
+        layout = SourceLayout(selection, case.chunks, tuple(cell), source.dtype, dtype)
+        local = LocalPieces(rank, pieces[rank], casts)
+        resources = Resources(slots, n_threads=max(1, n_threads))
+        tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
+        with resources, SourceReader(source, layout, local, resources, tuning=tuning) as reader:
             for read in plan.reads(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
@@ -371,10 +375,10 @@ def test_all_ranks_readers_together_read_a_selection(
         nbytes = 4 * sum(read.region.size for read in plan.reads(rank))
         has_gaps = nbytes > 4 * sum(part.region.size for read in plan.reads(rank) for part in read.parts)
         if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
-            assert reader.tally.nbytes_read <= nbytes
-            assert n_threads == 0 or reader.tally.chunks_decoded == sum(decoded)
+            assert reader.counters.nbytes_read <= nbytes
+            assert n_threads == 0 or reader.counters.chunks_decoded == sum(decoded)
         else:
-            assert reader.tally.chunks_decoded == sum(decoded) and reader.tally.nbytes_read == nbytes
+            assert reader.counters.chunks_decoded == sum(decoded) and reader.counters.nbytes_read == nbytes
     for mine in pieces:
         for shard, piece in mine.items():
             true = plan.true_region(shard)

@@ -9,7 +9,7 @@ import pytest
 from shardload.errors import StallError
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Slots
-from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, whole
+from tests.unit.fakes import TABLE, FakeSource, fetch, piece_of, reader_of, rows, tune, whole
 
 
 def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: p
 
 @pytest.mark.parametrize("inline", [-1, 1 << 14], ids=["in threads", "at once"])
 def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", inline)
+    tune(monkeypatch, inline_nbytes=inline)
     seen: list[tuple[int, str]] = []
     source = FakeSource(TABLE, (2, 4), lambda region: seen.append(reader.now()))  # type: ignore[arg-type, func-returns-value]
     with reader_of(source, {0: piece_of(rows(0, 8))}) as reader:
@@ -42,7 +42,7 @@ def test_what_is_being_read_can_be_asked_for(inline: int, monkeypatch: pytest.Mo
 
 def test_after_a_stall_a_read_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if leaving the reader waited for the thread that is held up: then no rank could raise."""
-    monkeypatch.setattr("shardload.transfer.reader._INLINE_NBYTES", -1)
+    tune(monkeypatch, inline_nbytes=-1)
     begun, release = threading.Event(), threading.Event()
 
     def hold(_: Region) -> None:

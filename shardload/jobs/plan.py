@@ -1,0 +1,170 @@
+"""What will a load do? A `Plan` is what the caller inspects, prints and executes.
+
+A plan is facts: it is frozen, and holds no group of ranks and no open file of its own. What executes it is handed to it, and
+finds the ranks by their communicator when it is called. A plan that is kept for the next load of its kind has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardload.arrays.sharding import devices_of_regions
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
+from shardload.jobs.picture import draw_shards
+from shardload.jobs.report import LoadReport
+from shardload.planning.cost import Cost
+from shardload.planning.schedule import Schedule
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import Staging, StagingNeeds, share_out
+from shardload.system.terminal import width_of_prints
+
+__all__ = ["Executor", "Layout", "Plan"]
+
+_MOST_TOLD = 4096  # devices that are named in a picture; of more, JAX's list takes longer than a reader will wait
+
+Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How an array lies: in its file, over the ranks, and in the memory that reading it takes.
+
+    Attributes
+    ----------
+    source : SourceLayout
+        In the file.
+    schedule : Schedule
+        Who reads what, and who needs which part of it.
+    needs : StagingNeeds
+        What a rank that reads needs room for.
+    n_threads : int
+        Chunks that a rank may decode at once, if `staging` has room.
+    """
+
+    source: SourceLayout
+    schedule: Schedule
+    needs: StagingNeeds
+    n_threads: int = 1
+
+    def staging(self, cap_nbytes: int) -> Staging:
+        """How the memory under a cap is used where this array is loaded alone."""
+        return share_out(cap_nbytes, self.needs, self.n_threads)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """What a load will do: inspect it, print it, `execute` it.
+
+    Attributes
+    ----------
+    info : ArrayInfo
+        The array in the file: name, format, shape, dtype, chunks, codec.
+    shape, shape_global : tuple of int
+        The true shape that is loaded (after `select`), and the shape of the jax.Array (padded, where it was padded).
+    dtype : dtype
+        Of the jax.Array.
+    sharding : NamedSharding
+        Of the jax.Array.
+    decomposition : str
+        ``"slab"``, ``"pencil"``, ``"block"``, ``"replicated"`` or ``"whole"``.
+    shard_shape : tuple of int
+        What one device holds.
+    n_replicas : int
+        Devices that hold each shard.
+    n_ranks : int
+        Ranks that take part.
+    readers : str
+        The way of reading that is taken: ``"root"``, ``"parallel"`` or ``"direct"``.
+    n_readers : int
+        Ranks that read.
+    why : str
+        Why this way.
+    costs : mapping of str to Cost
+        For each way of reading: chunks decoded, amplification, messages, bytes, memory, estimated seconds.
+    staging_nbytes : int
+        The cap on host memory beyond the pieces.
+    report : LoadReport or None
+        What happened, after `execute`.
+    """
+
+    info: ArrayInfo
+    shape: tuple[int, ...]
+    shape_global: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: NamedSharding
+    decomposition: str
+    shard_shape: tuple[int, ...]
+    n_replicas: int
+    n_ranks: int
+    readers: str
+    n_readers: int
+    why: str
+    costs: Mapping[str, Cost]
+    staging_nbytes: int
+    _layout: Layout = field(kw_only=True)
+    _executor: Executor | None = field(default=None, kw_only=True)
+    # The report of the last execution, if there was one: all that changes in a plan, and in each copy for itself.
+    _reports: list[LoadReport] = field(default_factory=list, init=False)
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What happened, after `execute`; None before."""
+        return self._reports[-1] if self._reports else None
+
+    @property
+    def chunks(self) -> tuple[int, ...] | None:
+        """The file's chunk shape; None where it has no chunks."""
+        return self.info.chunks
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who reads what, and who needs which part of it: region by region."""
+        return self._layout.schedule
+
+    def __str__(self) -> str:
+        """For a person: fits the terminal that is printed to; exactly the same on all ranks where that is none."""
+        return describe_plan(self, width_of_prints())
+
+    def __repr__(self) -> str:
+        """One line."""
+        return describe_plan_in_a_line(self)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the facts, a picture of which device holds what, and the costs."""
+        devices = None
+        if not isinstance(self.sharding.mesh, jax.sharding.AbstractMesh) and self.sharding.mesh.size <= _MOST_TOLD:
+            devices = devices_of_regions(self.sharding, self.shape_global)
+        return describe_plan_as_html(self, draw_shards(self.schedule.shards, devices))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the plan with the report it has now, in a place of its own."""
+        return {**vars(self), "_reports": list(self._reports)}
+
+    def execute(self) -> jax.Array:
+        """Do it. Collective: yes, over the ranks that planned. May be called again.
+
+        Returns
+        -------
+        jax.Array
+            See `load`.
+
+        Raises
+        ------
+        SourceError, PeerError, ConfigError
+            On every rank.
+        """
+        if self._executor is None:
+            raise ConfigError(
+                "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
+            )
+        array, report = self._executor(self)
+        self._reports[:] = [report]
+        return array

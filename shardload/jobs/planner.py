@@ -1,0 +1,298 @@
+"""From metadata and checked arguments to a plan: what is decided before anything is read.
+
+Nothing here opens a file or sends a message, and nothing that is made holds either: ranks that ask the same make the same plan.
+
+1. Check what can be loaded at all: dtype, axes, the sharding against JAX's own index map, one chunk against `staging`.
+2. Plan every way of reading that is possible.
+3. Take the one that was asked for, or that costs least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_spec, verify_layout
+from shardload.comm.topology import Machine
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.plan import Layout, Plan
+from shardload.options import AUTO, Options, pad_value
+from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, Costs, choose_mode, plan_cost
+from shardload.planning.region import Selection, select_axes
+from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import StagingNeeds, block_caps, chunk_needs_nbytes
+from shardload.planning.tuning import Tuning
+from shardload.units import format_nbytes
+
+__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter"]
+
+_MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
+_NO_MPI = "without MPI these processes can send each other nothing"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that a load is planned for, in numbers.
+
+    Attributes
+    ----------
+    rank, n : int
+        This one, and how many there are.
+    of_process : mapping of int to int, optional
+        The rank of each JAX process; None for an abstract mesh, whose devices are dealt out in their order.
+    machine : Machine, optional
+        What they run on; None for an abstract mesh.
+    can_send : bool
+        Whether they can send each other values.
+    devices_per_rank : int
+        Of an abstract mesh.
+    """
+
+    rank: int
+    n: int
+    of_process: Mapping[int, int] | None = None
+    machine: Machine | None = None
+    can_send: bool = True
+    devices_per_rank: int = 1
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Whether all run on the same; so it is taken to be where nobody knows."""
+        return self.machine is None or len(set(self.machine.leaders)) == 1
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What was asked for: how the array is to lie, how it is to be loaded, by whom."""
+
+    sharding: NamedSharding
+    options: Options
+    ranks: Ranks
+    tuning: Tuning
+
+
+def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
+    """Plan the load of an array in a file from its metadata."""
+    source = _source_layout(ask.options, info)
+    shards = _lay_out(ask, source.selection.shape, source.dtype, str(info))
+    if info.chunks is not None:
+        _check_staging(info, source, ask.options.staging_nbytes)
+    max_nbytes, max_cells = block_caps(
+        ask.options.staging_nbytes,
+        ask.tuning,
+        one_machine=ask.ranks.is_one_machine,
+        chunk_shape=source.chunk_shape,
+        itemsize=source.wide_itemsize,
+    )
+    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
+    n_ranks, itemsize = ask.ranks.n, source.dtype.itemsize
+    schedules = {}
+    for mode in _possible_modes(ask):
+        readers = ask.options.readers
+        n = {ROOT: 1, PARALLEL: readers if isinstance(readers, int) else n_ranks, DIRECT: 0}[mode]
+        n_readers = min(n, n_ranks)
+        if mode == DIRECT:
+            more: dict[str, Any] = dict(has_chunks=source.has_chunks, file_itemsize=source.file_dtype.itemsize)
+            schedules[mode] = plan_direct(source.chunks, shards, itemsize, n_ranks, **caps, **more)
+        else:
+            blocks = plan_blocks(source.chunks, source.wide_itemsize, n_readers=n_readers, **caps)
+            schedules[mode] = Schedule(blocks, shards, itemsize, n_ranks, n_readers)
+    return _choose(ask, info, source, schedules)
+
+
+def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
+    """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
+    if not ask.ranks.can_send:
+        raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
+    file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
+    shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
+    max_nbytes, _ = block_caps(ask.options.staging_nbytes, ask.tuning, one_machine=ask.ranks.is_one_machine)
+    phase = (0,) * len(info.shape)
+    if as_it_is:  # blocks are views: one per shard, however large
+        blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
+    else:
+        itemsize = max(dtype.itemsize, file_dtype.itemsize)
+        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
+    source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, 1, root, max_message_nbytes=max_nbytes)
+    return _choose(ask, info, source, {ROOT: schedule})
+
+
+def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
+    """How the array that is asked for lies in its file."""
+    try:
+        selection = select_axes(options.select, info.shape)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+    file_dtype, dtype = np.dtype(info.dtype), _target_dtype(options.dtype, info)
+    return SourceLayout(selection, _chunk_grid(info, selection, file_dtype), info.chunks, file_dtype, dtype, info.codec)
+
+
+def _chunk_grid(info: ArrayInfo, selection: Selection, file_dtype: np.dtype[Any]) -> Grid:
+    if info.chunks is None:
+        return Grid(selection.shape, plan_row_chunks(selection.shape, file_dtype.itemsize), (0,) * len(selection.kept))
+    cell = tuple(info.chunks[k] for k in selection.kept)
+    return Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+
+
+def _possible_modes(ask: Ask) -> tuple[str, ...]:
+    """All of them, unless ranks cannot send each other anything."""
+    if ask.ranks.can_send:
+        return MODES
+    readers = ask.options.readers
+    if readers not in (AUTO, DIRECT):
+        raise ConfigError(
+            f"readers is {readers!r}, but {_NO_MPI}: pass readers='direct' (or 'auto'), or start the job under MPI"
+        )
+    return (DIRECT,)
+
+
+def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
+    """The dtype that was asked for, or the file's."""
+    found = np.dtype(info.dtype)
+    if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
+        raise ConfigError(
+            f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take the "
+            "real part of the result"
+        )
+    return found if dtype is None else dtype
+
+
+def _lay_out(ask: Ask, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
+    """Cut the array by its sharding and check it all: dtype, axes, processes, JAX's index map."""
+    sharding, ranks, pad = ask.sharding, ask.ranks, ask.options.pad
+    axes = read_spec(sharding, len(shape))
+    shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
+    sizes = tuple(sharding.mesh.shape.values())
+    held = [n // math.prod(sizes[m] for m in cut) for n, cut in zip(shape_global, axes, strict=True)]
+    # NumPy counts the other axes also where one is empty.
+    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_global, held))
+    if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
+        raise SourceError(
+            f"{name} would have shape {shape_global} as {dtype}, {tuple(held)} on each device: more than any machine can "
+            "address. If that is no damage, pass select= with the part that is wanted"
+        )
+    if pad is not None:
+        pad_value(pad, dtype)
+    if ranks.of_process is None:
+        return layout_shards(sharding, axes, shape_global, None, devices_per_rank=ranks.devices_per_rank)
+    _refuse_lossy(dtype, name)
+    shards = layout_shards(sharding, axes, shape_global, ranks.of_process)
+    verify_layout(shards, sharding, ranks.rank)
+    return shards
+
+
+def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
+    """ConfigError where JAX would make 32 bits of 64. Nobody has seen the values yet: no dtype is named without its limits."""
+    if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
+        parts = 2 if dtype.kind == "c" else 1
+        if dtype.itemsize // parts > 4:
+            if dtype.kind in "iu":
+                loss, other = "wrap large values to 32 bits", "pass a dtype= of 32 bits or less that holds every value"
+            else:
+                small = "complex64" if dtype.kind == "c" else "float32"
+                loss = f"lose half the digits, as {small}"
+                other = f"pass dtype='{small}' if 7 digits, and nothing beyond {np.finfo(np.float32).max:.2g}, are enough"
+            raise ConfigError(
+                f"{name} would be loaded as {dtype}, but JAX has 64-bit types switched off and would silently {loss}. Switch "
+                "them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the "
+                f"environment. Or {other}: a value that does not fit is an error"
+            )
+
+
+def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -> None:
+    """ConfigError unless one chunk at a time can be read, decoded, and sent."""
+    needed = chunk_needs_nbytes(source.chunk_size, source.file_dtype.itemsize, source.dtype.itemsize, source.casts)
+    if needed > staging_nbytes:
+        raise ConfigError(
+            f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
+            "chunk as stored, as decompressed, as decoded, as read and as sent), but staging is "
+            f"{format_nbytes(staging_nbytes)}. "
+            f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
+        )
+
+
+def _staging_needs(source: SourceLayout, schedule: Schedule) -> StagingNeeds:
+    block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
+    return StagingNeeds.of(
+        block_size,
+        _chunks_per_block(schedule, source.chunks) if source.has_chunks else 0,
+        source.chunk_size,
+        file_itemsize=source.file_dtype.itemsize,
+        itemsize=source.dtype.itemsize,
+        casts=source.casts,
+    )
+
+
+def _chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
+    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
+    axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
+    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
+
+
+def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule]) -> Plan:
+    """Take one of the schedules: the one that was asked for, or the one that costs least."""
+    n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
+    layouts = {mode: Layout(source, made, _staging_needs(source, made), n_threads) for mode, made in schedules.items()}
+    is_memory = ROOT in schedules and len(schedules) == 1
+    cap_nbytes, machine = (0 if is_memory else ask.options.staging_nbytes), ask.ranks.machine
+    costs = Costs({mode: partial(_cost, mode, layout, cap_nbytes, machine) for mode, layout in layouts.items()})
+    mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
+    schedule = schedules[mode]
+    return Plan(
+        info=info,
+        shape=schedule.blocks.shape,
+        shape_global=schedule.shards.shape_global,
+        dtype=source.dtype,
+        sharding=ask.sharding,
+        decomposition=describe_decomposition(schedule.shards),
+        shard_shape=schedule.shards.shard_shape,
+        n_replicas=schedule.shards.n_replicas,
+        n_ranks=schedule.n_ranks,
+        readers=mode,
+        n_readers=costs[mode].n_readers,
+        why=why,
+        costs=costs,
+        staging_nbytes=ask.options.staging_nbytes,
+        _layout=layouts[mode],
+    )
+
+
+def _cost(mode: str, layout: Layout, cap_nbytes: int, machine: Machine | None) -> Cost:
+    """What one way of reading costs; with a cap of 0 nothing is staged."""
+    source = layout.source
+    staging = layout.staging(cap_nbytes)
+    return plan_cost(
+        mode,
+        layout.schedule,
+        source.chunks,
+        has_chunks=source.has_chunks,
+        file_itemsize=source.file_dtype.itemsize,
+        codec=source.codec,
+        chunk_nbytes=source.chunk_nbytes or None,
+        casts=source.casts,
+        staging_blocks=staging.n_slots + staging.n_pack if cap_nbytes else 0,
+        ranks_per_node=None if machine is None else machine.ranks_per_node,
+        n_cores=None if machine is None else machine.n_cores,
+    )
+
+
+def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:
+    """The way of reading, and why."""
+    if list(costs) == [DIRECT]:
+        return DIRECT, f"{_NO_MPI}: each rank reads what it holds"
+    if readers == AUTO:
+        return choose_mode(costs, n_ranks)
+    if isinstance(readers, int):
+        return PARALLEL, f"readers={readers} was asked for"
+    return readers, f"readers={readers!r} was asked for"

@@ -1,0 +1,117 @@
+"""How is a block read as a whole, by the format's own library?
+
+Where the values are in memory already (`scatter`), the block is a view and nothing is copied. Else the library reads the
+block: into the piece where it lies in it without gaps, or into a staging buffer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardload.formats.base import Source, settle_bools
+from shardload.planning.schedule import Block
+from shardload.planning.source_layout import SourceLayout
+from shardload.system.scratch import Scratch
+from shardload.transfer.buffers import StagedBlock, Tile
+from shardload.transfer.cast import cast_into
+from shardload.transfer.counters import Counters
+from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.messages import sendable
+from shardload.transfer.missing import Counter, chunk_numbers
+from shardload.transfer.read_errors import Naming
+
+__all__ = ["BlockTasks"]
+
+Array = np.ndarray[Any, Any]
+
+
+class BlockTasks:
+    """The work of reading blocks, one task each: no two may run at a time, because `Source.read_into` is promised that.
+
+    Parameters
+    ----------
+    source : Source
+        Open array.
+    layout, local, scratch, names, counts
+        As for `ChunkTasks`.
+    """
+
+    def __init__(
+        self, source: Source, layout: SourceLayout, local: LocalPieces, scratch: Scratch, names: Naming, counts: Counter
+    ) -> None:
+        self._source, self._layout, self._local, self._scratch = source, layout, local, scratch
+        self._names, self._counts = names, counts
+
+    def needs_slot(self, block: Block) -> bool:
+        """Whether a block waits in a staging buffer."""
+        return self._in_place(block) is None and self._view(block) is None
+
+    def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
+        """What reads a block."""
+        return [partial(self._read_block, staged)]
+
+    def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
+        block = staged.read
+        # Parts of several shards, and nobody needs what lies between them.
+        if len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size:
+            for part in block.parts:
+                self._read_block(StagedBlock(Block(part.region, (part,)), slot=staged.slot), counters)
+            return
+        own = self._in_place(block)
+        if own is not None:
+            self._read(block, own, counters)
+            return
+        values = self._view(block)
+        if values is None:
+            values = self._fill(staged, counters)
+        staged.tiles.append(Tile(block.region, values))
+        self._local.deliver(block.parts, block.region, values, counters)
+
+    def _in_place(self, block: Block) -> Array | None:
+        """The part of this rank's own piece that is all of the block, where the values can be read straight into it."""
+        return None if self._layout.casts else self._local.in_place(block.parts, block.region)
+
+    def _view(self, block: Block) -> Array | None:
+        """The values themselves, where they are in memory already and can be sent from there."""
+        selection = self._layout.selection
+        view = None if self._layout.casts else self._source.view(selection.to_file(block.region))
+        return selection.drop_axes(view) if view is not None and sendable(view) else None
+
+    def _fill(self, staged: StagedBlock, counters: Counters) -> Array:
+        if staged.slot is None:
+            raise ValueError("only a staged block can be filled")
+        region, dtype = staged.read.region, self._layout.dtype
+        data = staged.slot.data[: region.size * dtype.itemsize].view(dtype).reshape(region.shape)
+        if not self._layout.casts:
+            self._read(staged.read, data, counters)
+            return data
+        raw = self._scratch.array("block", region.shape, self._layout.file_dtype)
+        self._read(staged.read, raw, counters)
+        cast_into(raw, data, self._names.elements(self._layout.selection.to_file(region)))
+        return data
+
+    def _read(self, block: Block, out: Array, counters: Counters) -> None:
+        layout, region = self._layout, block.region
+        box = layout.selection.to_file(region)
+        started = time.perf_counter()
+        with self._names.at(region):
+            self._source.read_into(box, out.reshape(box.shape))
+            settle_bools(out)
+        seconds = time.perf_counter() - started
+        if layout.has_chunks:
+            counters.chunks_decoded += layout.chunks.n_meeting(region)
+            counters.decode_seconds += seconds  # the library does not say how much of it was reading
+        else:
+            counters.read_seconds += seconds
+        counters.nbytes_read += region.size * layout.file_dtype.itemsize
+        indices = self._source.missing(box)
+        if indices and layout.chunk_shape is not None:
+            numbers = chunk_numbers(indices, layout.selection, layout.chunk_shape, layout.chunks)
+            counters.add_missing(self._counts(block, numbers, layout.chunks))
+        elif indices:  # an array without chunks has one, number 0, whose first element is the array's
+            counters.add_missing(self._counts(block, np.array([0]), layout.chunks))

@@ -1,0 +1,174 @@
+"""How is a block decoded chunk by chunk, in several threads?
+
+Where the source hands out whole chunks as they are stored (`Source.chunk_reader`): into the piece itself where a chunk is all
+there is of it, else into a staging buffer (or, where all of it stays here, into the thread's own scratch memory, still in its
+core's cache when it is copied into the pieces).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ShardloadError
+from shardload.formats.base import ChunkReader, settle_bools
+from shardload.planning.region import Region
+from shardload.planning.schedule import Block, Part
+from shardload.planning.source_layout import SourceLayout
+from shardload.system.scratch import Scratch
+from shardload.transfer.buffers import StagedBlock, Tile, aligned
+from shardload.transfer.cast import cast_into
+from shardload.transfer.counters import Counters
+from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.missing import Counter
+from shardload.transfer.read_errors import Naming
+
+__all__ = ["ChunkTasks"]
+
+Array = np.ndarray[Any, Any]
+
+
+class ChunkTasks:
+    """The work of reading blocks, cut into tasks of some chunks each.
+
+    Parameters
+    ----------
+    reader : ChunkReader
+        Hands out whole chunks as they are stored, and decodes them.
+    layout : SourceLayout
+        How the array lies in its file; with chunks.
+    local : LocalPieces
+        This rank's pieces.
+    scratch : Scratch
+        Memory of the threads.
+    names : Naming
+        What chunks are called, and which of them is being read.
+    counts : callable
+        Which of the missing chunks that a block met this rank counts (`missing.counter_of`).
+    n_threads : int
+        How many tasks run at once.
+    """
+
+    def __init__(
+        self,
+        reader: ChunkReader,
+        layout: SourceLayout,
+        local: LocalPieces,
+        scratch: Scratch,
+        names: Naming,
+        counts: Counter,
+        n_threads: int,
+    ) -> None:
+        self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
+        self._names, self._counts, self._n_threads = names, counts, n_threads
+        self._chunk_shape = layout.chunk_shape or ()
+        self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
+
+    def needs_slot(self, block: Block) -> bool:
+        """Whether some of a block waits in a staging buffer: what other ranks need."""
+        return self._local.sends(block.parts)
+
+    def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
+        """What reads a block, in parts that may run at the same time."""
+        numbers = list(self._layout.chunks.meeting(staged.read.region))
+        # Each task takes every n-th chunk, so that all end at about the same time.
+        n = min(self._n_threads, len(numbers))
+        places = list(enumerate(numbers))
+        return [partial(self._read_chunks, staged, places[k::n]) for k in range(n)]
+
+    def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
+        block = staged.read
+        for place, number in places:
+            region = self._layout.chunks.region(number).intersect(block.region)
+            if region is None:
+                continue
+            parts = [part for part in block.parts if part.region.intersect(region) is not None]
+            if not parts:  # it lies between the shards of this rank
+                continue
+            index = self._names.index(region)
+            try:
+                with self._names.at(region):
+                    self._read_chunk(staged, place, region, parts, index, counters)
+            except (ShardloadError, MemoryError):
+                raise
+            except Exception as error:
+                raise self._names.unreadable(error, region, index) from error
+
+    def _read_chunk(
+        self,
+        staged: StagedBlock,
+        place: int,
+        region: Region,
+        parts: list[Part],
+        index: tuple[int, ...],
+        counters: Counters,
+    ) -> None:
+        """Fetch and decode one chunk, the block's number `place`, and deliver what stays here."""
+        started = time.perf_counter()
+        encoded = self._reader.fetch(index, partial(self._scratch.bytes, "stored"))
+        fetched = time.perf_counter()
+        into = self._in_place(parts, region)
+        if into is not None:
+            self._reader.decode(encoded, into.reshape(self._chunk_shape))
+            settle_bools(into)
+            decoded = time.perf_counter()
+        else:
+            values = self._decode(encoded, staged, place, region, parts, index)
+            decoded = time.perf_counter()
+            self._local.deliver(parts, region, values, counters)
+        counters.read_seconds += fetched - started
+        counters.decode_seconds += decoded - fetched
+        counters.chunks_decoded += 1
+        counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
+        if encoded is None:
+            number = next(self._layout.chunks.meeting(region))
+            counters.add_missing(self._counts(staged.read, np.array([number]), self._layout.chunks))
+        else:
+            counters.nbytes_stored += len(encoded.data)
+
+    def _decode(
+        self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
+    ) -> Array:
+        """The values of `region`, in the block's staging buffer where another rank needs some of them."""
+        layout, box = self._layout, self._layout.selection.to_file(region)
+        inside = tuple(
+            slice(a - i * c, b - i * c) for a, b, i, c in zip(box.start, box.stop, index, self._chunk_shape, strict=True)
+        )
+        travels = self._local.sends(parts)
+        if staged.slot is not None and travels and not layout.casts:
+            target = self._cut(staged, place, self._chunk_shape, layout.file_dtype)
+        else:
+            target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
+        self._reader.decode(encoded, target)
+        settle_bools(target)
+        index_in: Any = (*inside, ...)  # an array, also when 0-d
+        values = layout.selection.drop_axes(target[index_in])
+        if layout.casts:
+            if travels:
+                cast = self._cut(staged, place, region.shape, layout.dtype)
+            else:
+                cast = self._scratch.array("cast", region.shape, layout.dtype)
+            cast_into(values, cast, self._names.elements(box))
+            values = cast
+        if travels:
+            staged.tiles.append(Tile(region, values))  # from several threads: a list takes one at a time
+        return values
+
+    def _in_place(self, parts: list[Part], region: Region) -> Array | None:
+        """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
+        if self._layout.casts or self._layout.chunk_size != region.size:
+            return None
+        return self._local.in_place(parts, region)
+
+    def _cut(self, staged: StagedBlock, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Room in the block's staging buffer for its chunk number `place`."""
+        if staged.slot is None:
+            raise ValueError("a block without a slot has no room")
+        start = place * self._chunk_room
+        nbytes = math.prod(shape) * dtype.itemsize
+        return staged.slot.data[start : start + nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,74 @@
+"""How do values that this rank has read reach its own pieces?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import PeerError
+from shardload.planning.region import Region
+from shardload.planning.schedule import Part
+from shardload.transfer.buffers import Piece, Tile
+from shardload.transfer.checksum import checksum
+from shardload.transfer.counters import Counters
+
+__all__ = ["LocalPieces"]
+
+Array = np.ndarray[Any, Any]
+
+
+class LocalPieces:
+    """The pieces of one rank.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    pieces : mapping of int to Piece
+        Its pieces, by shard.
+    checksums : bool
+        Whether each part that stays here is compared with what it was copied from.
+    """
+
+    def __init__(self, rank: int, pieces: Mapping[int, Piece], checksums: bool = False) -> None:
+        self._rank, self._pieces, self._checksums = rank, pieces, checksums
+
+    def sends(self, parts: Iterable[Part]) -> bool:
+        """Whether another rank needs one of these parts."""
+        return any(part.rank != self._rank for part in parts)
+
+    def in_place(self, parts: Sequence[Part], region: Region) -> Array | None:
+        """The part of a piece that is `region`, where nobody else needs it and it has no gaps: values can be read into it."""
+        if len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
+            return None
+        view = self._pieces[parts[0].shard].view(region)
+        return view if view.flags.c_contiguous else None
+
+    def deliver(self, parts: Iterable[Part], region: Region, values: Array, counters: Counters) -> None:
+        """Copy what stays here of `values` (which are `region`) into the pieces.
+
+        Raises
+        ------
+        PeerError
+            If a checksum after the copy differs from the one before it.
+        """
+        started = time.perf_counter()
+        for part in parts:
+            common = part.region.intersect(region) if part.rank == self._rank else None
+            if common is None:
+                continue
+            view = Tile(region, values).view(common)
+            piece = self._pieces[part.shard].view(common)
+            np.copyto(piece, view, casting="no")
+            counters.nbytes_copied += piece.nbytes
+            counters.n_checksums += self._checksums
+            if self._checksums and checksum(view) != checksum(piece):
+                raise PeerError(
+                    f"the part {common} that stays on rank {self._rank} is not what was read: a checksum after the copy "
+                    "differs from the one before it. The load is void; if it happens again, suspect the memory of this node",
+                    rank=self._rank,
+                )
+        counters.copy_seconds += time.perf_counter() - started

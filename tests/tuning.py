@@ -1,0 +1,27 @@
+"""Other sizes than the measured ones, so that small arrays are moved as large ones are. In a test: the fixture `tune`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from shardload.planning.tuning import tuned
+
+__all__ = ["as_large", "as_usual", "tune"]
+
+_for_good = ExitStack()
+
+
+def tune(**changes: Any) -> None:
+    """From now on, in this process, jobs go by these sizes (`shardload.planning.tuning.Tuning`)."""
+    _for_good.enter_context(tuned(**changes))
+
+
+def as_large(**more: Any) -> None:
+    """Blocks are shared, chunks decoded one by one and in threads, however small they are."""
+    tune(**({"worth_sharing_nbytes": 0, "min_chunk_nbytes": 1, "inline_nbytes": -1} | more))
+
+
+def as_usual() -> None:
+    """Take it all back: the measured sizes."""
+    _for_good.close()

@@ -1,0 +1,93 @@
+"""Can the readers of several arrays share threads, scratch memory and staging buffers without getting in each other's way?"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from shardload.planning.region import Region
+from shardload.transfer.buffers import Slots
+from shardload.transfer.resources import Resources
+from tests.unit.fakes import TABLE, FakeSource, chunked, fetch, piece_of, reader_of, rows, tune, values_of, whole
+
+
+@pytest.fixture(autouse=True)
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tune(monkeypatch, min_chunk_nbytes=1, inline_nbytes=-1)
+
+
+class Gate:
+    """Holds up each read of a source until it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, region: Region) -> None:
+        self.begun.set()
+        assert self.opened.wait(20)
+
+
+def test_a_source_is_read_by_one_thread_at_a_time_and_two_sources_by_two() -> None:
+    """Wrong if the shared pool called one source from two threads, or made one array wait for the library of another.
+
+    `FakeSource` itself refuses a second thread.
+    """
+    meeting = threading.Barrier(2)
+
+    def meet(region: Region) -> None:
+        meeting.wait(20)
+
+    first, second = (FakeSource(table, None, meet) for table in (TABLE, TABLE + 100))  # type: ignore[arg-type]
+    resources = Resources(Slots(4, 1 << 10), n_threads=4)
+    with resources, reader_of(first, resources=resources) as one, reader_of(second, resources=resources) as other:
+        readings = [reader.start(whole(rows(k, k + 2), rank=1)) for k in (0, 4) for reader in (one, other)]
+        blocks = [reading.result() for reading in readings]
+    for block, table in zip(blocks, (TABLE, TABLE + 100) * 2, strict=True):
+        np.testing.assert_array_equal(values_of(block, block.read.region, "f4"), table[block.read.region.slices()])
+    assert first.reads == second.reads == [rows(0, 2), rows(4, 6)], "in the order in which they were started"
+
+
+def test_staging_buffers_are_those_of_all_arrays() -> None:
+    """Wrong if each array had buffers of its own: the cap would hold for each, not for all."""
+    resources = Resources(Slots(1, 1 << 10))
+    with resources:
+        one, other = (reader_of(FakeSource(TABLE), resources=resources) for _ in range(2))
+        block = fetch(one, whole(rows(0, 2), rank=1))
+        assert not other.has_room(whole(rows(0, 2), rank=1))
+        block.release()
+        assert other.has_room(whole(rows(0, 2), rank=1))
+
+
+def test_threads_use_the_same_scratch_memory_for_every_array() -> None:
+    sources = [chunked(table, (2, 4)) for table in (TABLE, TABLE + 100)]
+    resources, piece = Resources(Slots(1, 1 << 10)), piece_of(Region((0, 0), (8, 3)))  # less than a chunk: not decoded in place
+    with resources:
+        for source in sources:
+            with reader_of(source, {0: piece}, resources=resources) as reader:
+                fetch(reader, whole(Region((0, 0), (2, 3))))
+            np.testing.assert_array_equal(piece.view(Region((0, 0), (2, 3))), source.data[:2, :3])
+    outs = [source.stored.outs[0] for source in sources if source.stored is not None]
+    assert np.shares_memory(*outs)
+
+
+def test_leaving_one_reader_waits_for_its_own_reads_and_leaves_the_others_alone() -> None:
+    """Wrong if a source could be closed while a thread reads it, if what nobody waits for were read all the same, or if the end
+    of one array cancelled the reads of another.
+    """
+    gates = Gate(), Gate()
+    sources = [FakeSource(TABLE, None, gate) for gate in gates]  # type: ignore[arg-type]
+    resources = Resources(Slots(4, 1 << 10), n_threads=2)
+    with resources:
+        other = reader_of(sources[1], resources=resources)
+        with reader_of(sources[0], resources=resources) as one:
+            running, waiting = (one.start(whole(rows(k, k + 2), rank=1)) for k in (0, 2))
+            staying = other.start(whole(rows(0, 2), rank=1))
+            assert all(gate.begun.wait(20) for gate in gates)
+            waiting.tasks[0].add_done_callback(lambda _: gates[0].opened.set())  # it is cancelled before the other has ended
+        assert running.done() and running.result().tiles
+        assert waiting.tasks[0].cancelled() and sources[0].reads == [rows(0, 2)]
+        assert not staying.done()
+        gates[1].opened.set()
+        assert staying.result().tiles
