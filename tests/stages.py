@@ -171,7 +171,8 @@ def main() -> int:
     tally = LOGS / "tally.jsonl"
     tally.unlink(missing_ok=True)
     run = Run(tally)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a shell Ctrl-C is ignored, also by what starts there
+        signal.signal(number, signal.default_int_handler)
     try:
         quick = all([run.run(stage) for stage in QUICK])
         lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in (LANES if quick else ())]
