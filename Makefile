@@ -45,6 +45,9 @@ WAYS := -p tests.jobs.scripts.ways
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
 # What differs from file to file, and JAX's own exchange, are the same whichever MPI library there is.
 NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py)
+# So is what a type, a cast or a selection makes of values; the other stages send them in notes, and in messages.
+NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,$(addprefix values.py::test_,type_is_kept 64_bits cast_is selection_is_numpys))
+NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,verify.py::test_types scatter.py::test_memory_layout)
 
 # $(call stage,NAME,COMMAND): says its name first, and again if it fails.
 define stage

@@ -244,7 +244,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers: which of them gets which tests. See `unit_of_work`."""
+    """With ``--dist loadscope``: which worker gets which tests. See `unit_of_work`."""
+    if config.getoption("dist") != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByUnit(LoadScopeScheduling):  # type: ignore[misc]

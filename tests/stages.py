@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 LOGS = ROOT / ".test-logs"
 N_SLOWEST = 25
+END_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,13 @@ class Run:
                 if self._ended:
                     return False
                 process = subprocess.Popen(
-                    stage.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                    stage.command,
+                    cwd=ROOT,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this program, which passes it on
                 )
                 self._running[stage.name] = process
             code = process.wait()
@@ -112,11 +121,18 @@ class Run:
             self.run(stage)
 
     def end(self) -> None:
-        """End what runs, and begin nothing more."""
+        """Begin nothing more, and end what runs: by Ctrl-C, so that it ends the jobs that it has started."""
         with self._lock:
             self._ended = True
-            for process in self._running.values():
-                process.terminate()
+            running = [*self._running.values()]
+        for number, seconds in ((signal.SIGINT, END_SECONDS), (signal.SIGKILL, None)):
+            for process in running:
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+            deadline = None if seconds is None else time.monotonic() + seconds
+            for process in running:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
 
 
 def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
@@ -155,6 +171,8 @@ def main() -> int:
     tally = LOGS / "tally.jsonl"
     tally.unlink(missing_ok=True)
     run = Run(tally)
+    for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a shell Ctrl-C is ignored, also by what starts there
+        signal.signal(number, signal.default_int_handler)
     try:
         quick = all([run.run(stage) for stage in QUICK])
         lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in (LANES if quick else ())]

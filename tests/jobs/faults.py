@@ -61,7 +61,7 @@ class Row:
     seconds: float
 
 
-def start(folder: Path, *what: str, timeout: float = 60, mpi: str = "mpich", fresh: bool = True) -> Job:
+def start(folder: Path, *what: str, timeout: float = 240, mpi: str = "mpich", fresh: bool = True) -> Job:
     """Run the script."""
     command = ["-W", "error", SCRIPT, folder, *what]
     return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, fresh=fresh)
@@ -74,7 +74,7 @@ def said(job: Job) -> list[list[dict[str, Any]]]:
 
 def survivors(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
     """What each rank said in each case that a job survives; it loaded well after each."""
-    return said(start(folder, timeout=120, mpi=mpi, fresh=False).check())
+    return said(start(folder, timeout=240, mpi=mpi, fresh=False).check())
 
 
 def check_survivors(ranks: list[list[dict[str, Any]]]) -> None:

@@ -107,7 +107,7 @@ def fail(*args):
 demo._write_field = fail
 sys.exit(demo.run(16))
 """
-    job = run_job(["-W", "error", "-c", program], 2, timeout=120, env={"TMPDIR": str(tmp_path)})
+    job = run_job(["-W", "error", "-c", program], 2, timeout=240, env={"TMPDIR": str(tmp_path)})
     assert job.returncode != 0
     assert "the disk is full" in job.stderr + job.stdout
     assert not [name for name in os.listdir(tmp_path) if name.startswith("shardload-demo")]
@@ -115,6 +115,6 @@ sys.exit(demo.run(16))
 
 def test_demo_without_the_climate_fields_says_what_to_install() -> None:
     program = "import sys; sys.modules['iris_sample_data'] = None; from shardload.cli import demo; sys.exit(demo.run(16))"
-    job = run_job(["-W", "error", "-c", program], 2, timeout=120)
+    job = run_job(["-W", "error", "-c", program], 2, timeout=240)
     assert job.returncode == 1
     assert (job.stderr + job.stdout).count("pip install 'shardload[demo]'") == 1

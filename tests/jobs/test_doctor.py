@@ -78,7 +78,7 @@ def alone(**env: str) -> subprocess.CompletedProcess[str]:
         env={**job_environment(1), **ENV, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -118,7 +118,7 @@ def test_slurm_without_mpi() -> None:
         for k in range(3)
     ]
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in started]
+        outputs = [process.communicate(timeout=240)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -150,7 +150,7 @@ def test_mpiexec_of_the_other_library() -> None:
     """MPICH's mpiexec with Open MPI below mpi4py: singletons, as they really come about."""
     env = {k: v for k, v in job_environment(2, mpi="openmpi").items() if k.startswith(("OMPI_", "PRTE_"))}
     env |= {"MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(mpiexec_of("openmpi").parents[1] / "lib")}
-    job = run_job(DOCTOR, 2, timeout=120, env={**ENV, **env})
+    job = run_job(DOCTOR, 2, timeout=240, env={**ENV, **env})
     assert job.returncode == 1
     assert [bool(out) for out in job.rank_stdout] == [True, False]
     assert "singletons: mpiexec started 2 tasks" in job.stdout
@@ -162,7 +162,7 @@ def test_mpirun_of_the_other_library() -> None:
     """Open MPI's mpirun with MPICH below mpi4py: MPICH ends the process, and what to type is said nevertheless."""
     # Without run_job's choice mpi4py takes what stands beside it: MPICH.
     plain = ["-u", "MPI4PY_LIBMPI", sys.executable]
-    job = run_job([*plain, *DOCTOR], 2, timeout=120, mpi="openmpi", env=ENV, python="/usr/bin/env")
+    job = run_job([*plain, *DOCTOR], 2, timeout=240, mpi="openmpi", env=ENV, python="/usr/bin/env")
     assert job.returncode != 0
     # Once; twice where the second rank comes when the first is gone and the launcher has not noticed.
     assert job.stderr.count("MPI ended this process while MPI was starting") in (1, 2)
@@ -189,7 +189,7 @@ def test_the_first_load_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "first.py").write_text(script[1])
     with h5py.File(tmp_path / "first.h5", "w") as file:
         file.create_dataset("density", data=ramp((96, 64, 32)) % 1000, chunks=(1, 64, 32), compression=4)
-    job = run_job(tmp_path / "first.py", 4, timeout=120, env=ENV, cwd=tmp_path).check()
+    job = run_job(tmp_path / "first.py", 4, timeout=240, env=ENV, cwd=tmp_path).check()
     said = [[line for line in out.splitlines() if line.startswith("I am ")] for out in job.rank_stdout]
     mean = (np.arange(96 * 64 * 32) % 1000).mean()
     for rank, lines in enumerate(said):
@@ -225,7 +225,7 @@ def spoiled(what: str, rank: int, timeout: float = 100) -> list[str]:
 
 @pytest.mark.parametrize(("what", "check", "rank"), [("devices", "all-reduce", 2), ("look", "shared memory", 0)])
 def test_a_rank_that_fails_fails_all_and_nobody_waits(what: str, check: str, rank: int) -> None:
-    job = run_job(spoiled(what, rank), 3, timeout=120, env=ENV)
+    job = run_job(spoiled(what, rank), 3, timeout=240, env=ENV)
     assert job.returncode == 1
     report = json.loads(job.stdout)
     found = by_name(report)[check]
@@ -235,7 +235,7 @@ def test_a_rank_that_fails_fails_all_and_nobody_waits(what: str, check: str, ran
 
 def test_a_rank_that_hangs_is_ended_and_named() -> None:
     """Wrong if the others waited until the job's time is up, without a word of who keeps them waiting."""
-    job = run_job(spoiled("hang", 1, 10), 3, timeout=120, env=ENV)
+    job = run_job(spoiled("hang", 1, 10), 3, timeout=240, env=ENV)
     assert job.returncode != 0
     assert "still waiting for the check 'shared memory'" in job.stderr
     assert job.stdout == ""
@@ -260,7 +260,7 @@ def scatter(array, *args, **more):
 checks.scatter = scatter
 sys.exit(doctor.run(100))
 """
-    job = run_job(["-W", "error", "-c", program], 3, timeout=120, env=ENV)
+    job = run_job(["-W", "error", "-c", program], 3, timeout=240, env=ENV)
     assert job.returncode == 1
     assert "FAILED  scatter" in job.stdout and "Too many open files" in " ".join(job.stdout.split())
     assert job.stdout.splitlines()[-1].endswith("1 failed check")
@@ -272,7 +272,7 @@ def test_no_time_at_all_is_refused() -> None:
         env={**os.environ, **ENV},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2 and "--timeout" in done.stderr

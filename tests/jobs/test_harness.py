@@ -45,7 +45,7 @@ waits_for_ever()
 def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str) -> None:
     script = tmp_path / "hello.py"
     script.write_text(HELLO)
-    job = run_job(script, 3, timeout=60, mpi=mpi).check()
+    job = run_job(script, 3, timeout=240, mpi=mpi).check()
     vendor = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi]
     assert job.rank_stdout == tuple(f"rank {k} of 3 {vendor}\n" for k in range(3))
     assert job.stdout == "".join(job.rank_stdout)
@@ -56,7 +56,7 @@ def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str) -> None:
 def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     script = tmp_path / "fails.py"
     script.write_text("from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: MPI.COMM_WORLD.Abort(7)\nMPI.COMM_WORLD.Barrier()")
-    assert run_job(script, 2, timeout=60, mpi=mpi).returncode != 0
+    assert run_job(script, 2, timeout=240, mpi=mpi).returncode != 0
 
 
 @LIBRARIES
@@ -66,8 +66,8 @@ def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str) -> N
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     began = time.monotonic()
     with pytest.raises(AssertionError, match="HUNG") as caught:
-        run_job(script, 3, timeout=4, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark})
-    assert time.monotonic() - began < 20
+        run_job(script, 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark})
+    assert time.monotonic() - began < 300
     text = str(caught.value)
     for rank in range(3):
         assert re.search(rf"--- rank {rank} stdout\n.*\nabout to hang", text)
@@ -98,7 +98,7 @@ def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpic
     (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
     env = {"PYTHONPATH": str(ROOT), "SHARDLOAD_TALLY": ""}
     arguments = ["-m", "pytest", "--with-mpi", *options, "tests"]
-    return run_job(arguments, n, timeout=60, env=env, cwd=folder, mpi=mpi)
+    return run_job(arguments, n, timeout=240, env=env, cwd=folder, mpi=mpi)
 
 
 @LIBRARIES
@@ -178,7 +178,7 @@ def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) ->
     (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    job = run_job(["-m", "pytest"], 1, timeout=60, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}).check()
+    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}).check()
     assert "1 passed in" in job.stdout
     assert "MPI Information" not in job.stdout
 
@@ -187,4 +187,4 @@ def test_a_job_in_a_job_carries_both_marks(tmp_path: Path) -> None:
     script = tmp_path / "marks.py"
     script.write_text(f"import os; print(os.environ[{MARK!r}].count(':'))")
     outer = os.environ.get(MARK, "").count(":")
-    assert run_job(script, 1, timeout=30).check().stdout == f"{outer + 1}\n"
+    assert run_job(script, 1, timeout=240).check().stdout == f"{outer + 1}\n"

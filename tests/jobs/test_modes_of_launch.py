@@ -71,7 +71,7 @@ def test_jax_processes_in_another_order_than_ranks(tmp_path: Path) -> None:
 
 def launched(path: str, *what: str, n: int = 4, env: dict[str, str] | None = None, mpi: str = "mpich") -> list[list[Any]]:
     """What each rank said of each attempt."""
-    job = run_job([*PYTHON, SCRIPTS / "launched.py", path, *what], n, timeout=120, env={**ENV, **(env or {})}, mpi=mpi)
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", path, *what], n, timeout=240, env={**ENV, **(env or {})}, mpi=mpi)
     return [lines(out) for out in job.check().rank_stdout]
 
 
@@ -98,7 +98,7 @@ def test_initialize_too_late(field: str) -> None:
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     """Wrong if that process waited in JAX's shutdown for the others, and they for it in their load: five minutes long."""
-    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "dies"], 4, timeout=60, mpi=mpi, env=ENV)
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "dies"], 4, timeout=240, mpi=mpi, env=ENV)
     assert job.returncode != 0
     assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
 
@@ -107,7 +107,7 @@ def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
 def test_an_error_of_all_ranks_is_shown_once(field: str, what: tuple[str, ...]) -> None:
     """Wrong if every rank printed the calls that led to it, or rank 0 did not, or another rank said nothing at all."""
     start = ["-m", "mpi4py"] if len(what) == 1 else []
-    job = run_job([*PYTHON, *start, SCRIPTS / "launched.py", field, *what], 2, timeout=60, env=ENV)
+    job = run_job([*PYTHON, *start, SCRIPTS / "launched.py", field, *what], 2, timeout=240, env=ENV)
     said = (
         "ConfigError: COMM_WORLD has 2 ranks, but JAX sees one" if len(what) == 1 else "ConfigError: '" + field + "' holds no"
     )
@@ -125,7 +125,7 @@ def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, An
         env={**job_environment(1), **ENV, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=True,
     )
     return lines(done.stdout)
@@ -206,7 +206,7 @@ def together(path: str, what: list[list[str]], envs: list[dict[str, str]]) -> li
     try:
         for process in started:
             try:
-                outputs.append(process.communicate(timeout=100))
+                outputs.append(process.communicate(timeout=240))
             except subprocess.TimeoutExpired:
                 for one in started:  # one of them waits for another: what each said tells why
                     one.kill()
@@ -258,7 +258,7 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
             assert process.stdout is not None and process.stdout.readline() == "waits\n"
         for process in started:
             process.terminate()
-        assert [process.wait(60) for process in started] == [-signal.SIGTERM] * 3
+        assert [process.wait(240) for process in started] == [-signal.SIGTERM] * 3
     finally:
         for process in started:
             process.kill()
@@ -270,7 +270,7 @@ def test_a_process_that_leaves_without_mpi(field: str) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     started = [start(field, ["leaves", address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
     try:
-        out, _ = started[0].communicate(timeout=60)
+        out, _ = started[0].communicate(timeout=240)
         (said,) = lines(out)
         assert said["type"] == "StallError" and said["text"].startswith("rank 1 has come to the end of its program")
         assert started[0].returncode == 1
@@ -304,4 +304,4 @@ def test_job_is_told_apart_from_a_hang() -> None:
     """The tests here believe `run_job`: a script that never ends must fail."""
     with pytest.raises(AssertionError, match="HUNG"):
         run_job(["-c", "import time; time.sleep(600)"], 2, timeout=2)
-    assert isinstance(run_job(["-c", "pass"], 1, timeout=60), Job)
+    assert isinstance(run_job(["-c", "pass"], 1, timeout=240), Job)

@@ -89,7 +89,7 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
-def meet_defects(folder: Path, *names: str, mpi: str, way: str, timeout: float = 120) -> Found:
+def meet_defects(folder: Path, *names: str, mpi: str, way: str, timeout: float = 240) -> Found:
     """What each rank says of each defect and way of verifying."""
     command = ["-W", "error", SCRIPT, folder, *names]
     job = run_job(command, 4, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **WAYS[way]}, fresh=False).check()
@@ -201,6 +201,6 @@ def test_every_defect_is_looked_at(found: Travelled) -> None:
 def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, where: tuple[str, str]) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""
     mpi, way = where
-    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=40).values():
+    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=240).values():
         assert len({(one["type"], one["text"]) for one in said}) == 1
         assert said[0]["type"] in ("PeerError", "ShardloadError")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError
-from tests.mpi.support import DECOMPOSITIONS, check, cube, mesh_of, padded, raised, ramp, same_error, unit
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, raised, ramp, same_error, unit
 
 Array = np.ndarray[Any, Any]
 
@@ -81,7 +81,7 @@ LAYOUTS: tuple[Callable[[Array], Array], ...] = (
 )
 
 
-@pytest.mark.parametrize("spec", DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
+@pytest.mark.parametrize("spec", distinct(DECOMPOSITIONS).values(), ids=distinct(DECOMPOSITIONS))
 def test_decomposition(comm: Any, spec: Any) -> None:
     """Wrong in the table of this decomposition, or if views were cut wrongly."""
     values, mesh = ramp(cube()), mesh_of()

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from tests.mpi.sources import NAME, SOURCES
-from tests.mpi.support import DECOMPOSITIONS, check, cube, mesh_of, padded, ramp, same_error, unit
+from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, ramp, same_error, unit
 from tests.mpi.test_values import X64, write
 
 HOW = ("index", "checksum", "file", "full")
@@ -53,7 +53,7 @@ def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
             assert (again.n_elements, again.n_boxes, again.digest) == (found.n_elements, found.n_boxes, found.digest)
 
 
-@pytest.mark.parametrize("name", DECOMPOSITIONS)
+@pytest.mark.parametrize("name", distinct(DECOMPOSITIONS))
 def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], name: str) -> None:
     """Wrong if replicas counted twice, or a shard's place did not count."""
     spec, values = DECOMPOSITIONS[name], ramp(cube())
