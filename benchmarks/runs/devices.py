@@ -91,7 +91,7 @@ def devices_table(record: dict[str, Any] | None) -> list[str]:
         f'Seconds of `readers="auto"`, and how many times as long the other ways take (medians of {record["repeats"]} ratios, '
         "each of one repeat; in brackets: CPU time of all processes, which other work on the machine does not change). "
         "Without shardload: one process reads all and calls device_put, several slice the file for each device. "
-        f"Promised: none of its own ways below {1 / SLOWER_AT_MOST:.2f}.",
+        f"Goal: none of its own ways below {1 / SLOWER_AT_MOST:.2f}.",
         "",
         "| processes x devices | file | sharding | auto | chosen | root | parallel | direct | without shardload |",
         "|---|---|---|--:|---|--:|--:|--:|--:|",
