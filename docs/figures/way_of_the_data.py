@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "shardload"  # or every run would give other ids to the same picture
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
