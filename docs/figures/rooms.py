@@ -12,9 +12,10 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "shardload"  # or every run would give other ids to the same picture
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -11,13 +11,14 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "shardload"  # or every run would give other ids to the same picture
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
+
+matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
 
 SHAPE, N_RANKS = (8, 8, 8), 4
 COLORS = ("#4477aa", "#ee8866", "#44aa88", "#aa77bb")
