@@ -55,7 +55,7 @@ def layers() -> list[str]:
     """The rooms, top to bottom."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (contract,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
-    return list(contract["layers"])
+    return [room.strip() for layer in contract["layers"] for room in layer.split("|")]
 
 
 def label(room: str) -> str:

@@ -87,7 +87,7 @@ class _Table:
 
 
 class _Ranks:
-    """The MPI calls that the demo needs. Without MPI they work too, with one rank."""
+    """The few things the demo asks of MPI, which all work without it as well: then there is one rank."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -95,7 +95,7 @@ class _Ranks:
         self.size: int = comm.Get_size() if comm else 1
 
     def wait(self) -> None:
-        """A barrier that sleeps between tests: a rank that spins would slow down rank 0, which is busy."""
+        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
         if self.comm:
             request = self.comm.Ibarrier()
             while not request.Test():
@@ -113,7 +113,7 @@ class _Ranks:
 
 @dataclass
 class _Demo:
-    """What all steps share, and their results."""
+    """What all steps share, and what they found."""
 
     ranks: _Ranks
     out: IO[str]
@@ -180,7 +180,7 @@ def run(size: int = 256) -> int:
         shardload.initialize()
         ranks = _Ranks(world())
         try:
-            with _all_end_together(ranks):
+            with _one_fate(ranks):
                 return _run(ranks, out, size)
         except ShardloadError as error:
             if ranks.rank == 0:
@@ -437,30 +437,30 @@ def _pencil_fft() -> ModuleType:
 
 @contextmanager
 def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
-    """A temporary folder that all ranks see. It is removed however the demo ends."""
+    """A temporary folder that all ranks see, removed however the demo ends."""
     folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
     try:
         blind = [rank for rank, sees in enumerate(ranks.allgather(folder.is_dir())) if not sees]
         if blind:
             raise ConfigError(f"ranks {blind} do not see {folder}. Set TMPDIR to a folder that all nodes share.")
         yield folder
-        ranks.wait()  # before it is removed, no rank may still be reading
-    finally:  # rank 0, which writes, removes it; a rank that failed alone, and is about to end rank 0, does so after 2 s
+        ranks.wait()  # nobody removes what another still reads
+    finally:  # rank 0, which writes, goes first; a rank that failed alone is about to end it, and waits no longer
         began = time.monotonic()
         while folder.exists() and (waited := time.monotonic() - began) < 4:
             shutil.rmtree(folder, ignore_errors=True) if ranks.rank == 0 or waited > 2 else time.sleep(0.01)
 
 
 @contextmanager
-def _all_end_together(ranks: _Ranks) -> Iterator[None]:
-    """End all ranks when one fails by itself, is interrupted or is terminated: the others would wait for ever."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # SystemExit, so that the folder is removed
+def _one_fate(ranks: _Ranks) -> Iterator[None]:
+    """End all ranks when one fails by itself, is interrupted or is out of time: the others would wait for ever."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: first remove the folder
     try:
         yield
     except ShardloadError:  # raised on all ranks alike
         raise
     except BaseException as error:
-        if isinstance(error, Exception):  # not Ctrl-C, and not SIGTERM
+        if isinstance(error, Exception):  # and neither Ctrl-C nor the end of the job's time
             traceback.print_exc()
         if ranks.comm:
             ranks.comm.Abort(1)
