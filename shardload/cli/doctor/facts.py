@@ -149,7 +149,7 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
 
 
 def with_node(facts: Facts, group: Group) -> Facts:
-    """`facts`, completed with what MPI says about itself and this node. Collective."""
+    """`facts`, and what the group says of MPI and of this machine. Collective."""
     if group.comm is None:
         return facts
     mpi = group.mpi
