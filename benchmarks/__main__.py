@@ -25,7 +25,7 @@ from shardload.units import parse_nbytes
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="How fast is shardload, beside what people use today and beside what the machine could do?",
+    help="How fast is shardload, compared with what people use today and with what the machine could do?",
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
@@ -35,8 +35,8 @@ RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
 DATA_FOLDER = default_folder()
 
-Data = Annotated[Path, typer.Option(help="Folder for the files that are read; they are written once, and kept.")]
-Results = Annotated[Path, typer.Option(help="Folder for what comes out.")]
+Data = Annotated[Path, typer.Option(help="Folder for the files that are read. They are written once and kept.")]
+Results = Annotated[Path, typer.Option(help="Folder for the records, tables and the plot.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed loads of each way.")]
 Size = Annotated[int, typer.Option(help="Elements along each of three axes (float32).")]
 Layouts = Annotated[str, typer.Option(help="Names, separated by commas.")]
@@ -56,10 +56,10 @@ def run(
     ),
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, c.RANKS)),
     ways: Annotated[
-        str, typer.Option(help=f"Separated by commas, or all that are here: {', '.join((*c.WAYS, *c.MODES))}.")
+        str, typer.Option(help=f"Separated by commas, or all that are installed: {', '.join((*c.WAYS, *c.MODES))}.")
     ] = "all",
     repeats: Repeats = 5,
-    cells: Annotated[str, typer.Option(help="all, or must: those of the table of promises.")] = "all",
+    cells: Annotated[str, typer.Option(help="all, or must: the cells for which there are goals.")] = "all",
     cold: Annotated[bool, typer.Option(help="Drop the files from the page cache before each load.")] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[
@@ -82,7 +82,7 @@ def run(
 
 @app.command("field")
 def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
-    """A real field: 240 years of air temperature on a map, slabs over four ranks."""
+    """Time a real field: 240 years of air temperature on a map, as slabs on four ranks."""
     file = field(data)
     wanted = [c.Cell(file.layout, "a", FIELD_RANKS)]
     measure(wanted, {file.layout: file}, default_ways(say), repeats=repeats, out=results / "field.json", say=say, kind="field")
@@ -90,13 +90,13 @@ def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Resul
 
 @app.command()
 def scatter(size: Size = 512, ranks: int = 4, repeats: Repeats = 5, results: Results = RESULTS) -> None:
-    """From rank 0's memory: shardload.scatter, comm.scatter, comm.Scatterv."""
+    """Time scatters from rank 0's memory: shardload.scatter, comm.scatter, comm.Scatterv."""
     write_record(results / "scatter.json", measure_scatter(size, ranks, repeats, say))
 
 
 @app.command()
 def small(ranks: int = 4, repeats: Repeats = 20, data: Data = DATA_FOLDER, results: Results = RESULTS) -> None:
-    """1 KiB: the first call and those after it."""
+    """Time loads of 1 KiB: the first call, and later calls."""
     write_record(results / "small.json", measure_small(data, ranks, repeats, say))
 
 
@@ -107,12 +107,12 @@ def memory(
     ranks: int = 4,
     spec: str = "-,a,b",
     staging: Annotated[
-        str, typer.Option(help="Cap that is asked for: small beside the array, so that breaking it shows.")
+        str, typer.Option(help="The memory limit: small compared with the array, so that exceeding it shows.")
     ] = "64MiB",
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
-    """Peak host memory of every rank, in every way of reading, on every layout. Status 1 if one is over."""
+    """Measure the peak host memory of every rank, in every way of reading and layout. Exit code 1 if it exceeds the limit."""
     record = measure_memory(data, size, _known(layouts.split(","), c.LAYOUTS), ranks, spec, parse_nbytes(staging), say)
     write_record(results / "memory.json", record)
     if not all(cell.get("ok") for cell in record["cells"]):
@@ -127,7 +127,7 @@ def fuzz_command(
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "fuzz.json",
 ) -> None:
-    """Load damaged files: right values or an error, never a crash, a hang, wrong values. Status 1 if there is one."""
+    """Load damaged files: right values or an error, never a crash, a hang or wrong values. Exit code 1 if there is one."""
     found = fuzz(seed, cases, first=first, n_workers=workers, say=say)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found.record(), indent=1) + "\n")
@@ -145,13 +145,13 @@ def fuzz_filters_command(
     only: Annotated[str, typer.Option(help="Part of the names of kinds: 'szip', 'zarr3'.")] = "",
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "fuzz-filters.json",
 ) -> None:
-    """Every filter of HDF5, hdf5plugin and numcodecs: which survive damage? Status 1 if one did not that is used unasked."""
+    """Read damaged data with every filter of HDF5, hdf5plugin and numcodecs. Exit code 1 if an allowed one fails."""
     seconds = minutes * 60 or float("inf")
     found = fuzz_filters(seed, cases, first=first, seconds=seconds, only=only, say=say)
     write_record(out, found.record())
     typer.echo(found.table())
     if found.broken_promises():
-        typer.echo(f"decoded unasked, and did not survive: {', '.join(found.broken_promises())}")
+        typer.echo(f"allowed by default, but failed: {', '.join(found.broken_promises())}")
         raise typer.Exit(1)
 
 
@@ -165,7 +165,7 @@ def verify(
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
-    """What each level of verify= costs: index, checksum, file, full."""
+    """Measure what each level of verify= costs: index, checksum, file, full."""
     chosen = _known(layouts.split(","), c.LAYOUTS)
     numbers = [int(size) for size in sizes.split(",")]
     record = measure_verification(data, numbers, chosen, ranks, specs.split(";"), repeats, say)
@@ -182,7 +182,7 @@ def devices(
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
-    """Several devices in a process: every way of reading, and reading all with device_put."""
+    """Time several devices in a process: every way of reading, and reading everything with device_put."""
     chosen = _known(layouts.split(","), c.LAYOUTS)
     record = measure_devices(data, size, chosen, _known(specs.split(";"), c.SPECS), jobs.split(","), repeats, say)
     write_record(results / "devices.json", record)
@@ -190,13 +190,13 @@ def devices(
 
 @app.command()
 def heat() -> None:
-    """Make Heat's environment (PyTorch: a large download) in .venv-heat, once."""
+    """Install Heat (with PyTorch, a large download) into .venv-heat, once."""
     make_heat()
 
 
 @app.command()
 def report(results: Results = RESULTS) -> None:
-    """Records to tables (table.md) and a plot (ratios.svg)."""
+    """Make tables (table.md) and a plot (ratios.svg) from the records."""
     records = read_records(results)
     for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
         if kind in records and records[kind]["cells"]:
@@ -212,7 +212,7 @@ def everything(
     data: Data = DATA_FOLDER,
     results: Results = RESULTS,
 ) -> None:
-    """All of the above: at these sizes about a quarter of an hour on 2 cores."""
+    """Do all of the above. At the default sizes it takes about a quarter of an hour on 2 cores."""
     steps: list[tuple[Any, dict[str, Any]]] = [
         (heat, {}),
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),

@@ -1,4 +1,4 @@
-"""What does planning cost one rank, and what do plans make the ranks do? No file, no MPI, no devices: meshes are abstract.
+"""What does planning cost one rank, and what would the planned loads do? No file, no MPI, no devices: meshes are abstract.
 
     python -m benchmarks.planning                     # seconds and memory of planning, meshes of 64 to a million devices
     python -m benchmarks.planning simulate            # from the plans alone: what each rank sends and receives
@@ -7,9 +7,10 @@
 Both for float32 arrays of 16384^3 elements in chunks of 256^3 and of one plane, cut by P("a", "b") and P(None, "a", "b"), with
 a rank per device. Times are medians of one process, memory is the peak that tracemalloc sees; neither counts imports.
 
-Columns of the first table: `plan` is everything up to a finished plan (all ways of reading counted, one taken); `ready` is what
-a rank still does before the first byte moves (what comes from whom, and its first block; the largest of a few ranks); `part` is
-the making of one part, when its turn comes. `permuted` is a mesh of devices in random order, whose table is as long as it is.
+Columns of the first table: `plan` is everything up to a finished plan (the cost of every way of reading, and the choice);
+`ready` is what a rank computes before the first byte moves (what comes from whom, and its first block; the largest of a few
+ranks); `part` is computing one part when it is needed. `permuted` is a mesh of devices in random order, with a table as long as
+the mesh.
 """
 
 from __future__ import annotations

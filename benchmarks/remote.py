@@ -1,11 +1,12 @@
 """How do ways of loading that need different environments take turns in one run?
 
-Each environment is a job of its own: MPI ranks with JAX, Heat's ranks, parallel HDF5's ranks, the floor. All are
-started once and then wait, blocked in a socket and costing nothing, until the conductor (`RemoteJob.ask`) tells one of
-them what to do next. So the repeats of all ways are interleaved, which matters where the speed of the machine drifts.
+Each environment is a job: MPI ranks with JAX, Heat's ranks, parallel HDF5's ranks, the floor. All jobs are started once and
+then wait, blocked in a socket without using CPU time, until the benchmark's process (`RemoteJob.ask`) sends one of them a
+request. So the repeats of all ways are interleaved, which matters if the speed of the machine drifts.
 
-One line of JSON each way. A rank that fails replies with its error; a job that does not answer in time is killed. When
-the conductor goes, its sockets close and the ranks end. The standard library only: `serve` runs in every environment.
+Requests and replies are one line of JSON. A rank that fails replies with its error; a job that does not answer in time is
+killed. When the benchmark's process ends, its sockets close and the ranks end. Only the standard library: `serve` runs in
+every environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A 3-D FFT of an array that no process holds whole: pencils, and two all-to-alls between three 1-D FFTs.
+"""A 3-D FFT of an array that no process holds as a whole: three 1-D FFTs on pencils, with two all-to-alls between them.
 
 ::
 
@@ -6,7 +6,7 @@
     mpiexec -n 4 python examples/pencil_fft.py data.h5:/density     # your own field
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 python examples/pencil_fft.py      # without MPI: eight simulated devices
 
-An FFT along an axis needs that axis whole on one device, so the array is handed around until each axis has been whole
+An FFT along an axis needs that axis whole on one device, so the array is redistributed until each axis has been whole
 once. On a mesh of ``pa x pb`` devices with axes ``"a"`` and ``"b"``, for an array of shape ``(n0, n1, n2)``:
 
 ====  ==========================================  ===================  =======================
@@ -20,9 +20,9 @@ step  what happens                                sharding             shard on 
 5     FFT axis 2                                  ``P(a, b, None)``    ``(n0/pa, n1/pb, n2)``
 ====  ==========================================  ===================  =======================
 
-Axes keep their places: element ``(i, j, k)`` of the result is mode ``(i, j, k)`` of ``numpy.fft.fftn``. So n0 has to be
-a multiple of pa, n1 of pa and of pb, n2 of pb. If they are not, transform a part of the field (``select=``) or take
-another mesh. Padding is no way out here: it changes the transform.
+The order of the axes stays: element ``(i, j, k)`` of the result is mode ``(i, j, k)`` of ``numpy.fft.fftn``. n0 must be
+a multiple of pa, n1 of pa and of pb, n2 of pb. If they are not, transform a part of the field (``select=``) or use
+another mesh. Do not pad: padding changes the transform.
 """
 
 from __future__ import annotations

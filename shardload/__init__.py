@@ -1,24 +1,25 @@
-"""Load HDF5, netCDF4 and Zarr arrays into sharded `jax.Array`s over MPI, each shard proven to be where it belongs.
+"""Load HDF5, netCDF4 and Zarr arrays into sharded `jax.Array`s over MPI, each shard checked to be where it belongs.
 
     import shardload
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Nothing else than what is named here is public. The rooms, from the call down to the machine:
+Only the names in `__all__` are public. The rooms, from the call down to the machine:
 
 cli       the commands
 api.py    the functions: load, plan, scatter, verify
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
-transfer  blocks of the file <-> pieces of shards, over MPI
+transfer  blocks of the file <-> pieces of shards, between ranks
 options.py
-formats   HDF5, Zarr and what else holds an array
-planning  who owns which block, and which part of which shard meets it: integers alone
+formats   HDF5, Zarr and other formats
+planning  who owns which block, and which part of it meets which shard: integers only
 comm      the ranks: MPI, shared memory, agreement, the watchdog
-system    what this machine lends: threads, memory, a terminal
+system    what this machine offers: threads, memory, a terminal
+units.py  errors.py
 
-Imports run down this list only. Importing the package itself imports none of them: each name is looked up when it is first
-used, so that `shardload --help`, and whoever wants `shardload.planning` alone, need not wait for JAX.
+Imports run down this list only; docs/design/data-flow.md has a picture. Importing the package imports none of the rooms: each
+public name is imported when it is first used, so that `shardload --help` and `shardload.planning` do not wait for JAX.
 """
 
 from importlib import import_module
@@ -60,7 +61,7 @@ __all__ = [
 
 __version__ = "0.1.0.dev0"
 
-# No module of the package is called like one of these: importing it would put the module in the name's place.
+# No module of the package has one of these names: importing it would replace the function by the module.
 _HOMES = {
     "LoadReport": "jobs.report",
     "Plan": "jobs.plan",
@@ -70,7 +71,7 @@ _HOMES = {
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 
-if not TYPE_CHECKING:  # else a type checker would take every name to be here
+if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

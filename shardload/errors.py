@@ -1,18 +1,18 @@
 """Who erred: the caller, this file, or another rank?
 
-The type of an error answers that question and nothing else, so that a script can react to it:
+The type of an error answers this question, so that a script can react to it:
 
 ===============  ====================================================================================
 `ConfigError`    the caller: an argument, the launch, the environment. Change the call.
 `SourceError`    the file: missing, damaged, of a kind that cannot be loaded. Change the data.
-`PeerError`      a rank: ranks disagree, or one of them failed for a reason of its own. Look at that rank.
-`StallError`     a rank too (it is a `PeerError`): nothing has moved for `timeout` seconds. End the job.
-`VerifyError`    a rank too (it is a `PeerError`): its devices hold other values than the file.
+`PeerError`      a rank: ranks disagree, or one of them failed for another reason. Look at that rank.
+`StallError`     a `PeerError`: nothing has moved on any rank for `timeout` seconds. End the job.
+`VerifyError`    a `PeerError`: devices hold other values than the file.
 ===============  ====================================================================================
 
-Law: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. A script that
-catches `SourceError` and loads something else therefore branches the same way on all ranks, and nobody waits for a rank
-that went another way. `rank` says where it happened.
+Rule: in a collective call *every* rank raises the *same* type with the *same* text, whichever rank failed. So a script that
+catches `SourceError` and loads something else takes the same branch on all ranks, and no rank waits for another one.
+`rank` says where the error happened.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
 
 
 def printable(text: str, kept: str = "") -> str:
-    r"""Text as a terminal may show it: control characters, and whatever else is not to be seen, as their escapes.
+    r"""`text` with control characters and other invisible characters as escapes, so that it is safe to print.
 
-    Names in a file can hold codes that clear the screen, or type. Characters in `kept` stay.
+    Names in a file can contain codes that clear the screen or imitate input. Characters in `kept` stay.
 
     Examples
     --------
@@ -56,8 +56,8 @@ class ShardloadError(Exception):
     Attributes
     ----------
     rank : int or None
-        Rank (in the communicator of the call) on which the error arose; None where there is one process, or where the
-        error is no rank's in particular (all ranks found it).
+        Rank (in the communicator of the call) on which the error arose; None if there is one process, or if all ranks found
+        it.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -77,7 +77,7 @@ class SourceError(ShardloadError, OSError):
     path, dataset : str or None
         The file and the array inside it.
     chunk : tuple of int or None
-        Index of the chunk in the file's chunk grid that could not be read, where it is known.
+        Index of the chunk that could not be read, in the file's chunk grid, if it is known.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class PeerError(ShardloadError, RuntimeError):
 
 
 class VerifyError(PeerError):
-    """Values that were verified are not what they must be. A type of its own, so that who asks can tell "no" from "cannot say".
+    """Verified values differ from the expected ones. Its own type, to tell "wrong" from "could not be determined".
 
     Attributes
     ----------
     index : tuple of int or None
-        The first element that differs, where it is known.
+        The first element that differs, if it is known.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, index: tuple[int, ...] | None = None) -> None:
@@ -117,12 +117,12 @@ class VerifyError(PeerError):
 
 
 class StallError(PeerError):
-    """Nothing has moved on any rank for `timeout` seconds; the text names who is late, and with what.
+    """Nothing has moved on any rank for `timeout` seconds; the text names the late rank and what it is doing.
 
-    The ranks are then in different places, and cannot agree on anything again: every later call over the same communicator
-    raises this error at once, and the job ends when the first process does.
+    The ranks are then at different points of the program and cannot agree on anything again: every later call over the same
+    communicator raises this error at once, and the job ends when the first process ends.
     """
 
 
 class MissingChunksWarning(UserWarning):
-    """Chunks of the file that was loaded are not stored: their values are its fill value. Raised once in the job, on rank 0."""
+    """Chunks of the loaded file are missing: their values are the file's fill value. Warned once in the job, on rank 0."""

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Is everything started right? `shardload doctor` shows a row for each process, adds a number of every device up over all of
-# them (the all-reduce), moves data with checksums, and says which flag mends what is wrong. Exit status 0: all is well.
+# Is the job started correctly? `shardload doctor` prints a row for each process, sums one number per device over all devices
+# (the all-reduce), moves data with checksums, and says which option fixes what is wrong. Exit code 0: loads will work.
 #SBATCH --job-name=all-reduce
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -9,7 +9,7 @@
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.out
 #
-# It prints, among much else:
+# It prints, among other lines:
 #   n1     0/8   0/8   ...
 #   n2     7/8   7/8   ...
 #   ok     all-reduce  sum over 8 devices is 36, as expected

@@ -1,6 +1,6 @@
 #!/bin/bash
-# No GPUs: two processes, and JAX shows four devices on each that are CPU threads. The program is the same, so a decomposition
-# can be tried on a partition without a queue before it goes to the GPUs. On a laptop the same, without Slurm:
+# No GPUs: two processes, each with four devices that JAX simulates on the CPU. The program is the same, so you can try a
+# decomposition on a CPU partition before you use GPUs. The same on a laptop, without Slurm:
 #
 #     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4
 #     mpiexec -n 2 python slurm/hello.py

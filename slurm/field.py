@@ -1,11 +1,11 @@
-"""Write a small field to try things with, unless the file is there: a plane wave, in compressed planes.
+"""Write a small example file, unless it exists: a plane wave, in compressed planes.
 
 ::
 
     python slurm/field.py field.h5
 
-One process does this before the job's step, so it needs neither MPI nor JAX. The wave has modes (1, 2, 3): its transform is
-half the number of elements there and at the opposite mode, and 0 elsewhere.
+One process runs this before the job's step, so it needs neither MPI nor JAX. The wave has modes (1, 2, 3): its transform is
+half the number of elements at that mode and at the opposite one, and 0 elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is there, and which devices does each process see? One line a process.
+"""Which processes are there, and which devices does each of them see? One line per process.
 
 ::
 
@@ -16,7 +16,7 @@ import shardload
 
 
 def main() -> None:
-    """Start JAX from MPI and say what came of it."""
+    """Start JAX from MPI and print one line."""
     shardload.initialize()
     process, here, everywhere = jax.process_index(), len(jax.local_devices()), len(jax.devices())
     host = socket.gethostname().partition(".")[0]

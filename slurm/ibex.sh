@@ -1,5 +1,5 @@
 #!/bin/bash
-# A site of the kind of Ibex: the software is in a Singularity (Apptainer) image, and srun starts one container for each process.
+# For a site like Ibex: the software is in a Singularity (Apptainer) image, and srun starts one container for each process.
 # slurm/shardload.def says how to build the image. --nv lets the container see the GPUs and their driver. Before sbatch:
 #
 #     export SBATCH_CONSTRAINT=v100

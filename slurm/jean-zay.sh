@@ -1,9 +1,9 @@
 #!/bin/bash
-# A site of the kind of Jean Zay: modules; GPUs with --gres; 40 cores a node, a quarter for each process, and no
+# For a site like Jean Zay: modules, GPUs with --gres, 40 cores per node, a quarter of them for each process, no
 # hyperthreads. Before sbatch:
 #
 #     export SBATCH_ACCOUNT=abc@v100
-#     export SITE_MODULES="python/3.11.5 cuda/12.2.0 openmpi/4.1.5-cuda" # of what `module avail` shows
+#     export SITE_MODULES="python/3.11.5 cuda/12.2.0 openmpi/4.1.5-cuda" # names from `module avail`
 #SBATCH --job-name=jean-zay
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One node, one process for each GPU. Each process sees all four GPUs of the node and takes the one of its number there
+# One node, one process for each GPU. Each process sees all four GPUs of the node and uses the one with its local number
 # (shardload.initialize does that), so that NCCL can copy from GPU to GPU.
 #SBATCH --job-name=one-node
 #SBATCH --nodes=1

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One node, one process with four GPUs: the simplest start, and enough for what fits on a node. MPI has nothing to do.
+# One node, one process with four GPUs: the simplest way to start, for data that fits on one node. MPI is not used.
 #SBATCH --job-name=one-process
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Load a field as pencils and transform it (examples/pencil_fft.py), on two nodes. Your own field, whose axes the mesh has to
-# divide (here 4 x 2: axis 0 by 4, axis 1 by 4, axis 2 by 2):
+# Load a field as pencils and transform it (examples/pencil_fft.py), on two nodes. For your own field (its axes must be
+# divisible by the mesh, here 4 x 2: axis 0 by 4, axis 1 by 4, axis 2 by 2):
 #
 #     DATA=/scratch/me/run7.h5:/density sbatch slurm/pencil-fft.sh
 #
-# Without DATA it makes a small one, a plane wave of modes (1, 2, 3), in the folder TRY_FOLDER (default: here), which all
-# nodes have to see.
+# Without DATA it writes a small file, a plane wave of modes (1, 2, 3), into the folder TRY_FOLDER (default: this folder),
+# which all nodes must see.
 #SBATCH --job-name=pencil-fft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

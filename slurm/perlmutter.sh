@@ -1,5 +1,5 @@
 #!/bin/bash
-# A site of the kind of Perlmutter: GPUs are counted by task and Cray MPICH starts the processes. --gpu-bind=none, because
+# For a site like Perlmutter: GPUs are requested per task, and Cray MPICH starts the processes. --gpu-bind=none, because
 # --gpus-per-task=1 alone hides the other GPUs of the node from each process, and NCCL would have to go through host memory.
 # (Depending on Slurm's version CUDA_VISIBLE_DEVICES then names all four or is not set, which is the same.)
 # Before sbatch:

@@ -1,12 +1,12 @@
-"""Run a program so that an error in one process ends the job, with its traceback, instead of leaving the others waiting.
+"""Run a program so that an error in one process ends the whole job at once, with its traceback.
 
 ::
 
     srun --mpi=pmix python slurm/run.py program.py arguments
     srun --mpi=pmix python slurm/run.py -m module arguments
 
-A process that ends with an exception first waits, in JAX's shutdown, for all others, five minutes long, and they wait for its
-messages. (``python -m mpi4py`` ends the job after that: too late.) Here the traceback is printed and MPI told to end the job
+A process that ends with an exception first waits in JAX's shutdown for all others, for five minutes, while they wait for its
+messages. (``python -m mpi4py`` ends the job only after that.) This script prints the traceback and tells MPI to end the job
 before Python begins to shut down.
 """
 

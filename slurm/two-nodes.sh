@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two nodes, one process for each GPU: the usual way to run. For more nodes change --nodes, and nothing else.
+# Two nodes, one process for each GPU: the usual set-up. For more nodes change only --nodes.
 #SBATCH --job-name=two-nodes
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4

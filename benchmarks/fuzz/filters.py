@@ -1,6 +1,6 @@
 """Which decoders survive damaged chunks and parameters? Thousands of cases for each filter, in processes that may die of them.
 
-1. A process with everything imported, and no thread, makes the good files (`fuzz_filter_files`) in a child, and keeps them.
+1. A process with everything imported, and no thread, makes the good files (`filter_files`) in a child, and keeps them.
 2. It forks a child, which runs case after case and tells what came out of each. Forking takes milliseconds, so a filter that
    crashes at every tenth case does not hold up the others. A child has limits: 4 GiB of address space beyond its own, 5 s of
    processor time a case (the kernel ends it then, also inside a C library), and a minute of time.
@@ -45,7 +45,7 @@ from shardload.planning.region import Region
 
 __all__ = ["SURVIVED", "FilterOutcomes", "fuzz_filters", "good_kinds", "is_listed"]
 
-SURVIVED = ("right", "value", "as said", "refused")
+SURVIVED = ("right", "value", "as declared", "refused")
 MEMORY_NBYTES = 256 << 20  # that a case may take: far more than files of 10 KiB need
 CPU_SECONDS, WALL_SECONDS = 5.0, 60.0
 _ADDRESSES_NBYTES = 4 << 30
@@ -346,7 +346,7 @@ def _judge(case: FilterCase, path: str, values: np.ndarray[Any, Any], way: str) 
     if same(values, good):
         return "right", ""
     if case.touched is None:
-        return "as said", way  # metadata without a checksum, which says something else now
+        return "as declared", way  # metadata without a checksum, which declares something else now
     rest = np.ones(good.shape, dtype=bool)
     rest[tuple(slice(i * n, (i + 1) * n) for i, n in zip(case.touched, _chunk_of(case.kind), strict=True))] = False
     if values.shape == good.shape and values.dtype == good.dtype and same(values[rest], good[rest]):

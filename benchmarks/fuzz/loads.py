@@ -1,7 +1,7 @@
 """Can a damaged file crash shardload, hang it, fill the memory, or give wrong values? Thousands of mutations of good files.
 
-1. Workers (`fuzz_worker`) are processes that take numbers of cases and say what came out. A number is all that makes a case.
-2. A worker that dies, or takes longer than the deadline, is one outcome more; the next case gets a new worker.
+1. Workers (`worker`) are processes that take numbers of cases and report the outcomes. The number alone determines the case.
+2. A worker that dies, or exceeds the deadline, is an outcome too; the next case gets a new worker.
 3. `Outcomes` counts, and keeps the cases that must not happen. A crash inside the HDF5 library is kept with its versions:
    it can be repeated with ``python -m benchmarks fuzz --seed S --first N --cases 1``.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import h5py
 
-GOOD = ("right", "value", "as said", "lost", "refused", "large")
+GOOD = ("right", "value", "as declared", "missing", "refused", "large")
 DEADLINE_SECONDS = 60.0  # far more than any case takes, on a busy machine too
 _START_SECONDS = 300.0
 ROOT = Path(__file__).parents[2]

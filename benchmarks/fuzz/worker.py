@@ -1,9 +1,9 @@
 """What comes out of loading one damaged file? In a process of its own, which may crash.
 
-Reads numbers of cases from standard input, one a line, and writes one line of JSON for each. ``right``: the values are the good
-file's. ``value``: those of a damaged chunk without a checksum are not, all others are. ``as said``: the metadata says
-something else now, and what is loaded is what h5py (zarr-python) reads too. ``lost``: a chunk is gone, its values are the fill
-value, and the report counts it. ``large``: a shape is declared that is not loaded here, only planned. ``refused``: a
+Reads numbers of cases from standard input, one per line, and writes one line of JSON for each. ``right``: the good file's
+values. ``value``: the damaged chunk has no checksum and other values; all other chunks are right. ``as declared``: the metadata
+declares something else now, and h5py (zarr-python) reads the same values. ``missing``: a chunk was removed, has the fill
+value, and is counted by the report. ``large``: a shape is declared that is not loaded here, only planned. ``refused``: a
 ShardloadError. All other outcomes are defects.
 """
 
@@ -73,13 +73,13 @@ def judge(case: Case, path: str, found: Array, n_missing: int) -> tuple[str, str
     if case.touched is not None and found.shape == expected.shape and found.dtype == expected.dtype:
         rest, lost = untouched(case), "lost" in case.what
         if same(found[rest], expected[rest]) and (n_missing > 0 if lost else not case.kind.checked or "exchanged" in case.what):
-            return ("lost" if lost else "value"), ""
+            return ("missing" if lost else "value"), ""
         return "WRONG", f"chunks {sorted(case.touched)} were damaged; values differ elsewhere, or in spite of a checksum"
     try:
         said = by_library(path)
     except Exception as error:
         return "WRONG", f"not the good values, and the library refuses it ({type(error).__name__}: {error})"
-    return ("as said", "") if same(found, said) else ("WRONG", "neither the good values nor what the library reads")
+    return ("as declared", "") if same(found, said) else ("WRONG", "neither the good values nor what the library reads")
 
 
 def same(a: Array, b: Array) -> bool:

@@ -1,12 +1,10 @@
-"""How fast could it be? Every chunk decoded once, by the fastest decoder at hand, on all cores, and one warm copy of
-the array.
+"""How fast could a load be here? Each chunk decoded once by the fastest decoder, on all cores, and one copy in memory.
 
-No code of shardload's: chunk places from h5py, or the chunk files of the Zarr store; positional reads from the page
-cache; ISA-L (or zlib-ng, or zlib) and numcodecs into buffers that are used again, one set per thread. Then the array's
-bytes are copied once between buffers that were touched before. A contiguous file is read straight into such a buffer,
-which is the copy.
+Without any code of shardload: chunk offsets from h5py, or the chunk files of the Zarr store; positional reads from the page
+cache; ISA-L (or zlib-ng, or zlib) and numcodecs into reused buffers, one set per thread. Then the array's bytes are copied once
+between buffers that were used before. A contiguous file is read directly into such a buffer, and that is the copy.
 
-Listing the chunks is not counted, nor is starting the threads. A process of its own, one request a time.
+Listing the chunks and starting the threads are not timed. One process, one request at a time.
 """
 
 from __future__ import annotations

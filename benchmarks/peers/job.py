@@ -1,4 +1,4 @@
-"""The ranks that load with JAX: answer the conductor's requests (`benchmarks.remote`), all of them collective.
+"""The ranks that load with JAX. They answer the requests of the benchmark (`benchmarks.remote`); all requests are collective.
 
 mpiexec -n 4 python -m benchmarks.peers.job         # started by benchmarks.runs.measure
 """

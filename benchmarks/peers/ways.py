@@ -1,7 +1,7 @@
-"""How does each way load the file? What users reach for today, each as it is written in practice, and shardload.
+"""How does each way load the file? What people use today, as it is usually written, and shardload.
 
-A way is a function ``(file, sharding, comm) -> jax.Array``: called by every rank, it opens the file, loads, and closes.
-Ways that need another environment are in `benchmarks.peers`.
+A way is a function ``(file, sharding, comm) -> jax.Array``. Every rank calls it; it opens the file, loads, and closes it.
+Ways that need another environment are modules beside this one.
 """
 
 from __future__ import annotations

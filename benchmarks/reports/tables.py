@@ -1,6 +1,6 @@
-"""What do the records say? Tables in Markdown: every cell, and what was promised beside what was found.
+"""What do the records say? Tables in Markdown: every cell, and goals with what was measured.
 
-A ratio is the median of a way divided by shardload's median in the same cell: above 1, shardload is ahead.
+A ratio is the median of a way divided by shardload's median in the same cell: above 1, shardload is faster.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _head(records: dict[str, Record]) -> list[str]:
     lines = [
         f"{record['date']}; {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, "
         f"Python {machine['python']}. Medians; in brackets the fastest and the slowest repeat.",
-        "A ratio is the time of the other way divided by shardload's: above 1, shardload is ahead. Bold: not as promised. "
-        "Where one axis is cut, all ranks cut it; two axes are cut as square as possible, rows <= columns.",
+        "A ratio is the time of the other way divided by shardload's: above 1, shardload is faster. Bold: goal not reached. "
+        "If one axis is cut, all ranks cut it; two axes are cut as square as possible, rows <= columns.",
     ]
     lines += [
         f"{job}: " + ", ".join(f"{name} {version}" for name, version in v.items()) for job, v in record["versions"].items()
@@ -112,7 +112,7 @@ def run_table(record: Record) -> list[str]:
     lines = [
         f"## {shapes} float32, page cache {cache}, {record['repeats']} repeats",
         "",
-        "| layout | sharding | ranks | shardload, s | took | "
+        "| layout | sharding | ranks | shardload, s | chosen | "
         + " | ".join(f"{way}" for way in ways)
         + " | best peer | floor, s | x floor |",
         "|---|---|--:|--:|---|" + "--:|" * len(ways) + "---|--:|--:|",
@@ -138,7 +138,7 @@ def over_floor(cell: Record) -> float | None:
 
 def must_table(records: dict[str, Record]) -> list[str]:
     """What was promised, what was found, met or not."""
-    lines = ["## Promised", "", "| cell | at least | found | |", "|---|---|---|---|"]
+    lines = ["## Goals", "", "| cell | goal | measured | |", "|---|---|---|---|"]
     rows = {cell_of(row): row for row in records.get("run", {}).get("cells", [])}
     for must in MUSTS:
         row = rows.get(must.cell)
@@ -234,7 +234,7 @@ def memory_table(record: Record | None) -> list[str]:
         f"## Peak host memory, {record['ranks']} ranks, {spec_text(record['spec'])}, "
         f"staging {record['staging_nbytes'] / MIB:.0f} MiB",
         "",
-        "| layout | readers | the rank that is worst off |",
+        "| layout | readers | the rank with the highest peak |",
         "|---|---|---|",
     ]
     for cell in record["cells"]:

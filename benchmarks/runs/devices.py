@@ -1,7 +1,7 @@
-"""How fast is it where a process has several devices? All of shardload's ways, and what a notebook does without it, in turns.
+"""How fast is a load if a process has several devices? All of shardload's ways, and what a notebook does without it, in turns.
 
-The machine may be busy with other things: what counts is the ratio of two ways in the same repeat, and its median; and the
-ratio of CPU times.
+The machine may be busy with other work. So the results are ratios of two ways in the same repeat, their medians, and ratios of
+CPU times.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def devices_table(record: dict[str, Any] | None) -> list[str]:
         f'Seconds of `readers="auto"`, and how many times as long the other ways take (medians of {record["repeats"]} ratios, '
         "each of one repeat; in brackets: CPU time of all processes, which other work on the machine does not change). "
         "Without shardload: one process reads all and calls device_put, several slice the file for each device. "
-        f"Promised: none of its own ways below {1 / SLOWER_AT_MOST:.2f}.",
+        f"Goal: none of its own ways below {1 / SLOWER_AT_MOST:.2f}.",
         "",
-        "| processes x devices | file | sharding | auto | took | root | parallel | direct | without shardload |",
+        "| processes x devices | file | sharding | auto | chosen | root | parallel | direct | without shardload |",
         "|---|---|---|--:|---|--:|--:|--:|--:|",
         *map(table_row, record["cells"]),
         "",

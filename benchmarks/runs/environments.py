@@ -1,4 +1,4 @@
-"""Where does each way live, and is it there? Commands that start the jobs; what is missing says what to install."""
+"""Which environment does each way need, and is it installed? Commands that start the jobs, or what to install."""
 
 from __future__ import annotations
 

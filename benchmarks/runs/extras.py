@@ -1,4 +1,4 @@
-"""What else is promised? `scatter` from rank 0's memory, the fixed cost of a small load, and the peak of host memory."""
+"""What else has goals? `scatter` from rank 0's memory, the fixed cost of a small load, and the peak of host memory."""
 
 from __future__ import annotations
 

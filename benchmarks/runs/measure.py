@@ -1,14 +1,14 @@
-"""How are the times taken? All ways of a cell take turns, repeat by repeat, each by itself on the machine.
+"""How are times measured? All ways of a cell take turns, repeat by repeat, each alone on the machine.
 
 1. For one number of ranks start all jobs (JAX's ranks, Heat's, parallel HDF5's, the floor's process); they wait in a
    socket.
 2. For each cell, each way loads once untimed: that warms the page cache, and every shard is compared with the plain
    values.
 3. Then, `repeats` times: each way once, in another order each time. A time is from the first rank's
-   start to the last rank's end. Before each, as much memory as the largest way needs is touched and given back: on a virtual
-   machine whose host has taken free pages away, whoever touches them next waits up to a second for them, by chance.
+   start to the last rank's end. Before each load, as much memory as the largest way needs is allocated, written and freed: on a
+   virtual machine whose host has taken back free pages, the next process to use them waits up to a second, by chance.
    With `cold` the file's pages are dropped from the page cache before each load.
-4. Results are written after every cell. A way that fails is noted with its error and left out of the cell.
+4. Results are written after every cell. A way that fails is recorded with its error and left out of the cell.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def verification_table(record: dict[str, Any] | None) -> list[str]:
     lines = [
         f"## What verifying costs, {record['ranks']} ranks",
         "",
-        f'Times as long as `verify="index"` (in brackets: CPU time of all ranks). Promised: "checksum" at most '
+        f'Times as long as `verify="index"` (in brackets: CPU time of all ranks). Goal: "checksum" at most '
         f"{CHECKSUM_AT_MOST:.2f} where chunks are compressed.",
         "",
         '| file | sharding | "index" | "checksum" | "file" | "full" |',

@@ -15,6 +15,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # What each room answers.
@@ -53,7 +55,7 @@ def layers() -> list[str]:
     """The rooms, top to bottom."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (contract,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
-    return list(contract["layers"])
+    return [room.strip() for layer in contract["layers"] for room in layer.split("|")]
 
 
 def label(room: str) -> str:

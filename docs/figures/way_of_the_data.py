@@ -18,6 +18,8 @@ from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
 
+matplotlib.rcParams["svg.hashsalt"] = "shardload"  # else every run gives other ids to the same picture
+
 SHAPE, N_RANKS = (8, 8, 8), 4
 COLORS = ("#4477aa", "#ee8866", "#44aa88", "#aa77bb")
 INK = "#333333"

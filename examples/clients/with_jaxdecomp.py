@@ -24,7 +24,7 @@ mesh = jax.make_mesh((jax.device_count() // b, b), ("x", "y"), axis_types=(AxisT
 x = shardload.load(file, mesh, P("x", "y"), dataset="density")
 modes = jaxdecomp.fft.pfft3d(x)  # mode (i, j, k) is modes[j, k, i]
 back = jaxdecomp.fft.pifft3d(modes)
-# and whether it is true
+# check the result
 with h5py.File(file) as opened:
     values = opened["density"][...]
 expected = np.fft.fftn(values).transpose(1, 2, 0)

@@ -25,7 +25,7 @@ b = 2 if jax.device_count() % 2 == 0 else 1
 mesh = jax.make_mesh((jax.device_count() // b, b), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
 x = shardload.load(file, mesh, P("x", "y"), dataset="density")
 dx, p, f = lpt(jax_cosmo.Planck15(), x, a=0.1, halo_size=8, sharding=x.sharding)
-# and whether it is true
+# check the result
 with h5py.File(file) as opened:
     values = opened["density"][...]
 expected = np.asarray(lpt(jax_cosmo.Planck15(), jnp.asarray(values), a=0.1)[0])

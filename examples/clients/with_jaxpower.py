@@ -24,7 +24,7 @@ with create_sharding_mesh() as mesh:
     attrs = MeshAttrs(meshsize=x.shape, boxsize=1000.0)
     bins = BinMesh2SpectrumPoles(attrs, edges={"step": 0.02}, ells=(0,))
     spectrum = compute_mesh2_spectrum(RealMeshField(x, attrs=attrs), bin=bins)
-# and whether it is true
+# check the result
 with h5py.File(file) as opened:
     values = opened["density"][...]
 attrs = MeshAttrs(meshsize=values.shape, boxsize=1000.0)

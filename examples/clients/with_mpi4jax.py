@@ -24,7 +24,7 @@ mesh = Mesh(np.array(jax.devices()), "x")  # one device a process: slab i is ran
 x = shardload.load(file, mesh, P("x"), dataset="density")
 mine = x.addressable_data(0)  # the slab of this rank, on its device
 total = jax.jit(lambda slab: mpi4jax.allreduce(slab.sum(), op=MPI.SUM, comm=MPI.COMM_WORLD))(mine)
-# and whether it is true
+# check the result
 with h5py.File(file) as opened:
     values = opened["density"][...]
 rank, n = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -26,7 +26,7 @@ xlb.init(velocities, ComputeBackend.JAX, PrecisionPolicy.FP32FP32)
 grid = grid_factory((32, 32, 32))
 f = shardload.load(file, grid.sharding, dataset="f")  # (19, 32, 32, 32): populations first, as XLB has them
 rho, u = Macroscopic()(f)
-# and whether it is true
+# check the result
 with h5py.File(file) as opened:
     values = opened["f"][...]
 expected = values.sum(axis=0, keepdims=True)

@@ -149,8 +149,8 @@ def info(
 ) -> None:
     """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
 
-    Attributes such as scale_factor or _FillValue are shown because they change the meaning of the values. shardload does not
-    apply them.
+    Attributes such as scale_factor or _FillValue are shown because they change
+    the meaning of the values. shardload does not apply them.
 
     For example:
 
@@ -198,8 +198,8 @@ def plan(
 ) -> None:
     """Show what a load would do and cost, without loading anything.
 
-    Needs neither MPI nor devices: you can plan for a mesh of any size on a laptop. One process per device is assumed, unless
-    --processes says otherwise.
+    Needs neither MPI nor devices: you can plan for a mesh of any size on a
+    laptop. One process per device is assumed, unless --processes says otherwise.
 
     For example:
 
@@ -254,8 +254,8 @@ def verify(
 ) -> None:
     """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.
 
-    The mesh takes the devices of all processes. On CPU each process simulates as many devices as it needs, so one process is
-    enough.
+    The mesh takes the devices of all processes. On CPU each process simulates
+    as many devices as it needs, so one process is enough.
 
     For example:
 
@@ -278,7 +278,8 @@ def verify(
 def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis of the FFT field.")] = 256) -> None:
     r"""Load climate data and a SIZE^3 field, check every element, do an FFT, and compare times with other ways to load.
 
-    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a temporary folder and removes it.
+    Needs pip install 'shardload\[demo]'. Writes the SIZE^3 field twice into a
+    temporary folder and removes it.
 
     For example:
 
@@ -296,12 +297,13 @@ def demo(size: Annotated[int, typer.Option(min=8, help="Elements along each axis
 
 @app.command()
 def doctor(
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a rank that waits says for what, and ends.")] = 60,
+    timeout: Annotated[float, typer.Option(min=1, help="After so many seconds a waiting rank says for what, and exits.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check how this job was started: what each rank sees, what is wrong, and the option that fixes it.
 
-    Run it in place of your script, with the same launcher and flags. Exit code 0: loads will work; 1: they will not.
+    Run it in place of your script, with the same launcher and options.
+    Exit code 0: loads will work; 1: they will not.
 
     For example:
 

@@ -1,1 +1,7 @@
-"""What does this machine lend a process? Threads, memory that is left, a terminal."""
+"""What does this machine offer a process?
+
+thread_pool   daemon threads for calls that may block
+spare_memory  how much memory this process can still take
+terminal      the width of the terminal, and tables and messages that fit it
+interruption  was an error raised by a signal handler of the application?
+"""

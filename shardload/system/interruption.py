@@ -1,7 +1,7 @@
-"""Did a signal handler of the application's raise this error?
+"""Was this error raised by a signal handler of the application?
 
-What a signal handler raises (an alarm, as Ctrl-C) is no error of the call: it came in the middle of anything, and the call is
-over where it stands. `let_interruption_pass` is for wherever errors are kept to be agreed on later.
+An exception of a signal handler (an alarm, Ctrl-C) is no error of the call: it interrupts the call at any point, and ends it
+there. Code that stores errors, to agree on them later, calls `let_interruption_pass` first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _own = threading.local()
 
 @contextmanager
 def outer_exception() -> Iterator[None]:
-    """For a call that may be made where an exception is handled, whose context it then is in all that is raised inside."""
+    """For a call inside an ``except`` block: that exception becomes the context of all exceptions raised in the call."""
     before, _own.outer = getattr(_own, "outer", None), sys.exc_info()[1]
     try:
         yield
@@ -29,10 +29,10 @@ def outer_exception() -> Iterator[None]:
 
 
 def let_interruption_pass(error: BaseException) -> None:
-    """Raise what a signal handler of the application's has raised, if `error` is that or came from it.
+    """Raise `error`, or the exception that caused it, if a signal handler of the application raised it.
 
-    Then there is a frame of a handler among those that it went through. What the caller was handling when the call began does
-    not count (`outer_exception`).
+    Such an exception has a frame of a handler in its traceback. An exception that the caller was handling when the call began
+    does not count (`outer_exception`).
     """
     outer = getattr(_own, "outer", None)
     handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
@@ -47,7 +47,7 @@ def let_interruption_pass(error: BaseException) -> None:
 
 
 def _code_of(handler: object) -> CodeType | None:
-    """Of a signal handler in Python; None for what is not one (ignored, the system's own)."""
+    """The code of a signal handler in Python; None if there is none (ignored, the system's default)."""
     handler = getattr(handler, "func", handler)  # functools.partial
     handler = getattr(handler, "__func__", handler)  # a bound method
     if callable(handler) and not hasattr(handler, "__code__"):

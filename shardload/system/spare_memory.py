@@ -1,12 +1,12 @@
-"""How much memory could this process still take, before a limit stops it?
+"""How much memory can this process still take, before a limit stops it?
 
-Memory that is marked as free is the kernel's to take wherever *pages* are short: on the machine, and in a control group. It
-counts all the same where *addresses* are limited (RLIMIT_AS, RLIMIT_DATA, a machine that does not overcommit): there the next
-allocation of anybody in the process fails, and nobody asks whether some of it could be done without.
+The kernel takes back memory that is marked as free (`MADV_FREE`) when *pages* are short, on the machine or in a control group.
+But such memory still counts where *addresses* are limited (RLIMIT_AS, RLIMIT_DATA, a machine that does not overcommit): there
+the next allocation in this process fails.
 
 * `keeps_addresses`: is there such a limit?
-* `spare_nbytes`: the least of what the machine and each control group above this process have left; file cache and memory
-  marked as free count as left, for the kernel takes them first.
+* `spare_nbytes`: the smallest amount that the machine and each control group above this process have left. File cache and
+  memory marked as free count as left, because the kernel takes them first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 __all__ = ["keeps_addresses", "spare_nbytes"]
 
 _NEVER_OVERCOMMIT = 2
-_NO_LIMIT = 1 << 60  # the older interface says a number as large as can be
+_NO_LIMIT = 1 << 60  # the older interface reports a huge number if there is no limit
 _READ_NBYTES = 1 << 14
 _MEMINFO, _OVERCOMMIT = "/proc/meminfo", "/proc/sys/vm/overcommit_memory"
 _GROUPS, _MOUNTS = "/proc/self/cgroup", "/proc/self/mountinfo"
-# Files of a control group, by version of the interface: limits, what is used, and the names in memory.stat of what the kernel
+# Files of a control group, by version of the interface: limits, usage, and the names in memory.stat of what the kernel
 # takes first.
 _LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 _USED = {1: "memory.usage_in_bytes", 2: "memory.current"}
@@ -31,7 +31,7 @@ _CACHED = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file",
 
 
 def keeps_addresses() -> bool:
-    """Whether the addresses of this process are limited, so that memory which is kept is lost for the rest of it."""
+    """Whether the addresses of this process are limited, so that kept memory is missing elsewhere in the process."""
     try:
         import resource
     except ImportError:  # not a Unix
@@ -42,7 +42,7 @@ def keeps_addresses() -> bool:
 
 
 def spare_nbytes() -> float:
-    """Bytes that this process could still take before the machine or a control group is full; infinity where nothing says."""
+    """Bytes that this process can take before the machine or a control group is full; infinity if that is unknown."""
     spare = _in_machine()
     for folder, version in _folders(_read(_GROUPS)):
         spare = min(spare, _in_group(folder, version))
@@ -56,7 +56,7 @@ def _in_machine() -> float:
 
 
 def _in_group(folder: str, version: int) -> float:
-    """What a control group has left, whichever of its limits is lower."""
+    """Bytes that a control group has left, by the lower of its limits."""
     texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
     limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
     if limit >= _NO_LIMIT:
@@ -76,12 +76,12 @@ def _folders(groups: str) -> tuple[tuple[str, int], ...]:
         path = next((p for number, names, p in _split(groups) if _is_memory(version, number, names)), None)
         if path is None:
             continue
-        # In a container the mount may begin below the path that the process is told, or be all that there is of it.
+        # In a container the mount may begin below the path in /proc/self/cgroup, or show only that folder.
         inner = os.path.relpath(path, root) if path == root or path.startswith(root.rstrip("/") + "/") else "."
         folder = mount / inner
         folder = folder if folder.is_dir() else mount
         while folder.is_relative_to(mount):
-            if (folder / _LIMITS[version][0]).exists():  # not where no memory is counted, as in the outermost one
+            if (folder / _LIMITS[version][0]).exists():  # missing where no memory is counted, as in the outermost group
                 found.append((str(folder), version))
             folder = folder.parent
     return tuple(found)
@@ -98,7 +98,7 @@ def _is_memory(version: int, number: str, controllers: list[str]) -> bool:
 
 
 def _mounts() -> list[tuple[int, str, Path]]:
-    """Where control groups of memory are mounted: version, what of the hierarchy is there, and where."""
+    """The mounts of control groups for memory: version, root within the hierarchy, mount point."""
     found = []
     for line in _read(_MOUNTS).splitlines():
         fields, _, rest = line.partition(" - ")
@@ -110,7 +110,7 @@ def _mounts() -> list[tuple[int, str, Path]]:
 
 
 def _read(path: str) -> str:
-    """A small file of the kernel's; empty where there is none. (Python's own `open` takes twice as long.)"""
+    """Read a small file of the kernel; empty if it is missing. (Python's own `open` takes twice as long.)"""
     try:
         file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError:

@@ -1,11 +1,11 @@
-"""How is text fitted to the place where it is shown, and how is that place kept free of what libraries print?
+"""How is output fitted to the terminal's width, and how is a command's output kept free of what libraries print?
 
-1. `width_of` says how many columns there are: those of the terminal, 80 where output is none.
-2. `wrap` and `wrap_parts` break text between words alone: a name, a shape, a number with its unit stay whole, and what is
-   wider than the place stands out of it, so that it can still be copied.
-3. `fit_table` shows a table in the first of its forms that fits: all columns; fewer columns, and the others of each row in
-   lines below it; or a record for each row. No form leaves anything out.
-4. `own_stdout` is standard output for a command alone.
+1. `width_of` returns the number of columns: those of the terminal, or 80 if the output is no terminal.
+2. `wrap` and `wrap_parts` break text between words only. A name, a shape, a number with its unit are kept together; a word that
+   is wider than the terminal is not broken, so that it can be copied.
+3. `fit_table` prints a table in the first form that fits: all columns; fewer columns, with the others in lines below each row;
+   or a record for each row. No form leaves anything out.
+4. `own_stdout` redirects standard output, so that only the command prints there.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = [
     "wrap_parts",
 ]
 
-WIDTH = 80  # where output is no terminal: a log, a mail, a file, a launcher's pipe
-_LEAST = 20  # of which a line should be able to take a word
-_KEPT = "\u00a0"  # stands for a space at which no line is broken
-# What is read as one: a shape or spec in parentheses, a product, a number and its unit, a version.
+WIDTH = 80  # if the output is no terminal: a log, a file, a launcher's pipe
+_LEAST = 20  # columns, at least; narrower lines could not hold a word
+_KEPT = "\u00a0"  # stands for a space at which a line is not broken
+# What is kept together: a shape or spec in parentheses, a product, a number and its unit, a version.
 _WHOLE = re.compile(
     r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)"
     r"|\w+(?:\+\w+)?(?: x \w+(?:\+\w+)?)+"
@@ -53,11 +53,11 @@ class Column:
     Attributes
     ----------
     title : str
-        Above the column; before the value where the value is in a line of its own.
+        The heading; also put before a value that is printed below its row.
     is_number : bool
-        Set to the right.
+        Whether values are aligned to the right.
     lead : str or None
-        What stands before the value in a line of its own, if not the title; "" for values that speak for themselves.
+        Replaces the title before a value that is printed below its row; "" for nothing.
     """
 
     title: str
@@ -66,7 +66,7 @@ class Column:
 
 
 def width_of(stream: IO[str] | None = None, *, fallback: int = WIDTH) -> int:
-    """Columns of ``COLUMNS``, or of the terminal that `stream` (standard output) is; `fallback` where there is neither."""
+    """The width from ``COLUMNS``, or of the terminal behind `stream` (default: standard output), or else `fallback`."""
     stream = sys.stdout if stream is None else stream
     with suppress(ValueError):
         if (columns := int(os.environ.get("COLUMNS", "0"))) > 0:
@@ -77,9 +77,9 @@ def width_of(stream: IO[str] | None = None, *, fallback: int = WIDTH) -> int:
 
 
 def width_of_prints() -> int:
-    """Columns for what a script prints: the terminal's, and `WIDTH` exactly where standard output is no terminal.
+    """The width for what a script prints: the terminal's, or exactly `WIDTH` if standard output is no terminal.
 
-    There no variable is looked at: what goes to logs, or is compared, is then the same on every rank and every machine.
+    Without a terminal ``COLUMNS`` is ignored, so that logs are the same on every rank and every machine.
     """
     with suppress(AttributeError, ValueError):  # no standard output, or a closed one
         return width_of(sys.stdout) if sys.stdout.isatty() else WIDTH
@@ -87,7 +87,7 @@ def width_of_prints() -> int:
 
 
 def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> list[str]:
-    """`text` in lines of at most `width`, broken between words; `first` opens the first line, `rest` the others.
+    """Break `text` between words into lines of at most `width`. `first` begins the first line, `rest` the others.
 
     >>> wrap("shape (64, 64), 1.0 MiB in all", 20, "  ")
     ['  shape (64, 64),', '  1.0 MiB in all']
@@ -107,7 +107,7 @@ def wrap(text: str, width: int, first: str = "", rest: str | None = None) -> lis
 
 
 def wrap_parts(parts: Sequence[str], width: int, first: str = "", rest: str | None = None) -> list[str]:
-    """`parts`, one after the other with ``;`` between them, each in one line where it fits."""
+    """Join `parts` by ``;`` and break the text into lines; each part is kept in one line if it fits."""
     most = width - max(len(first), len(rest or ""))
     kept = [_keep(part) if len(part) < most else part for part in parts if part]
     return wrap("; ".join(kept), width, first, rest)
@@ -126,21 +126,21 @@ def fit_table(
     notes: Sequence[Sequence[str]] = (),
     rule: bool = False,
 ) -> list[str]:
-    """A table in lines of at most `width`, where words allow it.
+    """A table in lines of at most `width`, unless a single word is wider.
 
     Parameters
     ----------
     columns, rows
-        What is shown; cells are texts, and one that says nothing is ``""`` or ``"-"``.
+        The table. Cells are strings; an empty cell is ``""`` or ``"-"``.
     width : int
         Columns of the terminal.
     narrow : sequence of sequences of str
-        Titles of the columns to keep beside each other where not all fit: the first of these that does is taken. The others
-        come in lines below each row. Where none fits each row is a record: its first cell, and lines below it.
+        Sets of titles to keep side by side if not all columns fit: the first set that fits is used, and the other columns are
+        printed in lines below each row. If no set fits, each row becomes a record: its first cell, and lines below it.
     notes : sequence of sequences of str
-        For each row what is said below it in any form.
+        For each row, lines to print below it in every form.
     rule : bool
-        Whether a line is drawn below the titles.
+        Whether to draw a line below the titles.
     """
     notes = notes or [()] * len(rows)
     all_titles = [column.title for column in columns]
@@ -172,7 +172,7 @@ def _with_lead(column: Column, value: str) -> str:
 
 
 def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], rule: bool) -> list[str]:
-    """All in lines, as wide as they need to be."""
+    """The lines of a table, as wide as needed."""
     table = [[column.title for column in columns], *rows]
     widths = [max(len(row[k]) for row in table) for k in range(len(columns))]
     lines = [
@@ -185,7 +185,7 @@ def _drawn(columns: Sequence[Column], rows: Sequence[Sequence[str]], rule: bool)
 
 
 def say_error(text: str) -> None:
-    """One message on standard error, in red where that is a terminal; a terminal's lines are broken between words."""
+    """Print one message on standard error. On a terminal it is red, and lines are broken between words."""
     from rich.console import Console
     from rich.text import Text
 
@@ -198,11 +198,11 @@ def say_error(text: str) -> None:
 
 @contextmanager
 def own_stdout() -> Iterator[IO[str]]:
-    """Where to print, while what libraries write to standard output (Gloo: a line per connection) goes nowhere.
+    """A stream to print to, while all other output to standard output (Gloo: a line per connection) is discarded.
 
-    Libraries in C and C++ write to the descriptor, and know nothing of `sys.stdout`.
+    The file descriptor is redirected, because libraries in C and C++ do not use `sys.stdout`.
     """
-    if sys.stdout is None:  # closed by who started this
+    if sys.stdout is None:  # closed by the parent process
         with open(os.devnull, "w") as nowhere:
             yield nowhere
         return
@@ -214,7 +214,9 @@ def own_stdout() -> Iterator[IO[str]]:
         finally:
             out.flush()
             sys.stdout.flush()
-            with suppress(OSError, AttributeError):  # what they hold back would come out once all is as it was
+            with suppress(
+                OSError, AttributeError
+            ):  # or text in the C library's buffer would be printed after the descriptor is restored
                 ctypes.CDLL(None).fflush(None)
             os.dup2(out.fileno(), 1)
 

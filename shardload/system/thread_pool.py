@@ -1,7 +1,7 @@
-"""Who does what may block? A few daemon threads, which a process can leave behind.
+"""Which threads make calls that may block? Daemon threads, for which the process does not wait when it exits.
 
-Python's own pool joins its threads when the interpreter exits: a thread that a file system never lets go keeps the whole job
-from ending. These end with the process, whatever they do, unless `Pool.close` has waited for them.
+Python's own pool joins its threads when the interpreter exits, so a thread that hangs in a file system keeps the whole job from
+ending. The threads of this pool end with the process, unless `Pool.close` has waited for them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _START_SECONDS = 0.5  # an operating system takes microseconds
 
 
 class _Task:
-    """One call, and where its result goes."""
+    """One call, and the future that gets its result."""
 
     def __init__(self, future: Future[Any], call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.future, self.call, self.arguments = future, call, arguments
@@ -38,34 +38,34 @@ class _Task:
 
 
 class Pool:
-    """Threads that are started when they are first needed, and take what is submitted in order.
+    """Threads that are started when they are first needed, and run submitted calls in order.
 
     Parameters
     ----------
     n : int
-        How many there are at most.
+        The largest number of threads.
     name : str
-        Of each thread, before its number.
+        Prefix of the threads' names.
     """
 
     def __init__(self, n: int, name: str) -> None:
         self._n, self._name = n, name
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._waiting = threading.Semaphore(0)  # threads that have nothing to do
+        self._waiting = threading.Semaphore(0)  # counts idle threads
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        # Who drops a pool without closing it must not leave sleeping threads behind.
+        # A pool that is deleted without `close` must not leave idle threads behind.
         self._end = weakref.finalize(self, _end, self._tasks, self._threads)
         self._end.atexit = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have a thread call this. RuntimeError after `close`."""
+        """Run a call in a thread. RuntimeError after `close`."""
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         future: Future[Any] = Future()
         self._tasks.put(_Task(future, call, arguments))
         if not self._waiting.acquire(blocking=False) and len(self._threads) < self._n:
-            # The thread knows the queue and not the pool, so that a pool nobody holds is found to be one.
+            # The thread references the queue, not the pool, so that an unused pool can be garbage collected.
             thread = threading.Thread(
                 target=_work, args=(self._tasks, self._waiting), name=f"{self._name}_{len(self._threads)}", daemon=True
             )
@@ -74,9 +74,9 @@ class Pool:
         return future
 
     def close(self, wait: bool = True) -> None:
-        """Cancel what no thread has begun, and end the threads; with `wait`, return when they have ended.
+        """Cancel calls that have not begun, and end the threads; with `wait`, return when they have ended.
 
-        Without it, a thread that is held up in its task ends when it gets out of it, or with the process.
+        Without `wait`, a thread that is blocked in a call ends when the call returns, or with the process.
         """
         self._is_closed = True
         while not self._tasks.empty():
@@ -132,12 +132,12 @@ class Lane:
 def _work(tasks: SimpleQueue[_Task | None], waiting: threading.Semaphore) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # or what it holds lives until the next one comes
+        del task  # or the objects that it references live until the next task
         waiting.release()
 
 
 def _join(thread: threading.Thread) -> None:
-    """Return when it has ended. Ctrl-C in its start leaves a thread that begins a little later, or never."""
+    """Return when the thread has ended. Ctrl-C during its start leaves a thread that begins a little later, or never."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -154,7 +154,7 @@ def _end(tasks: SimpleQueue[_Task | None], threads: list[threading.Thread]) -> N
 
 
 def done_here(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """The same as a thread would do, at once: waking one takes longer than a small read. Ctrl-C is raised, not kept."""
+    """Run a call in this thread, at once: waking a thread takes longer than a small read. Ctrl-C is raised, not stored."""
     future: Future[Any] = Future()
     try:
         found = call(*arguments)

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "clients.md").read_text()
 
 def lines_of(client: Client) -> str:
     """What the page has to show of the script."""
-    found = re.search(r"# what docs/clients\.md shows\n(.*)# and whether it is true\n", client.script.read_text(), re.DOTALL)
+    found = re.search(r"# what docs/clients\.md shows\n(.*)# check the result\n", client.script.read_text(), re.DOTALL)
     assert found is not None
     return found[1]
 

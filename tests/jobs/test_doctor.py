@@ -1,4 +1,4 @@
-"""`shardload doctor` under real launchers: in jobs that are well, in such that are not, and where a rank fails or hangs."""
+"""`shardload doctor` under real launchers: in correct jobs, in wrong ones, and where a rank fails or hangs."""
 
 from __future__ import annotations
 

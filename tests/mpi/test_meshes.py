@@ -1,4 +1,4 @@
-"""Where it arrives, for every kind of mesh: MPI ranks, JAX processes, device ids and mesh places are all different numbers."""
+"""Where do values arrive, for every kind of mesh? MPI ranks, JAX processes, device ids and mesh places all differ."""
 
 from __future__ import annotations
 

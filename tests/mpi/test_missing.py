@@ -1,4 +1,4 @@
-"""Chunks that are not stored: counted in the whole job, said once, or refused by all."""
+"""Missing chunks: counted in the whole job, reported once, or refused by all ranks."""
 
 from __future__ import annotations
 

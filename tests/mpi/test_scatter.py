@@ -1,4 +1,4 @@
-"""`scatter`: one rank's memory in the place of a file."""
+"""`scatter`: an array in one rank's memory instead of a file."""
 
 from __future__ import annotations
 

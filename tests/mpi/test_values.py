@@ -1,4 +1,4 @@
-"""What arrives, for every type and shape that an array can have, padded, cut out or cast."""
+"""Which values arrive, for every dtype and shape, padded, selected or cast?"""
 
 from __future__ import annotations
 

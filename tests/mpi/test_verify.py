@@ -1,4 +1,4 @@
-"""What is proven of an array, and what is found in one that is wrong: for all types, shapes, meshes and numbers of ranks."""
+"""What does verification prove, and which errors does it find, for all dtypes, shapes, meshes and numbers of ranks?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that need no MPI: files, cells, the floor's decoders, the table of promises."""
+"""The parts of the benchmarks that need no MPI: files, cells, the floor's decoders, the table of goals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every argument that cannot be meant refused, with what was found and what is possible?"""
+"""Is every invalid argument refused, with what was found and what is possible?"""
 
 from __future__ import annotations
 

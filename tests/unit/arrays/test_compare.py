@@ -1,4 +1,4 @@
-"""Are values compared bit by bit, and do boxes lie where they should: inside, in one chunk, the same for everybody?"""
+"""Are values compared bit by bit, and are the checked regions inside the shard, in one chunk, the same on every rank?"""
 
 from __future__ import annotations
 

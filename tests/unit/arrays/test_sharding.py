@@ -1,4 +1,4 @@
-"""Is what a sharding means read off it rightly (compared with JAX on eight devices), and is what it cannot mean refused?"""
+"""Is a sharding read correctly (compared with JAX on eight devices), and are impossible ones refused?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every misconfiguration that the doctor knows found in a table that has it, and nothing in one that has none?"""
+"""Does every rule of the doctor find its misconfiguration, and nothing in a correct job?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor gathers of one process, what it prints, and that facts come through a message as they were."""
+"""Which facts does the doctor gather, what does it print, and do facts survive a message unchanged?"""
 
 from __future__ import annotations
 

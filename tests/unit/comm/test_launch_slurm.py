@@ -1,4 +1,4 @@
-"""Is it said when a job under Slurm has to do without the MPI that it may have meant to use?"""
+"""Is there a warning if a job under Slurm runs without MPI, although MPI may have been intended?"""
 
 from __future__ import annotations
 

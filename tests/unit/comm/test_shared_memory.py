@@ -1,4 +1,4 @@
-"""Do two processes of one machine look at the same memory, only at that one, and is it gone when they are done?"""
+"""Do two processes of one machine map the same memory, only that, and is it freed when both are done?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an error that all ranks raise shown once, and whatever only one of them knows in full?"""
+"""Is an error that all ranks raise printed once, and one that only a single rank knows printed in full?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a stall found, is the right rank named, and is nothing slow taken for one? Ranks and messages are made in `waiting`."""
+"""Is a stall found, is the right rank named, and is a slow rank not reported? `waiting` simulates ranks and messages."""
 
 from __future__ import annotations
 

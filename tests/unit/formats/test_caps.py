@@ -1,4 +1,4 @@
-"""Does memory stay in proportion to what is read, however small the chunks and however much a few bytes stand for?
+"""Does memory stay in proportion to what is read, even with tiny chunks or extreme compression?
 
 What libraries take for themselves is measured in a process of its own (`python -m tests.unit.formats.test_caps FOLDER`), as
 what the system gave it.

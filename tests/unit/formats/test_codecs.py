@@ -1,4 +1,4 @@
-"""Does a chain give back what was encoded, whatever stages it has, and say what is wrong with damaged bytes?"""
+"""Does a chain of codecs restore what was encoded, and report damaged bytes?"""
 
 from __future__ import annotations
 

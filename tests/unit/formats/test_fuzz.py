@@ -72,7 +72,7 @@ def test_bytes_that_were_changed_are_told_from_the_rest(kinds: list[Kind]) -> No
         ("flip", {(1, 1, 0)}, lambda v: v[5, 8, 0], 0, "value"),
         ("flip", {(1, 1, 0)}, lambda v: v[4, 8, 0], 0, "WRONG"),
         ("lost", {(1, 1, 0)}, lambda v: v[5, 8, 0], 0, "WRONG"),
-        ("lost", {(1, 1, 0)}, lambda v: v[5, 8, 0], 1, "lost"),
+        ("lost", {(1, 1, 0)}, lambda v: v[5, 8, 0], 1, "missing"),
         ("number", None, lambda v: v[5, 8, 0], 0, "WRONG"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Is a file refused that leads elsewhere, that was cut, that would fill the memory, or that brings a program with it?"""
+"""Are files refused that lead elsewhere, are truncated, would fill the memory, or contain a program?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a file that crashes, loops or lies reach only the helper process that opened it, and is a good file read right by it?"""
+"""Does a file that crashes, loops or lies affect only its helper process, and is a good file read correctly by it?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a file lead out of its folder, by whatever name? And is a pipe waited for?
+"""Can a file lead out of its folder, by any kind of name? And is a pipe opened without waiting?
 
 One file is made anew for each case, with names put together from what HDF5, the system or this package may take for something
 else. What is loaded must never have a value of the files outside, nor a fill value in the place of a source that is not there.

@@ -1,4 +1,4 @@
-"""Are the counts what a plan really does, and is the way that is chosen the better one?"""
+"""Are the counts what a plan really does, and is the chosen way of reading the better one?"""
 
 from __future__ import annotations
 

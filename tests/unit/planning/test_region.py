@@ -1,4 +1,4 @@
-"""Is a region exactly these elements, and a selection exactly what NumPy would take?"""
+"""Does a region have exactly these elements, and does a selection take exactly what NumPy would take?"""
 
 from __future__ import annotations
 

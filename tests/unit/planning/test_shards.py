@@ -1,4 +1,4 @@
-"""Is a formula for the ranks of a mesh the same as the table that it stands for, in all that is asked of it?"""
+"""Does the formula for the ranks of a mesh agree with the table that it replaces?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is what a machine, its control groups and the limits of a process leave found wherever they say it?"""
+"""Is the free memory found in the machine, its control groups and the limits of the process?"""
 
 from __future__ import annotations
 

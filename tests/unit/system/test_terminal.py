@@ -1,4 +1,4 @@
-"""Is text broken between words alone, does a table fit without losing a cell, and does a command have its output for itself?"""
+"""Is text broken between words only, does a table fit without losing a cell, and can libraries not print into it?"""
 
 from __future__ import annotations
 

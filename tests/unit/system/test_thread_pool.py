@@ -1,4 +1,4 @@
-"""Do a pool's threads do what they are told, once, and can they be left behind?"""
+"""Does a pool run each call once, and can a process end while a thread hangs?"""
 
 from __future__ import annotations
 

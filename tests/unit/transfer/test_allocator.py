@@ -1,4 +1,4 @@
-"""Does memory come back when nobody can see it any more, and never before?"""
+"""Is memory reused when it is no longer in use, and never before?"""
 
 from __future__ import annotations
 

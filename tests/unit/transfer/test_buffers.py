@@ -1,4 +1,4 @@
-"""Do few buffers last for many blocks, and does a block find its values in its tiles?"""
+"""Do a few staging buffers serve many blocks, and are a block's values found in them?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are chunks that are not stored counted, each once, by whichever way they are read?"""
+"""Are missing chunks counted, each once, in every way of reading?"""
 
 from __future__ import annotations
 

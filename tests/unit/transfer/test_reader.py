@@ -1,4 +1,4 @@
-"""Does a rank's reader put the right values into few buffers, and does it keep its promises when a read fails?
+"""Does a rank's reader put the right values into few buffers, and complete its messages when a read fails?
 
 Here the format's library reads, block by block; `test_reader_chunks.py` is about chunks one by one.
 """
