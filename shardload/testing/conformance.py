@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -345,7 +346,8 @@ def _read(source: Source, region: Region, fill: int = 0xA5) -> Array:
 def _compare(info: ArrayInfo, region: Region, found: Array, expected: Array) -> None:
     """Bit by bit: a NaN is itself, and -0.0 is not 0.0."""
     native = expected.astype(native_dtype(expected.dtype))
-    right = native[(*region.slices(), ...)].copy(order="C")
+    here: Any = (*region.slices(), ...)
+    right = native[here].copy(order="C")
     _expect(found.shape == right.shape, f"{region} of {info} has shape {found.shape}, expected {right.shape}")
     if found.tobytes() == right.tobytes():
         return
@@ -401,7 +403,7 @@ def _check_refusals(source: Source, expected: Array) -> None:
     ]
     for region in outside if shape else [Region((0,), (1,))]:
         out = np.full(region.shape, 77).astype(dtype)
-        _expect_value_error(lambda r=region, o=out: source.read_into(r, o), f"the region {region} outside of {info}, {shape}")
+        _expect_value_error(partial(source.read_into, region, out), f"the region {region} outside of {info}, {shape}")
     if 0 in shape:
         return
     whole = Region.whole(shape)
@@ -412,7 +414,7 @@ def _check_refusals(source: Source, expected: Array) -> None:
     if shape:
         buffers["that is one element short"] = np.empty((shape[0] - 1, *shape[1:]), dtype)
     for what, buffer in buffers.items():
-        _expect_value_error(lambda b=buffer: source.read_into(whole, b), f"a buffer {what} for {whole} of {info}")
+        _expect_value_error(partial(source.read_into, whole, buffer), f"a buffer {what} for {whole} of {info}")
     if max(shape, default=0) > 1:
         strided = np.full((*shape[:-1], 2 * shape[-1] + 1), 77).astype(dtype)[..., :-1:2]
         with contextlib.suppress(ValueError):  # which is what is asked for
@@ -472,7 +474,8 @@ def _check_chunks(source: Source, expected: Array) -> None:
         out = np.full(math.prod(chunks) * source.dtype.itemsize, 0xA5, np.uint8).view(source.dtype).reshape(chunks)
         reader.decode(reader.fetch(index, fresh), out)
         cell = _cell(info, index)
-        part = out[(*(slice(0, n) for n in cell.shape), ...)].copy(order="C")
+        inside: Any = (*(slice(0, n) for n in cell.shape), ...)
+        part = out[inside].copy(order="C")
         _compare(info, cell, part, expected)
 
     with ThreadPoolExecutor(_N_THREADS) as pool:
@@ -594,6 +597,7 @@ def _check_claims(found: _Findings, file_format: Format, files: _Files, own: str
         os.mkdir(empty := files.path())
         _expect(not file_format.claims_path(empty), "an empty folder is claimed")
         _expect(not file_format.claims_path(files.path()), "a path where nothing is is claimed")
+        odd: Any
         for odd in (None, 3, "text", {}):
             _expect(not file_format.claims_object(odd), f"the object {odd!r} is claimed")
 

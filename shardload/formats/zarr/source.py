@@ -7,7 +7,8 @@
 4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
    once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
 
-A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost. `ZarrSource.missing` says which they were.
+A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost.
+`ZarrSource.missing` says which they were.
 """
 
 from __future__ import annotations
