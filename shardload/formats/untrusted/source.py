@@ -3,7 +3,7 @@
 1. `find` and `list_all` ask one helper, before an array is open.
 2. `UntrustedSource` and `UntrustedChunks` make a `Source` and a `ChunkReader` of it: a helper for each thread that reads, up to
    a few.
-3. A value may be wrong, as it may be in any file that nobody vouches for. Whatever else a helper says is checked: see `answers`.
+3. A value may be wrong, as it may be in any file that nobody vouches for. Whatever else a helper says is checked by `answers`.
 """
 
 from __future__ import annotations
