@@ -6,7 +6,10 @@ the job runs: the open source, the pieces that are filled, what reads into them,
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +21,8 @@ import numpy as np
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.verification import Checked, Verifier
 from shardload.errors import SourceError, StallError
-from shardload.formats.base import ArrayInfo, Source
-from shardload.formats.lookup import open_source
+from shardload.formats.base import ArrayInfo, OpenFile, Source
+from shardload.formats.lookup import open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
@@ -36,7 +39,7 @@ from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 
-__all__ = ["ArrayLoad", "OwnArray"]
+__all__ = ["ArrayLoad", "OpenSources", "OwnArray"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +78,10 @@ class ArrayLoad:
         """Whether it is an array that the caller has opened, or has in memory, on every rank."""
         return is_open(self.handle)
 
-    def open(self) -> Source:
-        """The source; it must be what the plan was made for."""
-        return self.handle if isinstance(self.handle, MemorySource) else _open(self.handle, self.info, self.options)
-
     def contents(self) -> State:
         """What tells the array that the caller has opened from that of another rank."""
         source_layout = self.layout.source
-        with closing(_open(self.handle, self.info, self.options)) as source:
+        with closing(self._open(self.handle)) as source:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
@@ -100,8 +99,49 @@ class ArrayLoad:
             seed=seed,
             staging_nbytes=self.options.staging_nbytes,
             name=str(self.info),
-            open_again=lambda: _open(self.handle if self.origin is None else self.origin, self.info, self.options),
+            open_again=lambda: self._open(self.handle if self.origin is None else self.origin),
         )
+
+    def _open(self, handle: Any) -> Source:
+        return _as_planned(open_source(handle, self.info.dataset, self.options.access), self.info)
+
+
+class OpenSources:
+    """The sources that one rank reads in a job: a file that several arrays are in is opened once.
+
+    Parameters
+    ----------
+    loads : sequence of ArrayLoad
+        Those that this rank reads.
+    opened : ExitStack
+        Closes what is opened here.
+    """
+
+    def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
+        self._opened = opened
+        self._n = Counter(self._file_of(load) for load in loads)
+        self._files: dict[Any, OpenFile] = {}
+
+    @staticmethod
+    def _file_of(load: ArrayLoad) -> Any:
+        """What is equal for arrays of one file; None where the array is not in a file that is opened here."""
+        is_path = isinstance(load.handle, (str, os.PathLike)) and not load.is_open
+        return (os.fspath(load.handle), load.options.access) if is_path else None
+
+    def open(self, load: ArrayLoad) -> Source:
+        """The source of an array; it must be what its plan was made for."""
+        if isinstance(load.handle, MemorySource):
+            return load.handle
+        key = self._file_of(load)
+        if key is None or self._n[key] == 1:
+            source = load._open(load.handle)
+            self._opened.push(partial(_close, source))
+            return source
+        file = self._files.get(key)
+        if file is None:
+            file = self._files[key] = open_file(load.handle, load.options.access)
+            self._opened.push(partial(_close, file))
+        return _as_planned(file.open(load.info.dataset), load.info)
 
 
 class OwnArray:
@@ -133,13 +173,16 @@ class OwnArray:
         self._state: State = None
         self._early: EarlyPieces | None = None
 
-    def open(self, opened: ExitStack) -> None:
-        """Open the source, if this rank reads; `opened` closes it."""
-        if self.load.layout.schedule.is_owner(self.rank):
-            source = self._source = self.load.open()
-            self._state = source.state()
-            if source is not self.load.handle:
-                opened.push(partial(_close, source))
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads any of it."""
+        return self.load.layout.schedule.is_owner(self.rank)
+
+    def open(self, sources: OpenSources) -> None:
+        """Open the source, if this rank reads."""
+        if self.reads:
+            self._source = sources.open(self.load)
+            self._state = self._source.state()
         self.contents = self.load.contents() if self.load.is_open else self._state
 
     def make_room(self) -> None:
@@ -218,9 +261,8 @@ class OwnArray:
         self.checked = self.load.verifier().check(self.array, self.rank, held)
 
 
-def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
-    """The array of a file, which must be what the plan was made for."""
-    source = open_source(handle, info.dataset, options.access)
+def _as_planned(source: Source, info: ArrayInfo) -> Source:
+    """The same, if it is what the plan was made for; else closed, and SourceError."""
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
@@ -233,7 +275,7 @@ def _open(handle: Any, info: ArrayInfo, options: Options) -> Source:
     return source
 
 
-def _close(source: Source, kind: type[BaseException] | None, *_: object) -> None:
+def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:
     """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
     if kind is None or not issubclass(kind, StallError):
         source.close()

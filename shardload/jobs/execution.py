@@ -27,7 +27,7 @@ from shardload.arrays.verification import VerifyReport
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
 from shardload.errors import ConfigError, StallError
-from shardload.jobs.array_load import ArrayLoad, OwnArray
+from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, check_same, to_sums
 from shardload.jobs.plan import Plan
 from shardload.jobs.progress import progress_of
@@ -242,8 +242,9 @@ class Job:
 
     def _get_ready(self, arrays: list[OwnArray], opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
         """Open and make all that the exchange needs; gives what is to be told of its progress."""
+        sources = OpenSources([own.load for own in arrays if own.reads], opened)
         for own in arrays:
-            own.open(opened)
+            own.open(sources)
         for own in arrays:
             own.make_room()
         resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads))

@@ -14,7 +14,7 @@ import pytest
 
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.formats.containment import NotAFileError, OutsideError
-from shardload.formats.untrusted import HelperError
+from shardload.formats.untrusted.answers import HelperError
 from shardload.planning.region import Region, select_axes
 from shardload.planning.schedule import Block, Grid, Part
 from shardload.transfer.buffers import Slots, StagedBlock

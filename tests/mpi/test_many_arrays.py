@@ -1,0 +1,216 @@
+"""Are several arrays loaded by one job: one agreement before, one exchange, one agreement after, one cap on memory?
+
+The entry is internal (`shardload.api.load_many`); `load` is the same of one array.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, PeerError, SourceError
+from shardload.api import load_many
+from shardload.comm.group import Group, group_of
+from shardload.comm.shared_memory import Segment
+from shardload.jobs import array_load, execution
+from shardload.transfer import resources
+from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
+
+EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
+
+
+@pytest.fixture(autouse=True)
+def as_large(tune: Any) -> None:
+    """Small arrays are moved as large ones are."""
+    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    n = unit()
+    return {"rho": (n, 2 * n, 3), "mask": (2 * n, n), "wave": (n, 3, n), "odd": (n + 1, 2 * n)}
+
+
+DTYPES = {"rho": "float32", "mask": "uint8", "wave": "complex64", "odd": "int16"}
+SPECS = {"rho": P("b", "a"), "mask": P(None, ("a", "b")), "wave": P(None, None, "a"), "odd": P("a", "b")}
+
+
+@pytest.fixture(scope="module")
+def paths(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Three arrays in one file, one in another, one damaged."""
+
+    shape_of = shapes()  # asks JAX for its devices, which all ranks do together
+
+    def write() -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("many")
+        with h5py.File(folder / "one.h5", "w") as file:
+            for name in ("rho", "mask", "wave"):
+                how = {} if name == "mask" else {"chunks": (3, 3, 2), "compression": "gzip"}
+                file.create_dataset(name, data=ramp(shape_of[name], DTYPES[name]), **how)
+            bad = file.create_dataset("bad", data=ramp(shape_of["rho"]), chunks=(3, 3, 2), compression="gzip")
+            bad.id.write_direct_chunk((3, 3, 0), b"\xff" * 20)
+        zarr.create_array(folder / "two.zarr", name="odd", data=ramp(shape_of["odd"], DTYPES["odd"]), chunks=(3, 5))
+        return {name: str(folder / ("two.zarr" if name == "odd" else "one.h5")) for name in (*DTYPES, "bad")}
+
+    return on_root(comm, write)
+
+
+def load(paths: dict[str, str], names: tuple[str, ...], comm: Any = None, **common: Any) -> execution.Loaded:
+    own = {"odd": {"pad": -1}}
+    calls = [(paths[n], mesh_of(), SPECS.get(n, P("a")), {"dataset": n, **own.get(n, {}), **common}) for n in names]
+    return load_many(calls, comm)
+
+
+def check_all(loaded: execution.Loaded, names: tuple[str, ...], note: object = "") -> None:
+    assert len(loaded.arrays) == len(names)
+    for x, name in zip(loaded.arrays, names, strict=True):
+        values = ramp(shapes()[name], DTYPES[name])
+        values = padded(values, mesh_of(), SPECS[name], -1) if name == "odd" else values
+        check(x, values, mesh_of(), SPECS[name], (name, note))
+
+
+@pytest.mark.parametrize("readers", READERS)
+@pytest.mark.parametrize("names", [("rho", "mask", "wave"), ("wave", "odd", "rho", "mask")], ids=["one file", "two files"])
+def test_arrays_of_different_type_shape_and_sharding(paths: dict[str, str], names: tuple[str, ...], readers: Any) -> None:
+    """Wrong if a part of one array reached another, or one array's dtype, padding or sharding were used for all."""
+    for verify in ("index", "checksum", "full"):
+        loaded = load(paths, names, readers=readers, verify=verify, staging="64KiB")
+        check_all(loaded, names, verify)
+        nbytes = sum(int(np.prod(shapes()[n])) * np.dtype(DTYPES[n]).itemsize for n in names)
+        if readers in ("root", "parallel", 2):
+            assert loaded.report.nbytes_read == nbytes, "one report, for all arrays"
+        assert loaded.report.proven.how == verify and len(loaded.proven) == len(names)
+        if verify == "full":
+            assert loaded.report.proven.n_elements == sum(one.n_elements for one in loaded.proven) > 0
+            assert all(one.digest is not None for one in loaded.proven)
+
+
+def test_an_array_twice(paths: dict[str, str]) -> None:
+    """Wrong if equal regions of two arrays were taken for each other's."""
+    check_all(load(paths, ("rho", "rho"), readers="parallel"), ("rho", "rho"))
+
+
+@pytest.mark.parametrize(("readers", "n_agreed"), [("parallel", 2), ("root", 2), ("direct", 1)])
+def test_one_of_everything(
+    paths: dict[str, str], readers: str, n_agreed: int, monkeypatch: pytest.MonkeyPatch, comm: Any
+) -> None:
+    """Wrong if each array had an agreement, an exchange, a pool of threads or an open file of its own."""
+    names = ("rho", "mask", "wave")
+    check_all(load(paths, names, readers=readers), names)  # what is made once for a communicator is there
+    counts: Counter[str] = Counter()
+
+    def counted(where: Any, name: str) -> None:
+        right = getattr(where, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return right(*args, **options)
+
+        monkeypatch.setattr(where, name, call)
+
+    for name in ("begin", "all_same", "agree", "next_tags"):
+        counted(Group, name)
+    counted(execution, "exchange")
+    counted(resources, "Pool")
+    counted(array_load, "open_file")
+    counted(array_load, "open_source")
+    loaded = load(paths, names, readers=readers)
+    reads = readers != "root" or comm.rank == 0
+    expected = {"begin": 1, "all_same": 1, "agree": n_agreed, "next_tags": 1, "exchange": 1, "Pool": 1, "open_file": int(reads)}
+    assert +counts == +Counter(expected)
+    check_all(loaded, names)
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_one_of_them_fails(comm: Any, paths: dict[str, str], readers: Any) -> None:
+    """Wrong if a rank hung, raised another error, or if what came before or after were touched."""
+    before = load(paths, ("rho", "mask"), readers=readers)
+    error = same_error(
+        comm, lambda: load(paths, ("rho", "bad", "wave"), readers=readers), SourceError, "chunk (1, 1, 0) of '/bad'"
+    )
+    assert isinstance(error, SourceError) and error.dataset == "/bad" and error.chunk == (1, 1, 0)
+    check_all(load(paths, ("wave", "rho"), readers=readers), ("wave", "rho"))
+    check_all(before, ("rho", "mask"))
+
+
+def test_what_cannot_be_planned_is_an_error_of_all(comm: Any, paths: dict[str, str]) -> None:
+    """Wrong if the other arrays were loaded, or only rank 0 knew of it."""
+    names = {**paths, "nothing": paths["rho"]}
+    same_error(comm, lambda: load(names, ("rho", "nothing")), ConfigError, "'/nothing'")
+    same_error(comm, lambda: load(names, ("rho", "mask"), readers="all"), ConfigError, "readers is 'all'")
+    check_all(load(paths, ("rho",)), ("rho",))
+
+
+def test_options_of_the_job_are_the_same_for_all_arrays(comm: Any, paths: dict[str, str]) -> None:
+    calls = [(paths[n], mesh_of(), SPECS[n], {"dataset": n, "staging": s}) for n, s in (("rho", "1MiB"), ("mask", "2MiB"))]
+    same_error(comm, lambda: load_many(calls), ConfigError, "staging", "1048576", "2097152")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_ask_for_other_arrays(comm: Any, paths: dict[str, str]) -> None:
+    """Wrong if a rank with fewer arrays were left waiting, or if the order did not matter."""
+    mine = lambda usual, other: other if comm.rank == 1 else usual  # noqa: E731
+    same_error(
+        comm, lambda: load(paths, mine(("rho", "mask"), ("rho",))), PeerError, "rank 1 called load of", "rank 0 called load of"
+    )
+    same_error(comm, lambda: load(paths, mine(("rho", "mask"), ("rho", "wave"))), PeerError, "of array 1 = ")
+    check_all(load(paths, ("mask", "rho")), ("mask", "rho"))
+
+
+def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array had staging buffers or threads of its own."""
+    n, names, staging = unit(), ("a", "b", "c", "d"), 1 << 20
+    shape = (4 * n, 8 * n, -(-32768 // (8 * n * n)) * n)
+    path = str(shared_tmp_path / "a.h5")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for k, name in enumerate(names):
+                chunks = tuple(max(1, s // 5) for s in shape)
+                file.create_dataset(
+                    name, data=ramp(shape, "float32") + k, chunks=chunks, compression="gzip", compression_opts=1
+                )
+
+    on_root(comm, write)
+    own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
+    shared: list[int] = []
+    create = Segment.create
+    monkeypatch.setattr(Segment, "create", lambda nbytes: (shared.append(nbytes), create(nbytes))[1])
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
+    calls = [(path, mesh_of(), P(None, "b", "a"), {"dataset": m, "readers": "parallel", "staging": staging}) for m in names]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        loaded = load_many(calls, own)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        monkeypatch.undo()
+    pieces = sum(sum({str(s.index): s.data.nbytes for s in x.addressable_shards}.values()) for x in loaded.arrays)
+    extra = most - before + sum(shared) - pieces
+    assert max(comm.allgather(extra)) <= staging + EXTRA_NBYTES, comm.allgather(extra)
+    assert loaded.report.peak_staging_nbytes <= staging
+    for k, x in enumerate(loaded.arrays):
+        check(x, ramp(shape, "float32") + np.float32(k), mesh_of(), P(None, "b", "a"))
+    if own is not None:
+        group_of(own).forget_shared_memory()
+        own.Free()
+
+
+def test_load_is_the_list_of_one(paths: dict[str, str]) -> None:
+    """Wrong if one array took another way than several."""
+    x = shardload.load(paths["rho"], mesh_of(), SPECS["rho"], dataset="rho")
+    (y,) = load(paths, ("rho",)).arrays
+    assert isinstance(x, jax.Array) and x.sharding == y.sharding
+    np.testing.assert_array_equal(np.asarray(x.addressable_shards[0].data), np.asarray(y.addressable_shards[0].data))
