@@ -15,7 +15,8 @@ import numpy as np
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.base import Source, settle_bools
 from shardload.planning.grid import Grid
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection
 from shardload.transfer.cast import cast_into
 
 __all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "value_text", "words_of"]

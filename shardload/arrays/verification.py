@@ -30,8 +30,9 @@ from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.base import Source
 from shardload.options import FILE, FULL, INDEX, pad_value
-from shardload.planning.region import Region, Selection, padding_of
+from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Grid, Schedule, plan_blocks
+from shardload.planning.selection import Selection
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import box
 from shardload.transfer.checksum import join_sums, sum_shard
@@ -302,7 +303,6 @@ class Verifier:
             self._chunks,
             itemsize,
             max_nbytes=self._room_nbytes,
-            n_readers=0,
             within=true.shape,
             max_cells=_MOST_CHUNKS if self._has_chunks else 1 << 62,
         )

@@ -24,7 +24,8 @@ from shardload.arrays.compare import sample_boxes
 from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.planning.grid import Grid
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection
 from shardload.transfer.messages import checksum
 
 __all__ = ["N_SUMS", "State", "check_same", "check_unchanged", "contents_of", "is_open", "to_sums"]

@@ -38,9 +38,10 @@ from shardload.jobs.progress import progress_of
 from shardload.jobs.report import LoadReport, Phase, make_report
 from shardload.options import Options, pad_value
 from shardload.planning.cost import Cost
-from shardload.planning.region import Selection
 from shardload.planning.schedule import Grid, Schedule
+from shardload.planning.selection import Selection
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import Staging
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.system.terminal import width_of_prints
 from shardload.transfer import tuning
@@ -52,32 +53,11 @@ from shardload.transfer.missing import counter_of, describe_missing, fold_first,
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 
-__all__ = ["Job", "LoadReport", "Phase", "Plan", "Staging", "VerifyReport"]
+__all__ = ["Job", "LoadReport", "Phase", "Plan", "VerifyReport"]
 
 _log = logging.getLogger("shardload")
 _WORTH_SHARING_NBYTES = 1 << 16  # smaller blocks go as messages: MPI has them there in microseconds
 _MOST_TOLD = 4096  # devices that are named in a picture; of more, JAX's list takes longer than a reader will wait
-
-
-@dataclass(frozen=True)
-class Staging:
-    """How a reading rank uses its staging memory.
-
-    Attributes
-    ----------
-    n_threads : int
-        Chunks decoded at a time.
-    n_slots, slot_nbytes : int
-        Slots that blocks wait in.
-    n_pack, pack_nbytes : int
-        Buffers that parts with gaps are packed into for messages.
-    """
-
-    n_threads: int
-    n_slots: int
-    slot_nbytes: int
-    n_pack: int
-    pack_nbytes: int
 
 
 @dataclass(eq=False, repr=False)

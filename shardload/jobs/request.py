@@ -35,13 +35,15 @@ from shardload.errors import ConfigError, ShardloadError, SourceError, StallErro
 from shardload.formats.base import ArrayInfo
 from shardload.formats.memory import MemorySource
 from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Job, Plan, Staging
+from shardload.jobs.execution import Job, Plan
 from shardload.options import AUTO, TIMEOUT, Options, pad_value
-from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Costs, choose_mode, plan_cost
-from shardload.planning.region import Selection, select_axes
-from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.planning.cost import Costs, Nodes, choose_mode, plan_cost
+from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import least_staging, plan_staging
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.system.interruption import let_interruption_pass, outer_exception
-from shardload.transfer.buffers import aligned
 from shardload.units import format_nbytes
 
 __all__ = ["Call", "Request", "plan_file", "plan_memory"]
@@ -52,9 +54,6 @@ _BLOCK_NBYTES, _BLOCK_NBYTES_BETWEEN_NODES = 4 << 20, 16 << 20
 # What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
 # decode.
 _BLOCKS_HELD = 7
-_SLOTS = 3  # one is filled, one is full, one is being copied from
-_MOST_THREADS = 16
-_MOST_CHUNKS = 1 << 14  # in a block: each takes some hundred bytes of Python, beside its own
 _RECENT = 4  # plans that are kept, per group
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
@@ -264,30 +263,12 @@ def _plan_file(call: Call, info: ArrayInfo, path: Any) -> Plan:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     dtype = _target_dtype(options.dtype, info)
     shards, n_ranks = _lay_out(call, selection.shape, dtype, str(info))
-    itemsize = np.dtype(info.dtype).itemsize
-    if info.chunks is None:
-        phase: tuple[int, ...] = (0,) * len(selection.kept)
-        chunks = Grid(selection.shape, plan_row_chunks(selection.shape, itemsize), phase)
-    else:
-        cell = tuple(info.chunks[k] for k in selection.kept)
-        chunks = Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
-        _check_staging(info, itemsize, dtype, options.staging_nbytes)
-    max_nbytes, max_cells = call.max_block_nbytes, 1 << 62
-    wide = max(itemsize, dtype.itemsize)
-    if info.chunks is not None:  # of each of which all is decoded, and waits, however little of it was selected
-        max_cells = max(1, min(_MOST_CHUNKS, max_nbytes // aligned(math.prod(info.chunks) * wide)))
-    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
-    plans = {}
-    for mode in _possible_modes(call):
-        n = {ROOT: 1, PARALLEL: options.readers if isinstance(options.readers, int) else n_ranks, DIRECT: 0}[mode]
-        n_readers = min(n, n_ranks)
-        if mode == DIRECT:
-            more: dict[str, Any] = dict(has_chunks=info.chunks is not None, file_itemsize=itemsize)
-            plans[mode] = plan_direct(chunks, shards, dtype.itemsize, n_ranks, **caps, **more)
-        else:
-            blocks = plan_blocks(chunks, wide, n_readers=n_readers, **caps)
-            plans[mode] = Schedule(blocks, shards, dtype.itemsize, n_ranks, n_readers)
-    return _choose(call, info, plans, selection, chunks, dtype, path)
+    layout = SourceLayout.cut(selection, info.chunks, np.dtype(info.dtype), dtype, info.codec)
+    _check_staging(info, layout, options.staging_nbytes)
+    n_owners = options.readers if isinstance(options.readers, int) else None
+    modes, max_nbytes = _possible_modes(call), call.max_block_nbytes
+    schedules = plan_schedules(layout, shards, n_ranks, max_nbytes=max_nbytes, n_owners=n_owners, modes=modes)
+    return _choose(call, info, schedules, layout, path)
 
 
 def _possible_modes(call: Call) -> tuple[str, ...]:
@@ -307,16 +288,16 @@ def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: 
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     dtype = _target_dtype(call.options.dtype, info)
     shards, n_ranks = _lay_out(call, info.shape, dtype, f"the array on rank {root}")
-    itemsize = max(dtype.itemsize, np.dtype(info.dtype).itemsize)
-    max_nbytes = call.max_block_nbytes
-    phase = (0,) * len(info.shape)
+    max_nbytes, file_dtype = call.max_block_nbytes, np.dtype(info.dtype)
+    itemsize, phase = max(dtype.itemsize, file_dtype.itemsize), (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
-    schedule = Schedule(blocks, shards, dtype.itemsize, n_ranks, 1, root, max_message_nbytes=max_nbytes)
-    return _choose(call, info, {ROOT: schedule}, select_axes(None, info.shape), chunks, dtype, source)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_owners=1)
+    layout = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
+    schedule = Schedule(blocks, shards, dtype.itemsize, n_ranks, Root(root), max_message_nbytes=max_nbytes)
+    return _choose(call, info, {ROOT: schedule}, layout, source)
 
 
 def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
@@ -373,80 +354,28 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _check_staging(info: ArrayInfo, itemsize: int, dtype: np.dtype[Any], staging_nbytes: int) -> None:
+def _check_staging(info: ArrayInfo, layout: SourceLayout, staging_nbytes: int) -> None:
     """ConfigError unless one chunk at a time can be read, decoded, and sent."""
-    wide = max(itemsize, dtype.itemsize)
-    chunk_size = math.prod(info.chunks or ())
-    needed = chunk_size * (2 * wide + 3 * itemsize + (dtype != np.dtype(info.dtype)) * dtype.itemsize)
+    needed = least_staging(layout)
     if needed > staging_nbytes:
         raise ConfigError(
-            f"one chunk of {info} is {format_nbytes(chunk_size * itemsize)}, and reading it takes {format_nbytes(needed)} (the "
+            f"one chunk of {info} is {format_nbytes(layout.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
             "chunk as stored, as decompressed, as decoded, as read and as sent), but staging is "
             f"{format_nbytes(staging_nbytes)}. "
             f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
         )
 
 
-def _stage(call: Call, plan: Schedule, info: ArrayInfo, dtype: np.dtype[Any], n_chunks: int) -> Staging:
-    """Share the staging cap out between threads that decode, slots that blocks wait in, and buffers for messages."""
-    file_itemsize = np.dtype(info.dtype).itemsize
-    wide = max(file_itemsize, dtype.itemsize)
-    cap = call.options.staging_nbytes
-    chunk_size = math.prod(info.chunks) if info.chunks else 0
-    block_size = min(plan.max_block_size, max(1, plan.max_message_nbytes // plan.itemsize))
-    slot_nbytes = max(block_size * dtype.itemsize, n_chunks * aligned(chunk_size * wide))
-    pack_nbytes = block_size * dtype.itemsize
-    casts = dtype != np.dtype(info.dtype)
-    # As stored, as decompressed, as decoded; or, by the library and cast, a block in the file's dtype.
-    thread_nbytes = max(chunk_size * (3 * file_itemsize + casts * dtype.itemsize), casts * block_size * file_itemsize)
-    n_threads = 1 if call.group is None else call.group.machine.n_threads
-    n_threads = max(1, min(n_threads, _MOST_THREADS, (cap - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, thread_nbytes)))
-    left = cap - n_threads * thread_nbytes
-    n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
-    wanted = max(_SLOTS, n_threads * 2 // max(1, n_chunks) + 2)
-    n_slots = max(1, min(wanted, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
-    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
-
-
-def _chunks_per_block(plan: Schedule, chunks: Grid) -> int:
-    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
-    axes = zip(plan.blocks.cell, plan.extent, chunks.cell, chunks.counts, strict=True)
-    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
-
-
-def _choose(
-    call: Call,
-    info: ArrayInfo,
-    plans: dict[str, Schedule],
-    selection: Selection,
-    chunks: Grid,
-    dtype: np.dtype[Any],
-    handle: Any,
-) -> Plan:
-    """Take one of the plans: the one that was asked for, or the one that costs least."""
+def _choose(call: Call, info: ArrayInfo, plans: dict[str, Schedule], layout: SourceLayout, handle: Any) -> Plan:
+    """Take one of the schedules: the one that was asked for, or the one that costs least."""
     options = call.options
-    has_chunks = info.chunks is not None
     is_memory = ROOT in plans and len(plans) == 1
     machine = None if call.group is None else call.group.machine
-    stagings = {
-        mode: _stage(call, plan, info, dtype, _chunks_per_block(plan, chunks) if has_chunks else 0)
-        for mode, plan in plans.items()
-    }
+    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
+    n_threads = 1 if machine is None else machine.n_threads
+    stagings = {mode: plan_staging([(plan, layout)], options.staging_nbytes, n_threads) for mode, plan in plans.items()}
     count = {
-        mode: partial(
-            plan_cost,
-            mode,
-            plan,
-            chunks,
-            has_chunks=has_chunks,
-            file_itemsize=np.dtype(info.dtype).itemsize,
-            codec=info.codec,
-            chunk_nbytes=math.prod(info.chunks) * np.dtype(info.dtype).itemsize if info.chunks else None,
-            casts=dtype != np.dtype(info.dtype),
-            staging_blocks=0 if is_memory else stagings[mode].n_slots + stagings[mode].n_pack,
-            ranks_per_node=None if machine is None else machine.ranks_per_node,
-            n_cores=None if machine is None else machine.n_cores,
-        )
+        mode: partial(plan_cost, plan, layout, nodes, staging_blocks=0 if is_memory else stagings[mode].n_blocks)
         for mode, plan in plans.items()
     }
     costs = Costs(count)
@@ -463,7 +392,7 @@ def _choose(
         info=info,
         shape=plan.blocks.shape,
         shape_global=plan.shards.shape_global,
-        dtype=dtype,
+        dtype=layout.dtype,
         sharding=call.sharding,
         decomposition=describe_decomposition(plan.shards),
         shard_shape=plan.shards.shard_shape,
@@ -474,5 +403,7 @@ def _choose(
         why=why,
         costs=costs,
         staging_nbytes=options.staging_nbytes,
-        _job=Job(call.group, options, plan, selection, chunks, has_chunks, dtype, handle, stagings[mode]),
+        _job=Job(
+            call.group, options, plan, layout.selection, layout.chunks, layout.has_chunks, layout.dtype, handle, stagings[mode]
+        ),
     )

@@ -15,24 +15,14 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
+from shardload.planning.blocks import ALIGNMENT, aligned
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block
 
 __all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box", "fill_padding"]
 
-ALIGNMENT = 64
-
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment.
-
-    >>> aligned(0), aligned(1), aligned(64)
-    (0, 64, 64)
-    """
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

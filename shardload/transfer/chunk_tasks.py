@@ -17,11 +17,12 @@ import numpy as np
 
 from shardload.errors import ShardloadError
 from shardload.formats.base import ChunkReader, settle_bools
+from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import Scratch
-from shardload.transfer.buffers import StagedBlock, Tile, aligned
+from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.cast import cast_into
 from shardload.transfer.counters import Counters
 from shardload.transfer.local_pieces import LocalPieces

@@ -18,8 +18,9 @@ import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.base import ArrayInfo
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Schedule
+from shardload.planning.selection import Selection
 from shardload.transfer.counters import MOST_NAMED
 
 __all__ = [
@@ -77,7 +78,7 @@ def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
 def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
     """The numbers, in the selected array's grid, of chunks of the file.
 
-    >>> from shardload.planning.region import select_axes
+    >>> from shardload.planning.selection import select_axes
     >>> selection = select_axes((5, slice(4, 12)), (8, 16))
     >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
     [1]

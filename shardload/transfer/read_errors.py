@@ -12,8 +12,9 @@ from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted import HelperError
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
 from shardload.planning.schedule import Grid
+from shardload.planning.selection import Selection
 
 __all__ = ["Naming"]
 

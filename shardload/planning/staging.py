@@ -1,0 +1,142 @@
+"""How is the staging cap shared out between threads that decode, buffers that blocks wait in, and buffers for messages?
+
+Pure: from integers to integers. One set of buffers and threads serves all arrays of a job, one after the other, so every size
+is that of the array that needs most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardload.planning.blocks import aligned
+from shardload.planning.grid import Grid
+from shardload.planning.schedule import Schedule
+from shardload.planning.source_layout import SourceLayout
+
+__all__ = ["Staging", "chunks_per_block", "least_staging", "plan_staging"]
+
+_SLOTS = 3  # one is filled, one is full, one is being copied from
+_MOST_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How a rank that owns blocks uses its staging memory.
+
+    Attributes
+    ----------
+    n_threads : int
+        Chunks decoded at a time.
+    n_slots, slot_nbytes : int
+        Buffers that blocks wait in.
+    n_pack, pack_nbytes : int
+        Buffers that parts with gaps are packed into for messages.
+    """
+
+    n_threads: int
+    n_slots: int
+    slot_nbytes: int
+    n_pack: int
+    pack_nbytes: int
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that are held at once."""
+        return self.n_slots + self.n_pack
+
+
+@dataclass(frozen=True)
+class _Need:
+    """What one array needs. `by_chunks` and `by_blocks`: bytes of scratch memory of a thread, where it decodes chunk by chunk
+    (as stored, as decompressed, as decoded, as cast), and where it reads blocks by the library (in the file's dtype).
+    """
+
+    n_chunks: int
+    slot_nbytes: int
+    pack_nbytes: int
+    by_chunks: tuple[int, int, int, int]
+    by_blocks: int
+
+
+def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: int, n_threads: int = 1) -> Staging:
+    """The sizes for all arrays of a job under one cap.
+
+    Parameters
+    ----------
+    arrays : sequence of (Schedule, SourceLayout)
+        One or more.
+    cap_nbytes : int
+        Bytes of staging memory of a rank.
+    n_threads : int
+        Cores that a rank has.
+
+    Examples
+    --------
+    Gzip planes of 1 MiB, of which blocks of four are handed over, in 32 MiB; alone, and beside an array of smaller ones:
+
+    >>> import numpy as np
+    >>> from shardload.planning.selection import select_axes
+    >>> from shardload.planning.schedule import plan_schedules, plan_shards
+    >>> def planned(shape, chunk_shape):
+    ...     f4 = np.dtype("f4")
+    ...     layout = SourceLayout.cut(select_axes(None, shape), chunk_shape, f4, f4, "gzip")
+    ...     shards = plan_shards(shape, [(), (0,), ()], np.arange(4))
+    ...     return plan_schedules(layout, shards, 4, max_nbytes=4 << 20)["parallel"], layout
+    >>> large, small = planned((512, 512, 512), (1, 512, 512)), planned((512, 512, 512), (1, 16, 512))
+    >>> plan_staging([large], 32 << 20, n_threads=2)
+    Staging(n_threads=2, n_slots=3, slot_nbytes=4194304, n_pack=2, pack_nbytes=4194304)
+    >>> plan_staging([small, large], 32 << 20, n_threads=2) == plan_staging([large], 32 << 20, n_threads=2)
+    True
+    """
+    needs = [_need(schedule, layout) for schedule, layout in arrays]
+    slot_nbytes, pack_nbytes = max(need.slot_nbytes for need in needs), max(need.pack_nbytes for need in needs)
+    scratch_nbytes = _scratch_nbytes(needs)
+    wanted_threads = min(n_threads, _MOST_THREADS, (cap_nbytes - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, scratch_nbytes))
+    n_threads = max(1, wanted_threads)
+    left = cap_nbytes - n_threads * scratch_nbytes
+    n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
+    wanted_slots = max(max(_SLOTS, n_threads * 2 // max(1, need.n_chunks) + 2) for need in needs)
+    n_slots = max(1, min(wanted_slots, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
+    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
+
+
+def _need(schedule: Schedule, layout: SourceLayout) -> _Need:
+    itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
+    n_chunks = chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
+    chunk_size, chunk_nbytes = layout.chunk_size, layout.chunk_nbytes
+    block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
+    return _Need(
+        n_chunks=n_chunks,
+        slot_nbytes=max(block_size * itemsize, n_chunks * aligned(chunk_size * layout.wide_itemsize)),
+        pack_nbytes=block_size * itemsize,
+        by_chunks=(chunk_nbytes, chunk_nbytes, chunk_nbytes, layout.casts * chunk_size * itemsize),
+        by_blocks=layout.casts * block_size * file_itemsize,
+    )
+
+
+def _scratch_nbytes(needs: Sequence[_Need]) -> int:
+    """Of a thread: each of its buffers grows to what some array needs. An array is read in one way, several in both."""
+    by_chunks: int = sum(max(sizes) for sizes in zip(*(need.by_chunks for need in needs), strict=True))
+    by_blocks = max(need.by_blocks for need in needs)
+    return max(by_chunks, by_blocks) if len(needs) == 1 else by_chunks + by_blocks
+
+
+def chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
+    """Chunks that a block meets at most: a whole one, or what a rank needs of it, which may begin inside a chunk."""
+    axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
+    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
+
+
+def least_staging(layout: SourceLayout) -> int:
+    """Bytes without which not even one chunk at a time can be read, decoded and sent; 0 where there are no chunks.
+
+    >>> import numpy as np
+    >>> from shardload.planning.selection import select_axes
+    >>> least_staging(SourceLayout.cut(select_axes(None, (8, 8)), (4, 4), np.dtype("f4"), np.dtype("f4")))
+    320
+    """
+    itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
+    least: int = layout.chunk_size * (2 * layout.wide_itemsize + 3 * file_itemsize + layout.casts * itemsize)
+    return least
