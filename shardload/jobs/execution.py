@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.sharding import devices_of_regions
-from shardload.arrays.verification import Checked, Verifier, VerifyReport
+from shardload.arrays.verification import Found, Verifier, VerifyHow, VerifyReport
 from shardload.comm.group import Group, Invocation
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, SourceError, StallError
@@ -217,16 +217,10 @@ class Job:
     def verifier(self, info: ArrayInfo, seed: int = 0) -> Verifier:
         """What compares an array with the file that this plan is for."""
         return Verifier(
+            str(info),
             self.schedule,
-            self.selection,
-            self.chunks,
-            has_chunks=self.has_chunks,
-            dtype=self.dtype,
-            how=self.options.verify,
-            pad=self.options.pad,
-            seed=seed,
-            staging_nbytes=self.options.staging_nbytes,
-            name=str(info),
+            self.layout(info),
+            VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed),
             open_again=lambda: _open(self.handle if self.origin is None else self.origin, info, self.options),
         )
 
@@ -273,7 +267,7 @@ class Job:
         tags = group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         is_direct = self.schedule.is_direct
         segments = group.shared_memory(self._shared_nbytes(group.rank)) if self._shares() else {}
-        array, report, checked, held = None, None, Checked(), {}
+        array, report, checked, held = None, None, Found(), {}
         error: BaseException | None = None
         ready: _Ready | None = None
         opened = ExitStack()

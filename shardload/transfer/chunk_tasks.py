@@ -136,9 +136,10 @@ class ChunkTasks:
         self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
     ) -> Array:
         """The values of `region`, in the block's staging buffer where another rank needs some of them."""
-        layout, box = self._layout, self._layout.selection.to_file(region)
+        layout, in_file = self._layout, self._layout.selection.to_file(region)
         inside = tuple(
-            slice(a - i * c, b - i * c) for a, b, i, c in zip(box.start, box.stop, index, self._chunk_shape, strict=True)
+            slice(a - i * c, b - i * c)
+            for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
         )
         travels = self._local.sends(parts)
         if staged.slot is not None and travels and not layout.casts:
@@ -154,7 +155,7 @@ class ChunkTasks:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
             else:
                 cast = self._scratch.array("cast", region.shape, layout.dtype)
-            cast_into(values, cast, self._names.elements(box))
+            cast_into(values, cast, self._names.elements(in_file))
             values = cast
         if travels:
             staged.tiles.append(Tile(region, values))  # from several threads: a list takes one at a time
