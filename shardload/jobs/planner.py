@@ -25,11 +25,14 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, Costs, choose_mode, plan_cost
-from shardload.planning.region import Selection, select_axes
-from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.planning.blocks import plan_blocks, plan_row_chunks
+from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
+from shardload.planning.grid import Grid
+from shardload.planning.schedule import Schedule, Shards, plan_schedules
+from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import StagingNeeds, block_caps, chunk_needs_nbytes
+from shardload.planning.staging import least_staging, max_block_nbytes
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 
@@ -86,26 +89,10 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     shards = _lay_out(ask, source.selection.shape, source.dtype, str(info))
     if info.chunks is not None:
         _check_staging(info, source, ask.options.staging_nbytes)
-    max_nbytes, max_cells = block_caps(
-        ask.options.staging_nbytes,
-        ask.tuning,
-        one_machine=ask.ranks.is_one_machine,
-        chunk_shape=source.chunk_shape,
-        itemsize=source.wide_itemsize,
+    n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
+    schedules = plan_schedules(
+        source, shards, ask.ranks.n, max_nbytes=_max_block_nbytes(ask), n_owners=n_owners, modes=_possible_modes(ask)
     )
-    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
-    n_ranks, itemsize = ask.ranks.n, source.dtype.itemsize
-    schedules = {}
-    for mode in _possible_modes(ask):
-        readers = ask.options.readers
-        n = {ROOT: 1, PARALLEL: readers if isinstance(readers, int) else n_ranks, DIRECT: 0}[mode]
-        n_readers = min(n, n_ranks)
-        if mode == DIRECT:
-            more: dict[str, Any] = dict(has_chunks=source.has_chunks, file_itemsize=source.file_dtype.itemsize)
-            schedules[mode] = plan_direct(source.chunks, shards, itemsize, n_ranks, **caps, **more)
-        else:
-            blocks = plan_blocks(source.chunks, source.wide_itemsize, n_readers=n_readers, **caps)
-            schedules[mode] = Schedule(blocks, shards, itemsize, n_ranks, n_readers)
     return _choose(ask, info, source, schedules)
 
 
@@ -115,16 +102,15 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
     shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
-    max_nbytes, _ = block_caps(ask.options.staging_nbytes, ask.tuning, one_machine=ask.ranks.is_one_machine)
-    phase = (0,) * len(info.shape)
+    max_nbytes, phase = _max_block_nbytes(ask), (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
         itemsize = max(dtype.itemsize, file_dtype.itemsize)
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, 1, root, max_message_nbytes=max_nbytes)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=max_nbytes)
     return _choose(ask, info, source, {ROOT: schedule})
 
 
@@ -135,14 +121,11 @@ def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     file_dtype, dtype = np.dtype(info.dtype), _target_dtype(options.dtype, info)
-    return SourceLayout(selection, _chunk_grid(info, selection, file_dtype), info.chunks, file_dtype, dtype, info.codec)
+    return SourceLayout.cut(selection, info.chunks, file_dtype, dtype, info.codec)
 
 
-def _chunk_grid(info: ArrayInfo, selection: Selection, file_dtype: np.dtype[Any]) -> Grid:
-    if info.chunks is None:
-        return Grid(selection.shape, plan_row_chunks(selection.shape, file_dtype.itemsize), (0,) * len(selection.kept))
-    cell = tuple(info.chunks[k] for k in selection.kept)
-    return Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+def _max_block_nbytes(ask: Ask) -> int:
+    return max_block_nbytes(ask.options.staging_nbytes, ask.tuning, one_machine=ask.ranks.is_one_machine)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
@@ -212,7 +195,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
 
 def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -> None:
     """ConfigError unless one chunk at a time can be read, decoded, and sent."""
-    needed = chunk_needs_nbytes(source.chunk_size, source.file_dtype.itemsize, source.dtype.itemsize, source.casts)
+    needed = least_staging(source)
     if needed > staging_nbytes:
         raise ConfigError(
             f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
@@ -222,31 +205,13 @@ def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -
         )
 
 
-def _staging_needs(source: SourceLayout, schedule: Schedule) -> StagingNeeds:
-    block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
-    return StagingNeeds.of(
-        block_size,
-        _chunks_per_block(schedule, source.chunks) if source.has_chunks else 0,
-        source.chunk_size,
-        file_itemsize=source.file_dtype.itemsize,
-        itemsize=source.dtype.itemsize,
-        casts=source.casts,
-    )
-
-
-def _chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
-    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
-    axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
-    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
-
-
 def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule]) -> Plan:
     """Take one of the schedules: the one that was asked for, or the one that costs least."""
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
-    layouts = {mode: Layout(source, made, _staging_needs(source, made), n_threads) for mode, made in schedules.items()}
+    layouts = {mode: Layout(source, made, n_threads) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
     cap_nbytes, machine = (0 if is_memory else ask.options.staging_nbytes), ask.ranks.machine
-    costs = Costs({mode: partial(_cost, mode, layout, cap_nbytes, machine) for mode, layout in layouts.items()})
+    costs = Costs({mode: partial(_cost, layout, cap_nbytes, machine) for mode, layout in layouts.items()})
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     schedule = schedules[mode]
     return Plan(
@@ -268,23 +233,11 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
     )
 
 
-def _cost(mode: str, layout: Layout, cap_nbytes: int, machine: Machine | None) -> Cost:
+def _cost(layout: Layout, cap_nbytes: int, machine: Machine | None) -> Cost:
     """What one way of reading costs; with a cap of 0 nothing is staged."""
-    source = layout.source
-    staging = layout.staging(cap_nbytes)
-    return plan_cost(
-        mode,
-        layout.schedule,
-        source.chunks,
-        has_chunks=source.has_chunks,
-        file_itemsize=source.file_dtype.itemsize,
-        codec=source.codec,
-        chunk_nbytes=source.chunk_nbytes or None,
-        casts=source.casts,
-        staging_blocks=staging.n_slots + staging.n_pack if cap_nbytes else 0,
-        ranks_per_node=None if machine is None else machine.ranks_per_node,
-        n_cores=None if machine is None else machine.n_cores,
-    )
+    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
+    n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:
