@@ -162,7 +162,7 @@ def without_folders(error: Exception) -> str:
 
 
 def default_ways(say: Say = lambda _: None) -> list[str]:
-    """All that this machine has."""
+    """All ways that are installed here."""
     for way in PEERS:
         if missing(way):
             say(f"without {way}: {missing(way)}")
@@ -199,7 +199,7 @@ def drop_from_page_cache(file: File) -> None:
 
 
 def new_record(kind: str, files: dict[str, File], **what: Any) -> dict[str, Any]:
-    """What a reader of the figures must know."""
+    """The head of a record: what a reader of the figures must know."""
     shapes = {file.layout: list(file.shape) for file in files.values()}
     return {
         "kind": kind,
@@ -226,7 +226,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a record, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
