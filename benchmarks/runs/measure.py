@@ -142,7 +142,7 @@ def measure_cell(
 
 
 def turns(ways: Sequence[str], repeat: int) -> list[str]:
-    """Another one begins each time, and every other time they go backwards: nobody always follows the same one.
+    """The order of the ways: another one begins each time, and every second time in reverse: none always follows the same one.
 
     >>> turns("abc", 0), turns("abc", 1)
     (['a', 'b', 'c'], ['a', 'c', 'b'])
@@ -153,7 +153,7 @@ def turns(ways: Sequence[str], repeat: int) -> list[str]:
 
 
 def without_folders(error: Exception) -> str:
-    """The first line, with the names of files alone: records are for everybody.
+    """The first line, with file names instead of paths: records are published.
 
     >>> without_folders(ValueError("no chunk in /data/x/rho.h5"))
     'no chunk in rho.h5'
@@ -177,7 +177,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def warm_free_memory(nbytes: int) -> None:
-    """Touch and give back three times `nbytes`, in a child, so that the memory is free again for anybody.
+    """Allocate, write and free three times `nbytes` in a child process, so that the host has provided these pages.
 
     Not for a small file: so much is always warm.
     """
