@@ -72,7 +72,7 @@ def cells(options: argparse.Namespace) -> Iterator[tuple[int, str, tuple[int, in
 
 
 def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: str | int) -> Schedule:
-    """As `shardload.plan` makes it, once the metadata are known."""
+    """The plan that `shardload.plan` makes after the metadata are known."""
     info = ArrayInfo("abstract.h5", "/x", "HDF5", (size,) * 3, "float32", chunks, "gzip+shuffle")
     mesh, options = AbstractMesh((n, n), ("a", "b")), {"readers": readers, "staging": STAGING}
     target = Target(mesh, SPECS[spec], {"path": info.path}, options)

@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Must:
-    """What the project promises of a cell: at least so many times as fast as these ways."""
+    """The goal for a cell: at least so many times as fast as these ways."""
 
     cell: Cell
     at_least: tuple[tuple[str, float], ...]

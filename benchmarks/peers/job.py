@@ -32,7 +32,7 @@ kept: dict[str, Any] = {}
 
 @cache
 def sharding_of(spec: str) -> NamedSharding:
-    """Device i of the mesh is process i: the order that every peer takes for granted."""
+    """Device i of the mesh is process i: the order that every peer assumes."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     names = [None if name == "-" else name for name in spec.split(",")]
     axes = ("a", "b")[: len(mesh_shape(spec, len(devices)))]

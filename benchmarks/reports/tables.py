@@ -137,7 +137,7 @@ def over_floor(cell: Record) -> float | None:
 
 
 def must_table(records: dict[str, Record]) -> list[str]:
-    """What was promised, what was found, met or not."""
+    """Goals, what was measured, and whether the goal is met."""
     lines = ["## Goals", "", "| cell | goal | measured | |", "|---|---|---|---|"]
     rows = {cell_of(row): row for row in records.get("run", {}).get("cells", [])}
     for must in MUSTS:
@@ -162,7 +162,7 @@ def _must(cell: str, promised: str, found: str, met: bool | None) -> str:
 
 
 def _worst(name: str, promised: str, found: Sequence[tuple[Record, float]], is_met: Any) -> list[str]:
-    """One line: the worst, and how many of all are well."""
+    """One line: the worst cell, and how many cells meet the goal."""
     if not found:
         return [_must(name, promised, "", None)]
     row, value = min(found, key=lambda pair: pair[1])

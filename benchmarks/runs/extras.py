@@ -95,7 +95,7 @@ def measure_memory(
 
 
 def memory_text(cell: dict[str, Any]) -> str:
-    """The rank that is worst off."""
+    """The rank with the highest peak."""
     worst = max(cell["ranks"], key=lambda r: r["peak_nbytes"] - r["pieces_nbytes"])
     pieces = worst["pieces_nbytes"]
     more = worst["peak_nbytes"] - pieces

@@ -142,7 +142,7 @@ def measure_cell(
 
 
 def turns(ways: Sequence[str], repeat: int) -> list[str]:
-    """Another one begins each time, and every other time they go backwards: nobody always follows the same one.
+    """The order of the ways: another one begins each time, and every second time in reverse: none always follows the same one.
 
     >>> turns("abc", 0), turns("abc", 1)
     (['a', 'b', 'c'], ['a', 'c', 'b'])
@@ -153,7 +153,7 @@ def turns(ways: Sequence[str], repeat: int) -> list[str]:
 
 
 def without_folders(error: Exception) -> str:
-    """The first line, with the names of files alone: records are for everybody.
+    """The first line, with file names instead of paths: records are published.
 
     >>> without_folders(ValueError("no chunk in /data/x/rho.h5"))
     'no chunk in rho.h5'
@@ -162,7 +162,7 @@ def without_folders(error: Exception) -> str:
 
 
 def default_ways(say: Say = lambda _: None) -> list[str]:
-    """All that this machine has."""
+    """All ways that are installed here."""
     for way in PEERS:
         if missing(way):
             say(f"without {way}: {missing(way)}")
@@ -177,7 +177,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def warm_free_memory(nbytes: int) -> None:
-    """Touch and give back three times `nbytes`, in a child, so that the memory is free again for anybody.
+    """Allocate, write and free three times `nbytes` in a child process, so that the host has provided these pages.
 
     Not for a small file: so much is always warm.
     """
@@ -199,7 +199,7 @@ def drop_from_page_cache(file: File) -> None:
 
 
 def new_record(kind: str, files: dict[str, File], **what: Any) -> dict[str, Any]:
-    """What a reader of the figures must know."""
+    """The head of a record: what a reader of the figures must know."""
     shapes = {file.layout: list(file.shape) for file in files.values()}
     return {
         "kind": kind,
@@ -226,7 +226,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a record, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
