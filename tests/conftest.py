@@ -196,9 +196,16 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to plain pytest"
     if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
         return "left to `make test-slurm`"  # it needs root, and starts a cluster
+    if SIZE == 1 and _folder(item) == "mpi" and _parameter(item, "readers") in ("root", 2):
+        return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
     return None
+
+
+def _parameter(item: pytest.Item, name: str) -> object:
+    """What a test was parametrized with."""
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
 
 
 def _is_named(folder: Path, config: pytest.Config) -> bool:
