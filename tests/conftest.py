@@ -69,6 +69,7 @@ APART_IN_JOBS = (
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
+gc.disable()  # until all is imported and collected: see pytest_collection_finish
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -200,15 +201,28 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to plain pytest"
     if _folder(item) == "slurm" and not _is_named(TESTS / "slurm", config):
         return "left to `make test-slurm`"  # it needs root, and starts a cluster
+    if SIZE == 1 and _folder(item) == "mpi" and _parameter(item, "readers") in ("root", 2):
+        return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
     return None
+
+
+def _parameter(item: pytest.Item, name: str) -> object:
+    """What a test was parametrized with."""
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
 
 
 def _is_named(folder: Path, config: pytest.Config) -> bool:
     """Whether the command line asks for this folder, or for something in it, by name."""
     asked = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
     return any(path.resolve().is_relative_to(folder) for path in asked)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now out of every search for garbage: JAX and all tests, a third of a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

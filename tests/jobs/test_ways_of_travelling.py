@@ -38,17 +38,13 @@ def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
         assert one["messages sent"] > 100 and "notes sent" not in one, one
 
 
-def test_many_threads_and_both_ways_in_one_load(tmp_path: Path) -> None:
-    """Wrong if chunks that threads decode beside each other got into each other's way, a block left before its last one, or a
-    rank that gets notes from some and messages from others lost one of them: ranks 0 and 1 share memory."""
-    first, second, third = run_suite(tmp_path, FEW, 3, {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"})
+def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) -> None:
+    """Wrong if chunks that threads decode beside each other got into each other's way, a block left before its last one, a rank
+    that gets notes from some and messages from others lost one of them (ranks 0 and 1 share memory), or a rank with several
+    pieces put what a note names into one of the others."""
+    env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
+    first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2)
     for found in (first, second, third):
         assert found["chunks decoded"] > 100 and found["messages sent"] > 100, found
     for found in (first, second):
         assert found["notes sent"] > 100 and found["tiles taken"] > 100, found
-
-
-def test_several_devices_in_each_process(tmp_path: Path) -> None:
-    """Wrong if a rank with several pieces put what a note names into one of the others."""
-    for found in run_suite(tmp_path, "test_open_array or test_decomposition", 4, {"SHARDLOAD_RANKS_PER_NODE": "3"}, devices=2):
-        assert found["messages sent"] > 0 and found["chunks decoded"] > 0, found
