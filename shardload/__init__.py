@@ -4,8 +4,8 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Nothing else than what is named here is public, but for `shardload.formats` and `shardload.testing`: whoever writes a file format
-needs them. The rooms, from the call down to the machine:
+Nothing else than what is named here is public, but for `shardload.formats` and `shardload.testing`, for whoever writes a file
+format. The rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
