@@ -4,9 +4,11 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Only the names in `__all__` are public. The rooms, from the call down to the machine:
+Only the names in `__all__` are public, and `shardload.formats` and `shardload.testing` for those who write a file format. The
+rooms, from the call down to the machine:
 
 cli       the commands
+testing   the suite that a file format must pass; nothing imports it
 api.py    the functions: load, plan, scatter, verify
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
