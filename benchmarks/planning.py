@@ -32,9 +32,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.request import Request, Target, plan_file
-from shardload.planning.cost import DIRECT, PARALLEL, ROOT, choose_mode, plan_cost
+from shardload.planning.cost import choose_mode, plan_cost
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
+from shardload.planning.schedule import Grid, Schedule, plan_schedules, plan_shards
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import DIRECT, PARALLEL
 from shardload.units import format_nbytes
 
 MESHES = (8, 32, 128, 256, 512, 1024)
@@ -77,17 +80,19 @@ def make_plan(n: int, size: int, chunks: tuple[int, ...], spec: str, readers: st
         return plan_file(call, info, info.path).plan.schedule
 
 
+def make_layout(size: int, chunks: tuple[int, ...]) -> SourceLayout:
+    """How a cube of float32 lies in a file."""
+    shape, f4 = (size,) * 3, np.dtype("f4")
+    return SourceLayout.cut(select_axes(None, shape), chunks, f4, f4, "gzip+shuffle")
+
+
 def make_permuted_plan(ranks: np.ndarray[Any, Any], size: int, chunks: tuple[int, ...], spec: str, readers: str) -> Schedule:
     """The same for devices in another order: JAX cannot make so many, so the table that they would give is given."""
     shards = plan_shards((size,) * 3, AXES[spec], ranks)
-    grid = Grid((size,) * 3, chunks, (0, 0, 0))
-    plans, costs = {}, {}
-    for mode, n_readers in {ROOT: 1, PARALLEL: ranks.size, DIRECT: 0}.items():
-        within = shards.shard_shape if mode == DIRECT else None
-        blocks = plan_blocks(grid, 4, max_nbytes=16 << 20, n_readers=n_readers, within=within)
-        plans[mode] = Schedule(blocks, shards, 4, ranks.size, n_readers)
-        costs[mode] = plan_cost(mode, plans[mode], grid, has_chunks=True, file_itemsize=4, codec="gzip+shuffle")
-    shards.describe_ranks()  # by which ranks agree that they planned the same
+    layout = make_layout(size, chunks)
+    plans = plan_schedules(layout, shards, ranks.size, max_nbytes=16 << 20)
+    costs = {mode: plan_cost(plan, layout) for mode, plan in plans.items()}
+    shards.table.describe()  # by which ranks agree that they planned the same
     return plans[choose_mode(costs, ranks.size)[0] if readers == "auto" else readers]
 
 
@@ -207,7 +212,7 @@ def parts_of_blocks(plan: Schedule, blocks: Iterable[int]) -> Triples:
     found = []
     for block in blocks:
         shards, nbytes = meeting(plan.shards.grid, plan.blocks.region(block), plan.itemsize)
-        found.append((np.full(shards.size, plan.owner(block)), plan.shards.ranks_at(shards, 0), nbytes))
+        found.append((np.full(shards.size, plan.owner(block)), plan.shards.table.ranks_at(shards, 0), nbytes))
     return tuple(map(np.concatenate, zip(*found, strict=True)))  # type: ignore[return-value]
 
 
@@ -275,10 +280,10 @@ def simulate_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         flush=True,
     )
     for n, kind, chunks, spec in cells(options):
-        grid = Grid((options.size,) * 3, chunks, (0, 0, 0))
+        layout = make_layout(options.size, chunks)
         for readers in (PARALLEL, max(1, n * n // 8), DIRECT):
             plan = make_plan(n, options.size, chunks, spec, readers)
-            cost = plan_cost(str(readers), plan, grid, has_chunks=True, file_itemsize=4, codec="gzip+shuffle")
+            cost = plan_cost(plan, layout)
             row: dict[str, Any] = {"mesh": f"{n}x{n}", "chunks": kind, "spec": spec, "readers": readers}
             row |= {"decoded_nbytes": cost.reader_nbytes, "amplification": cost.amplification, "n_readers": cost.n_readers}
             row |= {} if plan.is_direct else simulate(plan)

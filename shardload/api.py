@@ -27,8 +27,8 @@ from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
 from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
 from shardload.options import AUTO, DEFAULTS, FILE, FULL, OPTIONS, Progress
-from shardload.planning.cost import ROOT
 from shardload.planning.region import Region
+from shardload.planning.strategies import ROOT
 from shardload.transfer.messages import sendable
 
 __all__ = ["load", "plan", "scatter", "verify"]

@@ -17,6 +17,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import FancyArrowPatch, Polygon, Rectangle
 
 from shardload.planning.schedule import Grid, Schedule, plan_blocks, plan_shards
+from shardload.planning.strategies import Parallel
 
 SHAPE, N_RANKS = (8, 8, 8), 4
 COLORS = ("#4477aa", "#ee8866", "#44aa88", "#aa77bb")
@@ -27,8 +28,8 @@ def schedule() -> Schedule:
     """An array of 8 planes, one chunk each, as 2 x 2 pencils along axis 0, read by four ranks."""
     chunks = Grid(SHAPE, (1, 8, 8), (0, 0, 0))
     shards = plan_shards(SHAPE, [(), (0,), (1,)], np.arange(N_RANKS).reshape(2, 2))
-    blocks = plan_blocks(chunks, 4, max_nbytes=2 * 64 * 4, n_readers=1)
-    return Schedule(blocks, shards, 4, N_RANKS, N_RANKS)
+    blocks = plan_blocks(chunks, 4, max_nbytes=2 * 64 * 4, n_owners=1)
+    return Schedule(blocks, shards, 4, N_RANKS, Parallel(N_RANKS))
 
 
 def oblique(i: float, j: float, k: float, at: tuple[float, float], unit: float) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """What must an array be, where is it looked at, and where does it differ first?
 
 `Truth` is what the file says of a region, by its format's own library; `Padding` is what lies behind the end of the array.
-`sample_boxes` says where to look, `first_difference` compares bit by bit.
+`sample_regions` says where to look, `first_difference` compares bit by bit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.base import Source, settle_bools
 from shardload.planning.grid import Grid
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection
 from shardload.transfer.cast import cast_into
 
-__all__ = ["Padding", "Truth", "first_difference", "sample_boxes", "value_text", "words_of"]
+__all__ = ["Padding", "Truth", "first_difference", "sample_regions", "value_text", "words_of"]
 
-_BOX_NBYTES = 1 << 16
-_DECODED_AT_MOST = 32  # boxes decode no more than this part of the region that they are in, or one chunk
+_REGION_NBYTES = 1 << 16
+_DECODED_AT_MOST = 32  # samples decode no more than this part of the region that they are in, or one chunk
 
 Array = np.ndarray[Any, Any]
 
@@ -91,31 +92,31 @@ class Padding:
         return "Likelier wrong is this rank: nobody sends padding"
 
 
-def sample_boxes(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
-    """A few boxes of a region, the same for everybody who asks: each inside one chunk, at random.
+def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
+    """A few small regions of a region, the same for everybody who asks: each inside one chunk, at random.
 
     Parameters
     ----------
     true : Region
         Where they may lie.
     chunks : Grid or None
-        So that one box takes one chunk to be decoded; None where any part can be read by itself.
+        So that each takes one chunk to be decoded; None where any part can be read by itself.
     itemsize : int
         Bytes per element.
     seed : int
-        Others give other boxes.
+        Others give other regions.
     most : int
         How many at most.
 
     Examples
     --------
-    >>> [str(b) for b in sample_boxes(Region((4,), (12,)), Grid((16,), (5,), (0,)), 4, seed=0, most=2)]
+    >>> [str(r) for r in sample_regions(Region((4,), (12,)), Grid((16,), (5,), (0,)), 4, seed=0, most=2)]
     ['[5:10]']
     """
     if not true.size:
         return
     random = np.random.default_rng([seed, *true.start, *true.stop])
-    size = max(1, _BOX_NBYTES // itemsize)
+    size = max(1, _REGION_NBYTES // itemsize)
     cost = size if chunks is None else math.prod(min(c, n) for c, n in zip(chunks.cell, chunks.shape, strict=True))
     for _ in range(max(1, min(most, true.size // (_DECODED_AT_MOST * max(1, cost))))):
         point = [int(random.integers(a, b)) for a, b in zip(true.start, true.stop, strict=True)]

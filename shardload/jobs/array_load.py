@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
-from shardload.arrays.verification import Checked, Verifier
+from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError
 from shardload.formats.base import ArrayInfo, OpenFile, Source
 from shardload.formats.lookup import open_file, open_source
@@ -87,20 +87,9 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0) -> Verifier:
         """What compares an array with the file that the plan is for."""
-        source = self.layout.source
-        return Verifier(
-            self.layout.schedule,
-            source.selection,
-            source.chunks,
-            has_chunks=source.has_chunks,
-            dtype=source.dtype,
-            how=self.options.verify,
-            pad=self.options.pad,
-            seed=seed,
-            staging_nbytes=self.options.staging_nbytes,
-            name=str(self.info),
-            open_again=lambda: self._open(self.handle if self.origin is None else self.origin),
-        )
+        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed)
+        handle = self.handle if self.origin is None else self.origin
+        return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
 
     def _open(self, handle: Any) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, self.options.access), self.info)
@@ -157,7 +146,7 @@ class OwnArray:
         In the end.
     device : Phase
         What handing the pieces to JAX took.
-    checked : Checked
+    checked : Found
         What was verified of it.
     """
 
@@ -167,7 +156,7 @@ class OwnArray:
         self.contents: State = None
         self.array: jax.Array | None = None
         self.device = Phase(0.0, 0)
-        self.checked = Checked()
+        self.checked = Found()
         self._reader: SourceReader | None = None
         self._source: Source | None = None
         self._state: State = None

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.arrays.compare import sample_boxes
+from shardload.arrays.compare import sample_regions
 from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.planning.grid import Grid
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection
 from shardload.transfer.checksum import checksum
 
 __all__ = ["N_SUMS", "State", "check_same", "check_unchanged", "contents_of", "is_open", "to_sums"]
@@ -73,8 +74,8 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
         selected = np.asarray(handle)[selection.to_file(whole).slices()]
         return selected.nbytes, checksum(np.atleast_1d(selected))
     sum_ = 0
-    for box in sample_boxes(whole, chunks, source.dtype.itemsize, 0, _N_BOXES):
-        place = selection.to_file(box)
+    for region in sample_regions(whole, chunks, source.dtype.itemsize, 0, _N_BOXES):
+        place = selection.to_file(region)
         values = np.empty(place.shape, dtype=source.dtype)
         source.read_into(place, values)
         sum_ = checksum(values, sum_)

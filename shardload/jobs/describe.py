@@ -140,6 +140,6 @@ def describe_job(made: Plan) -> str:
     """What every rank must have planned alike, as text."""
     p = made.schedule
     return (
-        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.n_readers} readers of "
-        f"{p.n_ranks}, shards {p.shards.cuts} on ranks {p.shards.describe_ranks()}"
+        f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "
+        f"{p.n_ranks} ranks, shards {p.shards.cuts} on ranks {p.shards.table.describe()}"
     )

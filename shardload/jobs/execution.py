@@ -33,7 +33,8 @@ from shardload.jobs.plan import Plan
 from shardload.jobs.progress import progress_of
 from shardload.jobs.report import LoadReport, Phase, join_proven, make_report
 from shardload.options import Options
-from shardload.planning.staging import Staging, StagingNeeds, aligned, share_out
+from shardload.planning.blocks import aligned
+from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Slots
@@ -192,8 +193,8 @@ class Job:
     def staging(self) -> Staging:
         """How the memory under the cap is used, by all arrays together."""
         layouts = [load.layout for load in self.loads]
-        needs = StagingNeeds.joined(layout.needs for layout in layouts)
-        return share_out(self._options.staging_nbytes, needs, max(layout.n_threads for layout in layouts))
+        n_threads = max(layout.n_threads for layout in layouts)
+        return plan_staging([(made.schedule, made.source) for made in layouts], self._options.staging_nbytes, n_threads)
 
     @property
     def _is_direct(self) -> bool:

@@ -23,7 +23,7 @@ from shardload.jobs.report import LoadReport
 from shardload.planning.cost import Cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import Staging, StagingNeeds, share_out
+from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import width_of_prints
 
 __all__ = ["Executor", "Layout", "Plan"]
@@ -35,7 +35,7 @@ Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an array lies: in its file, over the ranks, and in the memory that reading it takes.
+    """How an array lies: in its file, over the ranks, how many threads may read it.
 
     Attributes
     ----------
@@ -43,20 +43,17 @@ class Layout:
         In the file.
     schedule : Schedule
         Who reads what, and who needs which part of it.
-    needs : StagingNeeds
-        What a rank that reads needs room for.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
 
     source: SourceLayout
     schedule: Schedule
-    needs: StagingNeeds
     n_threads: int = 1
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used where this array is loaded alone."""
-        return share_out(cap_nbytes, self.needs, self.n_threads)
+        return plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

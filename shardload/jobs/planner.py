@@ -25,16 +25,20 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, Costs, choose_mode, plan_cost
-from shardload.planning.region import Selection, select_axes
-from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_direct, plan_row_chunks
+from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
+from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
+from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import StagingNeeds, block_caps, chunk_needs_nbytes
+from shardload.planning.staging import least_staging
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 
 __all__ = ["Ask", "Ranks", "plan_array", "plan_scatter"]
 
+# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
+# decode.
+_BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
 _NO_MPI = "without MPI these processes can send each other nothing"
 
@@ -79,34 +83,21 @@ class Ask:
     ranks: Ranks
     tuning: Tuning
 
+    @property
+    def max_block_nbytes(self) -> int:
+        """Cap on a block."""
+        cap = self.tuning.block_nbytes if self.ranks.is_one_machine else self.tuning.block_between_nodes_nbytes
+        return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
+
 
 def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     """Plan the load of an array in a file from its metadata."""
     source = _source_layout(ask.options, info)
     shards = _lay_out(ask, source.selection.shape, source.dtype, str(info))
-    if info.chunks is not None:
-        _check_staging(info, source, ask.options.staging_nbytes)
-    max_nbytes, max_cells = block_caps(
-        ask.options.staging_nbytes,
-        ask.tuning,
-        one_machine=ask.ranks.is_one_machine,
-        chunk_shape=source.chunk_shape,
-        itemsize=source.wide_itemsize,
-    )
-    caps: dict[str, Any] = dict(max_nbytes=max_nbytes, max_cells=max_cells)
-    n_ranks, itemsize = ask.ranks.n, source.dtype.itemsize
-    schedules = {}
-    for mode in _possible_modes(ask):
-        readers = ask.options.readers
-        n = {ROOT: 1, PARALLEL: readers if isinstance(readers, int) else n_ranks, DIRECT: 0}[mode]
-        n_readers = min(n, n_ranks)
-        if mode == DIRECT:
-            more: dict[str, Any] = dict(has_chunks=source.has_chunks, file_itemsize=source.file_dtype.itemsize)
-            schedules[mode] = plan_direct(source.chunks, shards, itemsize, n_ranks, **caps, **more)
-        else:
-            blocks = plan_blocks(source.chunks, source.wide_itemsize, n_readers=n_readers, **caps)
-            schedules[mode] = Schedule(blocks, shards, itemsize, n_ranks, n_readers)
-    return _choose(ask, info, source, schedules)
+    _check_staging(info, source, ask.options.staging_nbytes)
+    n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
+    return _choose(ask, info, source, plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -115,16 +106,15 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
     shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
-    max_nbytes, _ = block_caps(ask.options.staging_nbytes, ask.tuning, one_machine=ask.ranks.is_one_machine)
     phase = (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
         itemsize = max(dtype.itemsize, file_dtype.itemsize)
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_readers=1)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=ask.max_block_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, 1, root, max_message_nbytes=max_nbytes)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes)
     return _choose(ask, info, source, {ROOT: schedule})
 
 
@@ -134,15 +124,7 @@ def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
         selection = select_axes(options.select, info.shape)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-    file_dtype, dtype = np.dtype(info.dtype), _target_dtype(options.dtype, info)
-    return SourceLayout(selection, _chunk_grid(info, selection, file_dtype), info.chunks, file_dtype, dtype, info.codec)
-
-
-def _chunk_grid(info: ArrayInfo, selection: Selection, file_dtype: np.dtype[Any]) -> Grid:
-    if info.chunks is None:
-        return Grid(selection.shape, plan_row_chunks(selection.shape, file_dtype.itemsize), (0,) * len(selection.kept))
-    cell = tuple(info.chunks[k] for k in selection.kept)
-    return Grid(selection.shape, cell, tuple(o % c for o, c in zip(selection.offset, cell, strict=True)))
+    return SourceLayout.cut(selection, info.chunks, np.dtype(info.dtype), _target_dtype(options.dtype, info), info.codec)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
@@ -212,7 +194,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
 
 def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -> None:
     """ConfigError unless one chunk at a time can be read, decoded, and sent."""
-    needed = chunk_needs_nbytes(source.chunk_size, source.file_dtype.itemsize, source.dtype.itemsize, source.casts)
+    needed = least_staging(source)
     if needed > staging_nbytes:
         raise ConfigError(
             f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
@@ -222,31 +204,14 @@ def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -
         )
 
 
-def _staging_needs(source: SourceLayout, schedule: Schedule) -> StagingNeeds:
-    block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
-    return StagingNeeds.of(
-        block_size,
-        _chunks_per_block(schedule, source.chunks) if source.has_chunks else 0,
-        source.chunk_size,
-        file_itemsize=source.file_dtype.itemsize,
-        itemsize=source.dtype.itemsize,
-        casts=source.casts,
-    )
-
-
-def _chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
-    """Chunks that a read meets at most: of a block, or of what a rank needs of it, which may begin inside a chunk."""
-    axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
-    return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
-
-
 def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule]) -> Plan:
     """Take one of the schedules: the one that was asked for, or the one that costs least."""
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
-    layouts = {mode: Layout(source, made, _staging_needs(source, made), n_threads) for mode, made in schedules.items()}
+    layouts = {mode: Layout(source, made, n_threads) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
-    cap_nbytes, machine = (0 if is_memory else ask.options.staging_nbytes), ask.ranks.machine
-    costs = Costs({mode: partial(_cost, mode, layout, cap_nbytes, machine) for mode, layout in layouts.items()})
+    machine, cap_nbytes = ask.ranks.machine, 0 if is_memory else ask.options.staging_nbytes
+    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
+    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes) for mode, layout in layouts.items()})
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     schedule = schedules[mode]
     return Plan(
@@ -268,23 +233,10 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
     )
 
 
-def _cost(mode: str, layout: Layout, cap_nbytes: int, machine: Machine | None) -> Cost:
+def _cost(layout: Layout, nodes: Nodes | None, cap_nbytes: int) -> Cost:
     """What one way of reading costs; with a cap of 0 nothing is staged."""
-    source = layout.source
-    staging = layout.staging(cap_nbytes)
-    return plan_cost(
-        mode,
-        layout.schedule,
-        source.chunks,
-        has_chunks=source.has_chunks,
-        file_itemsize=source.file_dtype.itemsize,
-        codec=source.codec,
-        chunk_nbytes=source.chunk_nbytes or None,
-        casts=source.casts,
-        staging_blocks=staging.n_slots + staging.n_pack if cap_nbytes else 0,
-        ranks_per_node=None if machine is None else machine.ranks_per_node,
-        n_cores=None if machine is None else machine.n_cores,
-    )
+    n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

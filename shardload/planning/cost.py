@@ -1,7 +1,7 @@
 """What does each way of reading cost, and which one should be taken?
 
-Pure, like `plan`: the same numbers on every rank, so every rank takes the same way. Counts come from `count`: exact where that
-costs little, else said to be bounds. Seconds are a model with round constants (see docs/design/auto.md): good for choosing
+Pure, like `schedule`: the same numbers on every rank, so every rank takes the same way. Counts come from `traffic`: exact where
+that costs little, else said to be bounds. Seconds are a model with round constants (see docs/design/auto.md): good for choosing
 between ways, not for promising a time.
 
 1. Reading: bytes that the busiest rank decodes, by codec, or reads, and the runs that it reads them in.
@@ -15,14 +15,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardload.planning.schedule import NEAR_NBYTES, Grid, Schedule, count_runs, run_stride
+from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
+from shardload.planning.schedule import Schedule
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.units import format_nbytes
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "choose_mode", "plan_cost"]
-
-ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
-MODES = (ROOT, PARALLEL, DIRECT)
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
 
 # All constants of the model; page cache warm. Rates are bytes per second of one core, and of decoded bytes.
 _CONTIGUOUS_RATE = 8e9  # positional reads
@@ -105,54 +105,57 @@ class _Reading:
     span_nbytes: int = 0
 
 
-def plan_cost(
-    mode: str,
-    plan: Schedule,
-    chunks: Grid,
-    *,
-    has_chunks: bool,
-    file_itemsize: int,
-    codec: str,
-    chunk_nbytes: int | None = None,
-    casts: bool = False,
-    staging_blocks: int = 2,
-    ranks_per_node: int | None = None,
-    n_cores: int | None = None,
-) -> Cost:
-    """Count what a plan costs.
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What the ranks run on: rank ``r`` on node ``r // ranks_per_node``.
 
     Parameters
     ----------
-    mode, plan : str, Schedule
-        Name of the way of reading, and who reads what in it.
-    chunks, has_chunks : Grid, bool
-        The file's chunks, or stand-ins where it has none: then any part can be read by itself.
-    file_itemsize, codec : int, str
-        Bytes per element in the file, and `ArrayInfo.codec`.
-    chunk_nbytes : int, optional
-        Bytes of one chunk in the file, where that is more than a cell of `chunks`: a selection may drop axes.
-    casts : bool
-        Whether values are cast to another dtype on the way, in a buffer of their own.
-    staging_blocks : int
-        Blocks that a reader holds at once.
-    ranks_per_node, n_cores : int, optional
-        Rank ``r`` runs on node ``r // ranks_per_node`` (default: all on one), which has so many cores (default: one per rank).
+    ranks_per_node : int, optional
+        Default: all on one.
+    n_cores : int, optional
+        Cores of a node. Default: one per rank.
     """
-    per_node = min(plan.n_ranks, ranks_per_node or plan.n_ranks)
-    chunk_nbytes = chunk_nbytes or math.prod(chunks.cell) * file_itemsize
-    array_nbytes = math.prod(plan.blocks.shape) * file_itemsize
-    n_holders, fullest = count_held(plan.shards)
-    piece_nbytes = math.prod(plan.shards.shard_shape) * plan.itemsize * fullest
-    reading = _reading(plan, chunks, chunk_nbytes if has_chunks else None, file_itemsize)
-    traffic = count_traffic(plan, per_node)
-    is_staged = casts or not plan.is_direct or plan.is_merged or _is_staged(plan)
-    cores = n_cores or per_node
-    seconds = _read_seconds(reading, plan.n_ranks, per_node, cores, _decode_rate(codec, has_chunks))
-    is_in_place = plan.is_direct and not plan.is_merged and reading.runs > 0 and not reading.span_nbytes
+
+    ranks_per_node: int | None = None
+    n_cores: int | None = None
+
+    def spread(self, n_ranks: int) -> tuple[int, int]:
+        """Ranks on a node, and its cores, for a job of so many ranks."""
+        per_node = min(n_ranks, self.ranks_per_node or n_ranks)
+        return per_node, self.n_cores or per_node
+
+
+def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = None, *, staging_blocks: int = 2) -> Cost:
+    """Count what loading by a schedule costs.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Who owns what.
+    layout : SourceLayout
+        How the array lies in its file.
+    nodes : Nodes, optional
+        What the ranks run on.
+    staging_blocks : int
+        Blocks that an owner holds at once.
+    """
+    per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
+    itemsize = schedule.itemsize
+    array_nbytes = math.prod(schedule.blocks.shape) * layout.file_dtype.itemsize
+    n_holders, fullest = count_held(schedule.shards)
+    piece_nbytes = math.prod(schedule.shards.shard_shape) * itemsize * fullest
+    reading = _count_reading(schedule, layout)
+    traffic = count_traffic(schedule, per_node)
+    takes_apart = schedule.strategy == Direct(is_merged=False)  # each shard is read by itself
+    is_staged = layout.casts or not takes_apart or _has_gaps(schedule)
+    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, _decode_rate(layout.codec, layout.has_chunks))
+    is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
     seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
+    staging_itemsize = staging_blocks * itemsize + layout.casts * layout.file_dtype.itemsize
     return Cost(
-        mode=mode,
+        mode=schedule.strategy.mode,
         n_readers=reading.n_readers,
         chunks_decoded=reading.chunks,
         decoded_nbytes=reading.nbytes,
@@ -161,32 +164,42 @@ def plan_cost(
         moved_nbytes=traffic.moved_nbytes,
         is_exact=traffic.is_exact,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + is_staged * plan.max_block_size * (staging_blocks * plan.itemsize + casts * file_itemsize),
+        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize,
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
     )
 
 
-def _reading(plan: Schedule, chunks: Grid, chunk_nbytes: int | None, itemsize: int) -> _Reading:
-    """What a plan reads. `chunk_nbytes` is None where there are no chunks."""
-    n_holders, fullest = count_held(plan.shards)
-    if plan.is_direct:
-        decodes, busiest = count_direct(plan, chunks, has_chunks=chunk_nbytes is not None)
-        unit = itemsize if chunk_nbytes is None else chunk_nbytes
-        shape, extent = plan.blocks.shape, plan.extent
-        runs = count_runs(shape, extent) * (1 if plan.is_merged else fullest) if chunk_nbytes is None else 0
-        n_chunks, of_reader = (0, 0) if chunk_nbytes is None else (decodes, busiest)
-        stride = run_stride(shape, extent) * itemsize
-        span_nbytes = stride if runs > 1 and stride <= NEAR_NBYTES else 0
-        return _Reading(n_holders, n_chunks, decodes * unit, of_reader, busiest * unit, runs, span_nbytes)
-    n_readers = min(plan.n_readers, max(1, plan.blocks.n_cells))
-    most = -(-plan.blocks.n_cells // n_readers) * math.prod(plan.blocks.cell)
-    if chunk_nbytes is None:
-        nbytes = math.prod(plan.blocks.shape) * itemsize
-        return _Reading(n_readers, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
-    of_reader = min(chunks.n_cells, most // math.prod(chunks.cell))
-    return _Reading(n_readers, chunks.n_cells, chunks.n_cells * chunk_nbytes, of_reader, of_reader * chunk_nbytes, 0)
+def _count_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
+    """What is read by a schedule."""
+    return _count_direct_reading(schedule, layout) if schedule.is_direct else _count_shared_reading(schedule, layout)
+
+
+def _count_direct_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
+    """Each rank what it holds: chunks that meet that, or the elements themselves, in runs."""
+    n_holders, fullest = count_held(schedule.shards)
+    met, busiest = count_direct(schedule, layout)
+    if layout.has_chunks:
+        return _Reading(n_holders, met, met * layout.chunk_nbytes, busiest, busiest * layout.chunk_nbytes, 0)
+    itemsize, shape, extent = layout.file_dtype.itemsize, schedule.blocks.shape, schedule.extent
+    runs = count_runs(shape, extent) * (1 if schedule.strategy == Direct(is_merged=True) else fullest)
+    stride = run_stride(shape, extent) * itemsize
+    span_nbytes = stride if runs > 1 and stride <= NEAR_NBYTES else 0
+    return _Reading(n_holders, 0, met * itemsize, 0, busiest * itemsize, runs, span_nbytes)
+
+
+def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
+    """Each block once, by its owner."""
+    blocks, chunks = schedule.blocks, layout.chunks
+    n_owners = min(schedule.strategy.n_owners_of(schedule.n_ranks), max(1, blocks.n_cells))
+    most = -(-blocks.n_cells // n_owners) * math.prod(blocks.cell)
+    if not layout.has_chunks:
+        itemsize = layout.file_dtype.itemsize
+        nbytes = math.prod(blocks.shape) * itemsize
+        return _Reading(n_owners, 0, nbytes, 0, min(nbytes, most * itemsize), 0)
+    of_owner = min(chunks.n_cells, most // math.prod(chunks.cell))
+    return _Reading(n_owners, chunks.n_cells, chunks.n_cells * layout.chunk_nbytes, of_owner, of_owner * layout.chunk_nbytes, 0)
 
 
 def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
@@ -280,10 +293,10 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
     )
 
 
-def _is_staged(plan: Schedule) -> bool:
-    """Whether some direct read has gaps in its piece, so that it cannot be read straight into it."""
-    blocks, gapless = plan.blocks, True
-    axes = zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True)
+def _has_gaps(schedule: Schedule) -> bool:
+    """Where each shard is read by itself: whether some block has gaps in its piece, and cannot be read straight into it."""
+    blocks, gapless = schedule.blocks, True
+    axes = zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.shard_shape, strict=True)
     for size, cell, phase, extent in reversed(list(axes)):
         if not gapless and min(size, cell, extent) > 1:
             return True

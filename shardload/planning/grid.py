@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Grid"]
+__all__ = ["Grid", "strides", "unravel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,7 @@ class Grid:
 
     def index(self, number: int) -> tuple[int, ...]:
         """A cell's position along each axis, by its number in C order."""
-        index = []
-        for count in reversed(self.counts):
-            number, i = divmod(number, count)
-            index.append(i)
-        return tuple(reversed(index))
+        return unravel(number, self.counts)
 
     def meeting_axes(self, region: Region) -> list[range]:
         """The cells that share an element with a region, as a range along each axis."""
@@ -95,9 +91,7 @@ class Grid:
 
     def meeting(self, region: Region) -> Iterator[int]:
         """Numbers of the cells that share an element with a region, ascending."""
-        counts = self.counts
-        strides = [math.prod(counts[k + 1 :]) for k in range(len(counts))]
-        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides, strict=True)]
+        steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides(self.counts), strict=True)]
         return map(sum, itertools.product(*steps))
 
     def meeting_array(self, region: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -110,3 +104,25 @@ class Grid:
     def n_meeting(self, region: Region) -> int:
         """How many cells share an element with a region."""
         return math.prod(len(axis) for axis in self.meeting_axes(region))
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    """By how much the C-order number grows along each axis.
+
+    >>> strides((2, 3, 4))
+    [12, 4, 1]
+    """
+    return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The place along each axis of a C-order number.
+
+    >>> unravel(17, (2, 3, 4))
+    (1, 1, 1)
+    """
+    index = []
+    for n in reversed(shape):
+        number, i = divmod(number, n)
+        index.append(i)
+    return tuple(reversed(index))

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from shardload.planning.blocks import plan_row_chunks
 from shardload.planning.grid import Grid
-from shardload.planning.region import Selection
+from shardload.planning.selection import Selection
 
 __all__ = ["SourceLayout"]
 
@@ -38,6 +39,29 @@ class SourceLayout:
     file_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
     codec: str = "none"
+
+    @classmethod
+    def cut(
+        cls,
+        selection: Selection,
+        chunk_shape: tuple[int, ...] | None,
+        file_dtype: np.dtype[Any],
+        dtype: np.dtype[Any],
+        codec: str = "none",
+    ) -> SourceLayout:
+        """With the grid of chunks that a selection of a file's array has.
+
+        >>> from shardload.planning.selection import select_axes
+        >>> f4 = np.dtype("f4")
+        >>> SourceLayout.cut(select_axes((5, slice(3, 12)), (8, 16)), (4, 4), f4, f4).chunks
+        Grid(shape=(9,), cell=(4,), phase=(3,))
+        """
+        if chunk_shape is None:
+            cell, phase = plan_row_chunks(selection.shape, file_dtype.itemsize), (0,) * len(selection.kept)
+        else:
+            cell = tuple(chunk_shape[k] for k in selection.kept)
+            phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
+        return cls(selection, Grid(selection.shape, cell, phase), chunk_shape, file_dtype, dtype, codec)
 
     @property
     def has_chunks(self) -> bool:

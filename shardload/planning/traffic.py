@@ -1,8 +1,8 @@
-"""What does a plan make the job do, in whole numbers?
+"""What does a schedule make the job do, in whole numbers?
 
-Pure, like `plan`. An axis is cut independently of the others, so most counts are products of counts along the axes, and cost
-the same for eight ranks and for a million. Only who sends to itself or to its own node depends on all axes at once: that is
-counted pair by pair where there are few pairs of a block and a shard, and else estimated from a fixed sample of elements.
+Pure, like `schedule`. An axis is cut independently of the others, so most counts are products of counts along the axes, and
+cost the same for eight ranks and for a million. Only who sends to itself or to its own node depends on all axes at once: that
+is counted pair by pair where there are few pairs of a block and a shard, and else estimated from a fixed sample of elements.
 
 * `count_held`: how many ranks hold anything, and how much does the fullest hold?
 * `count_direct`: how many chunks are decoded where each rank reads what it holds?
@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
-from shardload.planning.shards import RankBoxes, Shards
+from shardload.planning.shards import Shards
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Direct
 
 __all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
 
@@ -47,7 +48,7 @@ class Traffic:
     same_node : float
         The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
     stays : float
-        The share of all parts that the reader itself holds, and which do not move.
+        The share of all parts whose block and piece are on one rank, and which do not move.
     is_exact : bool
         Whether all these are exact. Else counts are upper bounds, in which nothing stays, and shares are estimates.
     """
@@ -62,29 +63,28 @@ class Traffic:
 
 def count_held(shards: Shards) -> tuple[int, int]:
     """Ranks that hold anything, and how many shards the fullest of them holds."""
-    if isinstance(shards.ranks, RankBoxes):
-        return math.prod(shards.ranks.counts), shards.most_held
-    return int(np.count_nonzero(shards.held_by_rank)), shards.most_held
+    return shards.table.n_holding, shards.most_held
 
 
 # --- direct
 
 
-def count_direct(plan: Schedule, chunks: Grid, *, has_chunks: bool) -> tuple[int, int]:
+def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves.
 
-    Exact, but for merged plans over meshes in which more than some hundred ranks hold shards that do not form a grid: for those
-    ranks each shard counts by itself, which is an upper bound.
+    Exact, but for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid: for
+    those ranks each shard counts by itself, which is an upper bound.
     """
-    shards = plan.shards
-    axes = zip(plan.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
-    per_cut = [_met_by_cuts(*axis, has_chunks=has_chunks) for axis in axes]
-    if isinstance(shards.ranks, RankBoxes):
-        return _direct_in_boxes(per_cut, shards, shards.ranks, plan.is_merged and has_chunks)
-    if plan.is_merged and has_chunks:
+    shards, chunks = schedule.shards, layout.chunks
+    axes = zip(schedule.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
+    per_cut = [_met_by_cuts(*axis, has_chunks=layout.has_chunks) for axis in axes]
+    is_merged = schedule.strategy == Direct(is_merged=True) and layout.has_chunks
+    if shards.table.boxes is not None:
+        return _direct_in_boxes(per_cut, shards.table.boxes, shards.table.n_holders or 1, is_merged)
+    if is_merged:
         counts = _met_by_ranks(per_cut, shards)
         return int(counts.sum()), int(counts.max(initial=0))
-    shard, rank = shards.holdings
+    shard, rank = shards.table.holdings()
     lengths = [high - low for low, high in per_cut]
     if all(along.size and (along == along[0]).all() for along in lengths):  # all shards alike
         each = math.prod(int(along[0]) for along in lengths)
@@ -119,15 +119,18 @@ def _union(first: IntArray, last: IntArray) -> IntArray:
 
 
 def _direct_in_boxes(
-    per_cut: list[tuple[IntArray, IntArray]], shards: Shards, ranks: RankBoxes, is_merged: bool
+    per_cut: list[tuple[IntArray, IntArray]],
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    n_holders: int,
+    is_merged: bool,
 ) -> tuple[int, int]:
     """A rank's box of shards is a product along the axes, so the sum of all is a product of sums, the largest one of maxima."""
-    total, busiest = math.prod(ranks.counts[shards.n_cut_axes :]), 1
-    for (first, last), (sizes, boxes) in zip(per_cut, shards.mesh_axes, strict=True):
+    total, busiest = n_holders, 1
+    for (first, last), (sizes, box) in zip(per_cut, boxes, strict=True):
         # The axes of the mesh, each as the ranks along it and the places of one of them; ranks first.
-        split = [m for n, b in zip(sizes, boxes, strict=True) for m in (n // b, b)]
+        split = [m for n, b in zip(sizes, box, strict=True) for m in (n // b, b)]
         order = [*range(0, len(split), 2), *range(1, len(split), 2)]
-        rows = [along.reshape(split).transpose(order).reshape(-1, math.prod(boxes)) for along in (first, last)]
+        rows = [along.reshape(split).transpose(order).reshape(-1, math.prod(box)) for along in (first, last)]
         per_rank = _union(*rows) if is_merged else (rows[1] - rows[0]).sum(axis=1)
         total *= int(per_rank.sum())
         busiest *= int(per_rank.max(initial=0))
@@ -136,7 +139,7 @@ def _direct_in_boxes(
 
 def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> IntArray:
     """For each rank that holds anything: the chunks that it meets, each once, whichever of its shards they are in."""
-    shard, rank = shards.holdings
+    shard, rank = shards.table.holdings()
     order = np.argsort(rank, kind="stable")
     shard, n_held = shard[order], np.bincount(rank)
     of_rank = n_held[rank[order]]
@@ -176,24 +179,24 @@ def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArr
 # --- the other ways
 
 
-def count_traffic(plan: Schedule, ranks_per_node: int) -> Traffic:
-    """Count what a plan with readers sends, where rank ``r`` runs on node ``r // ranks_per_node``."""
-    shards = plan.shards
-    if plan.is_direct or plan.blocks.n_cells == 0:
+def count_traffic(schedule: Schedule, ranks_per_node: int) -> Traffic:
+    """Count what a schedule whose blocks have owners sends, where rank ``r`` runs on node ``r // ranks_per_node``."""
+    shards = schedule.shards
+    if schedule.is_direct or schedule.blocks.n_cells == 0:
         return Traffic(0, 0, 0, 1.0, 1.0, True)
-    n_pairs = math.prod(_n_axis_pairs(*axis) for axis in _axes(plan))
+    n_pairs = math.prod(_n_axis_pairs(*axis) for axis in _axes(schedule))
     if n_pairs * shards.n_replicas <= _MAX_TRIPLES:
-        return _count_triples(plan, ranks_per_node)
-    stays, same_node = _sample_shares(plan, ranks_per_node)
-    n_holders = shards.n_holders or shards.n_replicas
+        return _count_triples(schedule, ranks_per_node)
+    stays, same_node = _sample_shares(schedule, ranks_per_node)
+    n_holders = shards.table.n_holders or shards.n_replicas
     n_handovers = math.ceil(n_pairs * n_holders * same_node)
-    moved_nbytes = math.prod(plan.blocks.shape) * plan.itemsize * n_holders
+    moved_nbytes = math.prod(schedule.blocks.shape) * schedule.itemsize * n_holders
     return Traffic(n_handovers, n_pairs * n_holders - n_handovers, moved_nbytes, same_node, stays, False)
 
 
-def _axes(plan: Schedule) -> list[tuple[int, int, int, int]]:
-    blocks = plan.blocks
-    return list(zip(blocks.shape, blocks.cell, blocks.phase, plan.shards.shard_shape, strict=True))
+def _axes(schedule: Schedule) -> list[tuple[int, int, int, int]]:
+    blocks = schedule.blocks
+    return list(zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.shard_shape, strict=True))
 
 
 def _n_axis_pairs(size: int, cell: int, phase: int, extent: int) -> int:
@@ -217,40 +220,40 @@ def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray
     return (low + phase) // cell, low // extent, np.diff(bounds)
 
 
-def _count_triples(plan: Schedule, ranks_per_node: int) -> Traffic:
+def _count_triples(schedule: Schedule, ranks_per_node: int) -> Traffic:
     """Look at each block, shard and device."""
     block: Any = np.zeros((), dtype=np.int64)
     shard, size = block, block + 1
-    for axis, n_blocks, n_cut in zip(_axes(plan), plan.blocks.counts, plan.shards.cuts, strict=True):
+    for axis, n_blocks, n_cut in zip(_axes(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
         b, s, n = _axis_pairs(*axis)
         block = np.add.outer(block * n_blocks, b)
         shard = np.add.outer(shard * n_cut, s)
         size = np.multiply.outer(size, n)
     block, shard, size = block.reshape(-1, 1), shard.reshape(-1, 1), size.reshape(-1, 1)
-    owner = plan.owners(block)
-    holder = np.sort(plan.shards.ranks_at(shard, np.arange(plan.shards.n_replicas)), axis=1)
+    owner = schedule.owners(block)
+    holder = np.sort(schedule.shards.table.ranks_at(shard, np.arange(schedule.shards.n_replicas)), axis=1)
     once = np.diff(holder, axis=1, prepend=-1) != 0
     moves = once & (holder != owner)
     near = moves & (holder // ranks_per_node == owner // ranks_per_node)
     total, moved, near_size = (int((which * size).sum()) for which in (once, moves, near))
-    handovers = np.unique((block * plan.n_ranks + holder)[near])
+    handovers = np.unique((block * schedule.n_ranks + holder)[near])
     return Traffic(
         handovers=len(handovers),
         parts=int(moves.sum() - near.sum()),
-        moved_nbytes=moved * plan.itemsize,
+        moved_nbytes=moved * schedule.itemsize,
         same_node=near_size / moved if moved else 1.0,
         stays=1 - moved / total,
         is_exact=True,
     )
 
 
-def _sample_shares(plan: Schedule, ranks_per_node: int) -> tuple[float, float]:
+def _sample_shares(schedule: Schedule, ranks_per_node: int) -> tuple[float, float]:
     """Of all parts, by their size: the share that stays on its rank, and of the others the share that stays on its node.
 
     The same elements on every rank: a Kronecker sequence with the powers of the generalised golden ratio (M. Roberts, "The
     unreasonable effectiveness of quasirandom sequences", 2018), in integers.
     """
-    shape = (*plan.blocks.shape, plan.shards.n_replicas)
+    shape = (*schedule.blocks.shape, schedule.shards.n_replicas)
     ratio = 2.0
     for _ in range(64):
         ratio = (1 + ratio) ** (1 / (len(shape) + 1))
@@ -261,14 +264,14 @@ def _sample_shares(plan: Schedule, ranks_per_node: int) -> tuple[float, float]:
     block: Any = np.zeros(_N_SAMPLES, dtype=np.int64)
     shard = block
     for x, (_, cell, phase, extent), n_blocks, n_cut in zip(
-        points, _axes(plan), plan.blocks.counts, plan.shards.cuts, strict=False
+        points, _axes(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=False
     ):
         block = block * n_blocks + (x + phase) // cell
         shard = shard * n_cut + x // extent
-    owner, holder = plan.owners(block), plan.shards.ranks_at(shard, points[-1])
+    owner, holder = schedule.owners(block), schedule.shards.table.ranks_at(shard, points[-1])
     moves = owner != holder
     near = moves & (owner // ranks_per_node == holder // ranks_per_node)
     n_moves, n_near = int(moves.sum()), int(near.sum())
-    if ranks_per_node >= plan.n_ranks:
+    if ranks_per_node >= schedule.n_ranks:
         return 1 - n_moves / _N_SAMPLES, 1.0
     return 1 - n_moves / _N_SAMPLES, n_near / n_moves if n_moves else 1.0

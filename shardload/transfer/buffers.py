@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
+from shardload.planning.blocks import ALIGNMENT, aligned
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block
-from shardload.planning.staging import ALIGNMENT, aligned
 
 __all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box", "fill_padding"]
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from shardload.errors import ShardloadError
 from shardload.formats.base import ChunkReader, settle_bools
+from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import Scratch
-from shardload.transfer.buffers import StagedBlock, Tile, aligned
+from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.cast import cast_into
 from shardload.transfer.counters import Counters
 from shardload.transfer.local_pieces import LocalPieces
@@ -135,9 +136,10 @@ class ChunkTasks:
         self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
     ) -> Array:
         """The values of `region`, in the block's staging buffer where another rank needs some of them."""
-        layout, box = self._layout, self._layout.selection.to_file(region)
+        layout, in_file = self._layout, self._layout.selection.to_file(region)
         inside = tuple(
-            slice(a - i * c, b - i * c) for a, b, i, c in zip(box.start, box.stop, index, self._chunk_shape, strict=True)
+            slice(a - i * c, b - i * c)
+            for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
         )
         travels = self._local.sends(parts)
         if staged.slot is not None and travels and not layout.casts:
@@ -153,7 +155,7 @@ class ChunkTasks:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
             else:
                 cast = self._scratch.array("cast", region.shape, layout.dtype)
-            cast_into(values, cast, self._names.elements(box))
+            cast_into(values, cast, self._names.elements(in_file))
             values = cast
         if travels:
             staged.tiles.append(Tile(region, values))  # from several threads: a list takes one at a time

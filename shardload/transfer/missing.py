@@ -1,4 +1,4 @@
-"""Which chunks were not stored, so that their values are the file's fill value, and what is done about it?
+"""Which chunks are missing (not stored, so that their values are the file's fill value), and what is done about it?
 
 A file that lost chunks looks like one that never had them: only who made it knows. So the job counts them, each once, however
 many ranks read it: the rank counts whose block has the chunk's first element (of those that are selected); where every rank
@@ -7,8 +7,6 @@ reads what it holds, the first of those that hold it.
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -18,8 +16,10 @@ import numpy as np
 
 from shardload.errors import MissingChunksWarning, SourceError
 from shardload.formats.base import ArrayInfo
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Schedule
+from shardload.planning.selection import Selection
+from shardload.system.caller import levels_to_caller
 from shardload.transfer.counters import MOST_NAMED
 
 __all__ = [
@@ -77,7 +77,7 @@ def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
 def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
     """The numbers, in the selected array's grid, of chunks of the file.
 
-    >>> from shardload.planning.region import select_axes
+    >>> from shardload.planning.selection import select_axes
     >>> selection = select_axes((5, slice(4, 12)), (8, 16))
     >>> chunk_numbers([(1, 2)], selection, (4, 4), Grid((8,), (4,), (0,))).tolist()
     [1]
@@ -104,9 +104,9 @@ def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: S
         return f"{info} was made but never written: every value is its fill value"
     places = []
     for number in first:
-        box = selection.to_file(chunks.region(number))
-        index = tuple(a // c for a, c in zip(box.start, info.chunks, strict=True))
-        places.append(f"{index} (elements {box})")
+        place = selection.to_file(chunks.region(number))
+        index = tuple(a // c for a, c in zip(place.start, info.chunks, strict=True))
+        places.append(f"{index} (elements {place})")
     more = ", ..." if n > len(places) else ""
     verb = "chunk is" if n == 1 else "chunks are"
     return f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}"
@@ -128,13 +128,4 @@ def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
         text = f"{text}. Pass missing='error' to refuse such a file, {known}"
         # Said by rank 0 alone; but where the user has warnings raised, every rank must raise this one.
         with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
-            warnings.warn(text, MissingChunksWarning, stacklevel=_levels_to_caller())
-
-
-def _levels_to_caller() -> int:
-    """How many calls above `settle_missing` the caller of shardload is."""
-    here, level = os.path.dirname(os.path.dirname(__file__)) + os.sep, 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(text, MissingChunksWarning, stacklevel=levels_to_caller())

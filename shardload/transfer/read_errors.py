@@ -12,8 +12,9 @@ from shardload.errors import SourceError
 from shardload.formats.base import Source
 from shardload.formats.containment import NotAFileError, OutsideError
 from shardload.formats.untrusted.answers import HelperError
-from shardload.planning.region import Region, Selection
+from shardload.planning.region import Region
 from shardload.planning.schedule import Grid
+from shardload.planning.selection import Selection
 
 __all__ = ["Naming"]
 
@@ -60,19 +61,19 @@ class Naming:
 
     def index(self, region: Region) -> tuple[int, ...]:
         """Where the chunk that a region begins in stands in the file's grid of chunks."""
-        box = self._selection.to_file(region)
-        return tuple(a // c for a, c in zip(box.start, self._chunk_shape, strict=True))
+        place = self._selection.to_file(region)
+        return tuple(a // c for a, c in zip(place.start, self._chunk_shape, strict=True))
 
-    def elements(self, box: Region) -> str:
+    def elements(self, place: Region) -> str:
         """Some elements of the file."""
-        return f"{self._source.info}, elements {box},"
+        return f"{self._source.info}, elements {place},"
 
     def being_read(self, region: Region) -> str:
         """What is being read: the chunk, where the region lies in one."""
-        info, box = self._source.info, self._selection.to_file(region)
+        info, place = self._source.info, self._selection.to_file(region)
         if self._chunks is not None and self._chunks.n_meeting(region) == 1:
             return f"chunk {self.index(region)} of {info}"
-        return f"elements {box} of {info}"
+        return f"elements {place} of {info}"
 
     def explain(self, error: Exception, region: Region) -> SourceError:
         """What went wrong in a region, with the chunk it went wrong in: tried again, one by one."""
@@ -81,9 +82,9 @@ class Naming:
             cell = None if chunks is None else chunks.region(number).intersect(region)
             if cell is None:
                 continue
-            box = self._selection.to_file(cell)
+            place = self._selection.to_file(cell)
             try:
-                self._source.read_into(box, np.empty(box.shape, dtype=self._source.dtype))
+                self._source.read_into(place, np.empty(place.shape, dtype=self._source.dtype))
             except Exception as closer:
                 return self.unreadable(closer, cell, self.index(cell))
         return self.unreadable(error, region, None)
@@ -92,8 +93,8 @@ class Naming:
         """The error of a region (of a chunk, where it is known which) that could not be read."""
         info = self._source.info
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
-        box = self._selection.to_file(region)
-        text = f"{what} could not be read (elements {box}): {type(error).__name__}: {error}. "
+        place = self._selection.to_file(region)
+        text = f"{what} could not be read (elements {place}): {type(error).__name__}: {error}. "
         if isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Grid, Schedule, plan_blocks, plan_shards
+from shardload.planning.selection import Selection
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Direct, Parallel, Root, Strategy
 
 MAX_SIZE = 1500  # elements of the global array
 MAX_DEVICES = 24
@@ -39,6 +42,13 @@ class Case:
         return tuple(-(-n // p) * p for n, p in zip(self.shape, parts, strict=True))
 
     @property
+    def strategy(self) -> Strategy:
+        """0 readers: every rank what it holds."""
+        if self.n_readers == 0:
+            return Direct(self.is_merged)
+        return Root(self.root) if self.n_readers == 1 else Parallel(self.n_readers)
+
+    @property
     def chunks(self) -> Grid:
         return Grid(self.shape, self.cell, self.phase)
 
@@ -46,6 +56,7 @@ class Case:
         self,
         blocks: Grid | None = None,
         kind: type[Schedule] = Schedule,
+        strategy: Strategy | None = None,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> Schedule:
         shards = plan_shards(self.shape_global, self.axes, self.ranks)
@@ -54,11 +65,22 @@ class Case:
                 self.chunks,
                 self.itemsize,
                 max_nbytes=self.block_nbytes,
-                n_readers=self.n_readers,
+                n_owners=self.n_readers or None,
                 within=None if self.n_readers else shards.reach if self.is_merged else shards.shard_shape,
             )
-        numbers = self.itemsize, self.n_ranks, self.n_readers, self.root
-        return kind(blocks, shards, *numbers, max_message_nbytes=max_message_nbytes, is_merged=self.is_merged)
+        strategy = strategy or self.strategy
+        return kind(blocks, shards, self.itemsize, self.n_ranks, strategy, max_message_nbytes=max_message_nbytes)
+
+    def layout(
+        self, has_chunks: bool = True, file_itemsize: int | None = None, codec: str = "gzip", casts: bool = False, rows: int = 1
+    ) -> SourceLayout:
+        """How the array lies in a file. `rows`: along an axis that the selection drops, in each chunk."""
+        file_itemsize = file_itemsize or self.itemsize
+        n, width = len(self.shape), file_itemsize if not casts else self.itemsize
+        selection = Selection(Region((0,) * (n + 1), (*self.shape, 1)), tuple(range(n)))
+        chunk_shape = (*self.cell, rows) if has_chunks else None
+        file_dtype, dtype = np.dtype(f"V{file_itemsize}"), np.dtype(f"{'S' if casts else 'V'}{width}")
+        return SourceLayout(selection, self.chunks, chunk_shape, file_dtype, dtype, codec)
 
 
 @st.composite

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
-from shardload.planning.region import Region, select_axes
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part
+from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 from shardload.transfer.buffers import Piece, Slots, StagedBlock

@@ -18,7 +18,7 @@ import shardload
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
 from shardload.options import AUTO, OPTIONS, Options
-from shardload.planning.cost import MODES
+from shardload.planning.strategies import MODES
 from tests.options_table import document
 
 CALLS = ("load", "plan", "scatter", "verify")

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardload.arrays.compare import Truth, first_difference, sample_boxes
+from shardload.arrays.compare import Truth, first_difference, sample_regions
 from shardload.errors import ShardloadError, SourceError
 from shardload.formats.memory import MemorySource
 from shardload.planning.grid import Grid
-from shardload.planning.region import Region, select_axes
+from shardload.planning.region import Region
+from shardload.planning.selection import select_axes
 
 TABLE = np.arange(30, dtype=np.float32).reshape(5, 6)
 
@@ -50,8 +51,8 @@ def test_boxes_lie_in_one_chunk_of_the_shard(
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     shard = Region(start, shape)
     grid = Grid(shape, cell, (0,) * len(shape)) if chunked else None
-    found = list(sample_boxes(shard, grid, 1 << 12, seed, 3))  # boxes of 16 elements at most
-    assert found == list(sample_boxes(shard, grid, 1 << 12, seed, 3))
+    found = list(sample_regions(shard, grid, 1 << 12, seed, 3))  # boxes of 16 elements at most
+    assert found == list(sample_regions(shard, grid, 1 << 12, seed, 3))
     assert 1 <= len(found) <= 3
     for box in found:
         assert shard.contains(box)
@@ -61,8 +62,8 @@ def test_boxes_lie_in_one_chunk_of_the_shard(
 
 def test_another_seed_gives_other_boxes() -> None:
     shard = Region((0, 0), (4096, 4096))
-    assert list(sample_boxes(shard, None, 4, 0, 8)) != list(sample_boxes(shard, None, 4, 1, 8))
-    assert len(list(sample_boxes(shard, None, 4, 0, 8))) == 8
+    assert list(sample_regions(shard, None, 4, 0, 8)) != list(sample_regions(shard, None, 4, 1, 8))
+    assert len(list(sample_regions(shard, None, 4, 0, 8))) == 8
 
 
 class Unsteady(MemorySource):

@@ -20,7 +20,7 @@ from shardload.formats.lookup import find_array, open_source, read_small
 from shardload.formats.memory import MemorySource
 from shardload.jobs.consistency import check_same, check_unchanged, contents_of, is_open, to_sums
 from shardload.planning.grid import Grid
-from shardload.planning.region import select_axes
+from shardload.planning.selection import select_axes
 
 
 def added(states: list[tuple[int, ...] | None]) -> list[int]:

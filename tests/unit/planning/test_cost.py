@@ -13,29 +13,26 @@ from hypothesis import strategies as st
 
 from shardload.planning import cost as costs
 from shardload.planning import traffic as count
-from shardload.planning.cost import DIRECT, MODES, PARALLEL, ROOT, Cost, choose_mode, plan_cost
+from shardload.planning.blocks import count_runs, plan_row_chunks, run_stride
+from shardload.planning.cost import Cost, Nodes, choose_mode, plan_cost
 from shardload.planning.region import Region
-from shardload.planning.schedule import (
-    Grid,
-    Schedule,
-    count_runs,
-    plan_blocks,
-    plan_direct,
-    plan_row_chunks,
-    plan_shards,
-    run_stride,
-)
+from shardload.planning.schedule import Grid, Schedule, plan_schedules, plan_shards
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct, Parallel
 from tests.unit.brute_force import Case, cases, chunks_read, elements_read, flat_index, grids, held_regions, simulate
 from tests.unit.eight_devices import CHECKS, outcome
 
 
-def mode_of(case: Case) -> str:
-    return {0: DIRECT, 1: ROOT}.get(case.n_readers, PARALLEL)
-
-
-def cost_of(case: Case, plan: Schedule, **more: Any) -> Cost:
-    options: dict[str, Any] = dict(has_chunks=True, file_itemsize=case.itemsize, codec="gzip") | more
-    return plan_cost(mode_of(case), plan, case.chunks, **options)
+def cost_of(
+    case: Case,
+    plan: Schedule,
+    ranks_per_node: int | None = None,
+    n_cores: int | None = None,
+    staging_blocks: int = 2,
+    **more: Any,
+) -> Cost:
+    return plan_cost(plan, case.layout(**more), Nodes(ranks_per_node, n_cores), staging_blocks=staging_blocks)
 
 
 @settings(max_examples=200)
@@ -127,7 +124,7 @@ def test_a_direct_read_without_gaps_needs_no_staging() -> None:
 def test_chunks_along_dropped_axes_are_decoded_too() -> None:
     """``select=5`` of a file with chunks (100, 4, 4): each chunk that is decoded is 100 planes, for one that is wanted."""
     case = Case((8, 8), ((0,), (1,)), np.arange(4).reshape(2, 2), 4, (4, 4), (0, 0), 4)
-    cost = cost_of(case, case.plan(), chunk_nbytes=100 * 4 * 4 * 4)
+    cost = cost_of(case, case.plan(), rows=100)
     assert (cost.chunks_decoded, cost.amplification) == (4, 100.0)
     assert cost.reader_nbytes == 100 * 4 * 4 * 4
     assert cost.seconds > 50 * cost_of(case, case.plan()).seconds - 1e-3
@@ -177,19 +174,16 @@ def plan_all(
     mesh: tuple[int, ...],
     codec: str,
     per_rank: int = 1,
-    **more: Any,
+    nodes: Nodes | None = None,
 ) -> tuple[dict[str, Cost], int]:
     """The costs of a float32 array over a mesh with a rank for every so many devices, as `prepare` counts them."""
     n_ranks = math.prod(mesh) // per_rank
     shards = plan_shards(shape, axes, np.arange(math.prod(mesh)).reshape(mesh) // per_rank)
+    f4 = np.dtype("f4")
     chunks = Grid(shape, cell or plan_row_chunks(shape, 4), (0,) * len(shape))
-    plans = {}
-    for mode, n_readers in {ROOT: 1, PARALLEL: n_ranks}.items():
-        blocks = plan_blocks(chunks, 4, max_nbytes=16 << 20, n_readers=n_readers)
-        plans[mode] = Schedule(blocks, shards, 4, n_ranks, n_readers)
-    known: dict[str, Any] = dict(has_chunks=cell is not None, file_itemsize=4)
-    plans[DIRECT] = plan_direct(chunks, shards, 4, n_ranks, max_nbytes=16 << 20, **known)
-    return {mode: plan_cost(mode, plan, chunks, codec=codec, **known, **more) for mode, plan in plans.items()}, n_ranks
+    layout = SourceLayout(select_axes(None, shape), chunks, cell, f4, f4, codec)
+    plans = plan_schedules(layout, shards, n_ranks, max_nbytes=16 << 20)
+    return {mode: plan_cost(plan, layout, nodes) for mode, plan in plans.items()}, n_ranks
 
 
 CUBE = (512, 512, 512)
@@ -246,12 +240,13 @@ def test_a_process_of_several_devices_reads_once_for_all_of_them(
 def test_what_odd_sets_of_shards_share_is_counted_while_they_are_few() -> None:
     """Three of four shards are no grid. Above a number of such ranks, each shard counts by itself: more, never less."""
     shards = plan_shards((8, 8), ((0,), (1,)), np.array([[0, 0], [0, 1]]))
-    plan = Schedule(Grid((8, 8), (8, 8), (0, 0)), shards, 4, 2, 0, is_merged=True)
-    chunks = Grid((8, 8), (8, 2), (0, 0))  # columns: two of them in each shard
-    assert count.count_direct(plan, chunks, has_chunks=True) == (6, 4)
+    plan = Schedule(Grid((8, 8), (8, 8), (0, 0)), shards, 4, 2, Direct(is_merged=True))
+    f4 = np.dtype("f4")
+    layout = SourceLayout.cut(select_axes(None, (8, 8)), (8, 2), f4, f4)  # columns: two of them in each shard
+    assert count.count_direct(plan, layout) == (6, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(count, "_MAX_ODD_RANKS", 0)
-        assert count.count_direct(plan, chunks, has_chunks=True) == (8, 6)
+        assert count.count_direct(plan, layout) == (8, 6)
 
 
 def test_a_simpler_way_wins_unless_another_is_clearly_better() -> None:
@@ -326,7 +321,7 @@ def test_pairs_along_an_axis_against_its_elements(size: int, cell: int, phase: i
 @pytest.mark.parametrize("per_node", [1, 4, 64])
 def test_sampled_shares_are_near_the_exact_ones(axes: Any, per_node: int) -> None:
     shards = plan_shards((96, 80, 128), axes, np.random.default_rng(1).permutation(64).reshape(8, 8).T)
-    plan = Schedule(Grid((96, 80, 128), (2, 20, 128), (1, 0, 0)), shards, 4, 64, 64)
+    plan = Schedule(Grid((96, 80, 128), (2, 20, 128), (1, 0, 0)), shards, 4, 64, Parallel(64))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(count, "_MAX_TRIPLES", 1 << 30)
         exact = count.count_traffic(plan, per_node)
@@ -348,7 +343,7 @@ def test_more_of_what_is_fast_is_never_slower(case: Case, per_node: int, n_cores
 
     assert seconds(n_cores=n_cores + 1) <= seconds() * (1 + 1e-12)
     assert seconds(codec="blosc") <= seconds(codec="zstd") <= seconds(codec="gzip") <= seconds(codec="unheard-of")
-    assert seconds(chunk_nbytes=10**6) <= seconds(chunk_nbytes=10**7)
+    assert seconds(rows=10**5) <= seconds(rows=10**6)
     same_node = [cost_of(case, plan, ranks_per_node=n).same_node for n in (1, case.n_ranks)]
     assert same_node[0] in (0.0, 1.0) and same_node[1] == 1.0
     # With a core for each rank, what crosses nodes costs more than what does not.
@@ -357,18 +352,18 @@ def test_more_of_what_is_fast_is_never_slower(case: Case, per_node: int, n_cores
 
 def test_cores_are_shared_by_the_ranks_of_a_node() -> None:
     case = Case((64, 64), ((), (0,)), np.arange(8), 8, (1, 64), (0, 0), 0)
-    cost = {n: cost_of(case, case.plan(), n_cores=n, chunk_nbytes=1 << 30).seconds for n in (2, 4, 8, 16)}
+    cost = {n: cost_of(case, case.plan(), n_cores=n, rows=1 << 22).seconds for n in (2, 4, 8, 16)}
     assert cost[2] == pytest.approx(2 * cost[4]) and cost[4] == pytest.approx(2 * cost[8], rel=1e-3)
     assert cost[8] == pytest.approx(2 * cost[16], rel=1e-3), "a rank with two cores decodes with two threads"
     alone = replace(case, n_readers=1)
-    one = {n: cost_of(alone, alone.plan(), n_cores=n, chunk_nbytes=1 << 30).seconds for n in (2, 8)}
+    one = {n: cost_of(alone, alone.plan(), n_cores=n, rows=1 << 22).seconds for n in (2, 8)}
     assert one[2] == pytest.approx(one[8], rel=1e-3), "one rank that reads uses one core as long as ranks have no more each"
 
 
 def test_nodes_change_what_is_chosen() -> None:
     """Chunks that are stored as they are, shared by two shards: cheap to read twice, dear to send to another node."""
     for per_node, expected in ((2, PARALLEL), (1, DIRECT)):
-        found, n_ranks = plan_all(CUBE, (64, 512, 512), ((), (0,), ()), (2,), "none", ranks_per_node=per_node)
+        found, n_ranks = plan_all(CUBE, (64, 512, 512), ((), (0,), ()), (2,), "none", nodes=Nodes(per_node))
         mode, why = choose_mode(found, n_ranks)
         assert mode == expected and ("inside nodes" in why) == (per_node == 1), (why, found)
 

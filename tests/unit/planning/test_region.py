@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload.planning.region import Region, Selection, padding_of, select_axes
+from shardload.planning.region import Region, padding_of
+from shardload.planning.selection import Selection, select_axes
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from shardload.planning.blocks import BLOCKS_PER_OWNER, plan_row_chunks
 from shardload.planning.region import Region
 from shardload.planning.schedule import (
-    BLOCKS_PER_READER,
     MAX_MESSAGE_NBYTES,
     Block,
     Grid,
@@ -24,9 +24,11 @@ from shardload.planning.schedule import (
     Shards,
     plan_blocks,
     plan_direct,
-    plan_row_chunks,
     plan_shards,
 )
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Direct, Parallel, Root, Strategy
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
 
@@ -91,20 +93,20 @@ COLUMNS = Case((4, 4), ((), (0,)), np.array([0, 0, 1, 1]), 2, (1, 4), (0, 0), 2,
 FIXED = {"uneven": UNEVEN, "replicas": REPLICAS, "padded": PADDED, "direct": DIRECT, "two each": TWO_EACH, "columns": COLUMNS}
 
 
-class OwnerRoundsDown(Schedule):
-    def owner(self, block: int) -> int:
-        return self.reader_rank(block * self.n_readers // self.blocks.n_cells)
+class OwnerRoundsDown(Parallel):
+    def owner(self, schedule: Schedule, block: int) -> int:
+        return self.owner_rank(block * self.n_owners // schedule.blocks.n_cells, schedule.n_ranks)
 
 
-class RemainderDropped(Schedule):
-    def blocks_of(self, rank: int) -> range:
-        share = self.blocks.n_cells // self.n_readers
-        return range(rank * share, (rank + 1) * share) if rank < self.n_readers else range(0)
+class RemainderDropped(Parallel):
+    def blocks_of(self, schedule: Schedule, rank: int) -> range:
+        share = schedule.blocks.n_cells // self.n_owners
+        return range(rank * share, (rank + 1) * share) if rank < self.n_owners else range(0)
 
 
-class ReaderTakenForRank(Schedule):
-    def owner(self, block: int) -> int:
-        return ((block + 1) * self.n_readers - 1) // self.blocks.n_cells
+class OwnerTakenForRank(Parallel):
+    def owner(self, schedule: Schedule, block: int) -> int:
+        return ((block + 1) * self.n_owners - 1) // schedule.blocks.n_cells
 
 
 class OneReplicaOnly(Schedule):
@@ -139,10 +141,17 @@ class UnsplitReceives(Schedule):
         return Schedule.incoming(replace(self, max_message_nbytes=1 << 30), rank)
 
 
-class DirectTwice(Schedule):
-    def _direct_reads(self, rank: int) -> Iterator[Block]:
-        for read in super()._direct_reads(rank):
-            yield from (read, read)
+class DirectTwice(Direct):
+    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+        for block in super().owned(schedule, rank):
+            yield from (block, block)
+
+
+def wrong(case: Case, kind: type[Schedule | Strategy]) -> Schedule:
+    if issubclass(kind, Schedule):
+        return case.plan(kind=kind, max_message_nbytes=2 * case.itemsize)
+    strategy = kind(case.n_readers) if issubclass(kind, Parallel) else kind()
+    return case.plan(strategy=strategy, max_message_nbytes=2 * case.itemsize)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ class DirectTwice(Schedule):
     [
         (UNEVEN, OwnerRoundsDown),
         (UNEVEN, RemainderDropped),
-        (PADDED, ReaderTakenForRank),
+        (PADDED, OwnerTakenForRank),
         (REPLICAS, OneReplicaOnly),
         (COLUMNS, ShardsBeforeBlocks),
         (PADDED, PaddingIsRead),
@@ -161,7 +170,7 @@ class DirectTwice(Schedule):
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule]) -> None:
+def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule | Strategy]) -> None:
     def check(plan: Schedule) -> None:
         simulate(case, plan)
         if case.n_readers:
@@ -169,7 +178,7 @@ def test_a_wrong_plan_is_found_out(case: Case, kind: type[Schedule]) -> None:
 
     check(case.plan(max_message_nbytes=2 * case.itemsize))
     with pytest.raises(AssertionError):
-        check(case.plan(kind=kind, max_message_nbytes=2 * case.itemsize))
+        check(wrong(case, kind))
 
 
 @pytest.mark.parametrize("wrong", ["transposed", "swapped", "minor first", "a replica elsewhere"])
@@ -188,7 +197,7 @@ def test_a_wrong_rank_table_is_found_out(wrong: str) -> None:
     shards = Shards(right.shards.shape_global, right.shards.cuts, ranks)
     simulate(case, right)
     with pytest.raises(AssertionError, match="the plan says"):
-        simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.n_readers))
+        simulate(case, Schedule(right.blocks, shards, 4, case.n_ranks, case.strategy))
 
 
 @pytest.mark.parametrize("wrong", ["one cell less", "no phase"])
@@ -210,7 +219,7 @@ def test_a_wrong_grid_is_found_out(wrong: str) -> None:
 @pytest.mark.parametrize("n_blocks", [1, 2, 5, 7, 8, 100])
 def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> None:
     shards = plan_shards((n_blocks,), [()], np.arange(7))
-    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, n_readers, root=3 if n_readers == 1 else 0)
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, 7, Root(3) if n_readers == 1 else Parallel(n_readers))
     readers = [rank for rank in range(7) if plan.is_owner(rank)]
     assert len(readers) == min(n_readers, n_blocks)
     if n_readers == 1:
@@ -224,7 +233,7 @@ def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
     shards = plan_shards((6,), [(1,)], np.array([[3, 0], [1, 2]]))
-    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, 2)
+    plan = Schedule(Grid((5,), (2,), (0,)), shards, 8, 4, Parallel(2))
     assert [shards.holders(s) for s in (0, 1)] == [(1, 3), (0, 2)]
     assert [plan.owner(b) for b in range(3)] == [0, 2, 2]
 
@@ -307,11 +316,21 @@ def test_shards_that_cannot_be() -> None:
         Shards((4,), (2,), np.zeros(2, dtype=np.int64))
 
 
-@pytest.mark.parametrize(("n_ranks", "n_readers", "root"), [(2, 3, 0), (2, -1, 0), (2, 1, 2), (2, 1, -1)])
-def test_plans_that_cannot_be(n_ranks: int, n_readers: int, root: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (Parallel(3), "3 of 2 ranks cannot own the blocks"),
+        (Parallel(-1), "-1 of 2 ranks cannot own the blocks"),
+        (Parallel(0), "0 of 2 ranks cannot own the blocks"),
+        (Root(2), "rank 2 of 2 ranks cannot own the blocks"),
+        (Root(-1), "rank -1 of 2 ranks cannot own the blocks"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be(strategy: Strategy, said: str) -> None:
     shards = plan_shards((4,), [()], np.zeros(1, dtype=np.int64))
-    with pytest.raises(ValueError, match=f"{n_readers} readers of {n_ranks} ranks with root {root}"):
-        Schedule(Grid((4,), (1,), (0,)), shards, 4, n_ranks, n_readers, root)
+    with pytest.raises(ValueError, match=said):
+        Schedule(Grid((4,), (1,), (0,)), shards, 4, 2, strategy)
 
 
 # --- blocks
@@ -321,7 +340,7 @@ def test_plans_that_cannot_be(n_ranks: int, n_readers: int, root: int) -> None:
 @given(cases(), st.integers(1, 4000), st.integers(1, 9))
 def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: int, n_readers: int) -> None:
     chunks = case.chunks
-    blocks = plan_blocks(chunks, case.itemsize, max_nbytes=cap, n_readers=n_readers)
+    blocks = plan_blocks(chunks, case.itemsize, max_nbytes=cap, n_owners=n_readers)
     assert blocks.shape == chunks.shape and blocks.phase == chunks.phase
     of_chunk, of_block = cell_numbers(chunks), cell_numbers(blocks)
     pairs = {(int(b), int(c)) for b, c in zip(of_block.flat, of_chunk.flat, strict=True)}
@@ -332,8 +351,8 @@ def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: in
     per_block = np.bincount([b for b, _ in pairs], minlength=blocks.n_cells)
     assert all(per_block[held * case.itemsize > cap] == 1), "a block above the cap has more than one chunk"
     # Several blocks per reader where there are chunks for it, else a block per chunk.
-    assert blocks.n_cells >= min(chunks.n_cells, BLOCKS_PER_READER * n_readers)
-    if blocks.n_cells >= BLOCKS_PER_READER * n_readers:
+    assert blocks.n_cells >= min(chunks.n_cells, BLOCKS_PER_OWNER * n_readers)
+    if blocks.n_cells >= BLOCKS_PER_OWNER * n_readers:
         assert -(-blocks.n_cells // n_readers) <= 1.25 * blocks.n_cells / n_readers, "the busiest has a quarter more"
 
 
@@ -344,8 +363,8 @@ def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) 
     assume(case.n_readers == 0 or math.prod(case.shape) > 0)
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     within = shards.reach if is_merged else shards.shard_shape
-    blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_readers=0, within=within)
-    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, 0, is_merged=is_merged)
+    blocks = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, within=within)
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, Direct(is_merged))
     simulate(replace(case, n_readers=0), plan)
     largest = 0
     for rank in range(case.n_ranks):
@@ -382,18 +401,18 @@ def test_what_shards_of_a_rank_share_is_read_once(cell: Any, axes: Any, per_rank
     shape, devices = (64, 64, 64), np.arange(8).reshape(2, 4)
     for ranks in (devices // per_rank, RankBoxes.in_order((2, 4), per_rank)):
         shards = plan_shards(shape, axes, ranks)  # type: ignore[arg-type]
-        chunks = Grid(shape, cell or (1, 1, 64), (0, 0, 0))
-        numbers = 4, 8 // per_rank
-        plan = plan_direct(chunks, shards, *numbers, has_chunks=cell is not None, file_itemsize=4, max_nbytes=1 << 18)
-        assert plan.is_merged == merged
+        f4 = np.dtype("f4")
+        layout = SourceLayout.cut(select_axes(None, shape), cell, f4, f4)
+        plan = plan_direct(layout, shards, 8 // per_rank, max_nbytes=1 << 18)
+        assert plan.strategy == Direct(is_merged=merged)
 
 
 def test_staging_buffers_are_no_larger_than_a_shard() -> None:
     """A direct plan's blocks may span axes that no shard spans: 2 GiB here, of which a read takes 1 MiB."""
     planes = Grid((2048, 2048, 2048), (1, 2048, 2048), (0, 0, 0))
     shards = plan_shards(planes.shape, [(), (0,), (1,)], np.arange(64 * 64).reshape(64, 64))
-    blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, n_readers=0, within=shards.shard_shape)
-    plan = Schedule(blocks, shards, 4, 4096, 0)
+    blocks = plan_blocks(planes, 4, max_nbytes=1 << 20, within=shards.shard_shape)
+    plan = Schedule(blocks, shards, 4, 4096, Direct())
     assert max(read.region.size for read in plan.reads(17)) == plan.max_block_size <= 1 << 18
 
 
@@ -413,7 +432,7 @@ def test_staging_buffers_are_no_larger_than_a_shard() -> None:
 def test_blocks_by_hand(
     shape: tuple[int, ...], cell: tuple[int, ...], cap: int, n_readers: int, expected: tuple[int, ...]
 ) -> None:
-    assert plan_blocks(Grid(shape, cell, (0,) * len(shape)), 4, max_nbytes=cap, n_readers=n_readers).cell == expected
+    assert plan_blocks(Grid(shape, cell, (0,) * len(shape)), 4, max_nbytes=cap, n_owners=n_readers).cell == expected
 
 
 def test_row_chunks_fit_any_shape() -> None:
@@ -426,7 +445,7 @@ def test_row_chunks_fit_any_shape() -> None:
 def test_a_message_of_more_than_a_gibibyte_is_split() -> None:
     assert MAX_MESSAGE_NBYTES == 1 << 30
     shards = plan_shards((3, 1 << 28), [(), ()], np.array([1]))
-    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, 1)
+    plan = Schedule(Grid((3, 1 << 28), (3, 1 << 28), (0, 0)), shards, 8, 2, Root())
     (read,) = plan.reads(0)
     assert all(p.region.size * 8 <= MAX_MESSAGE_NBYTES for p in read.parts)
     assert sum(p.region.size for p in read.parts) == 3 << 28

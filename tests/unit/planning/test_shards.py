@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardload.planning.cost import plan_cost
+from shardload.planning.cost import Nodes, plan_cost
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Part, Parts, RankBoxes, Schedule, Shards, plan_blocks, plan_shards
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Parallel
 from tests.unit.brute_force import Case, cases, simulate
 
 
@@ -42,17 +44,17 @@ def test_a_formula_is_the_table_it_stands_for(drawn: tuple[Case, int]) -> None:
     assert (boxes.table() == case.ranks).all()
     table = plan_shards(case.shape_global, case.axes, case.ranks)
     formula = plan_shards(case.shape_global, case.axes, boxes)
-    assert isinstance(formula.ranks, RankBoxes) and (formula.table() == table.ranks).all()
+    assert isinstance(formula.ranks, RankBoxes) and (formula.table.written_out() == table.ranks).all()
     assert (formula.cuts, formula.n_shards, formula.n_replicas) == (table.cuts, table.n_shards, table.n_replicas)
     assert (formula.reach, formula.most_held) == (table.reach, table.most_held)
     assert table.most_held == max(len(table.shards_of(rank)) for rank in range(case.n_ranks))
     for shard in range(table.n_shards):
         assert formula.holders(shard) == table.holders(shard)
-        assert [formula.holder(shard, k) for k in range(formula.n_holders or 0)] == list(table.holders(shard))
+        assert [formula.table.holder(shard, k) for k in range(formula.table.n_holders or 0)] == list(table.holders(shard))
     for rank in range(-1, case.n_ranks + 1):
         assert formula.shards_of(rank) == table.shards_of(rank)
     shards, replicas = np.arange(table.n_shards)[:, None], np.arange(table.n_replicas)
-    assert (formula.ranks_at(shards, replicas) == table.ranks_at(shards, replicas)).all()
+    assert (formula.table.ranks_at(shards, replicas) == table.table.ranks_at(shards, replicas)).all()
 
 
 @settings(max_examples=150)
@@ -69,8 +71,8 @@ def test_a_plan_from_a_formula_is_the_plan_from_the_table(drawn: tuple[Case, int
         assert list(formula.reads(rank)) == list(table.reads(rank))
         assert formula.incoming(rank) == table.incoming(rank)
     for has_chunks in (True, False):
-        options: dict[str, Any] = dict(has_chunks=has_chunks, file_itemsize=4, codec="gzip", ranks_per_node=per_node)
-        assert plan_cost("?", formula, case.chunks, **options) == plan_cost("?", table, case.chunks, **options)
+        layout = case.layout(has_chunks, file_itemsize=4)
+        assert plan_cost(formula, layout, Nodes(per_node)) == plan_cost(table, layout, Nodes(per_node))
 
 
 def test_nothing_is_as_long_as_the_mesh() -> None:
@@ -84,14 +86,15 @@ def test_nothing_is_as_long_as_the_mesh() -> None:
     assert shards.region(shard) == Region((12345, 1 << 14, 0), (12346, (1 << 14) + 1, 64))
     assert shards.holders(shard) == (rank,)
     chunks = Grid(shape, (1, 1 << 15, 64), (0, 0, 0))
-    blocks = plan_blocks(chunks, 4, max_nbytes=1, n_readers=1 << 30)
-    plan = Schedule(blocks, shards, 4, 1 << 30, 1 << 30)
+    blocks = plan_blocks(chunks, 4, max_nbytes=1, n_owners=1 << 30)
+    plan = Schedule(blocks, shards, 4, 1 << 30, Parallel(1 << 30))
     (sender, (part,)), *others = plan.incoming(rank).items()
     assert not others and part.region == shards.region(shard)
     (read,) = plan.reads(sender)
     assert len(read.parts) == 1 << 15
     assert read.parts[1 << 14] == replace(part, rank=rank)
-    cost = plan_cost("parallel", plan, chunks, has_chunks=True, file_itemsize=4, codec="gzip")
+    f4 = np.dtype("f4")
+    cost = plan_cost(plan, SourceLayout.cut(select_axes(None, shape), (1, 1 << 15, 64), f4, f4, "gzip"))
     assert cost.messages == 1 << 30 and not cost.is_exact
 
 
@@ -121,7 +124,7 @@ def test_tables_are_told_apart(drawn: tuple[Case, int]) -> None:
     shards = plan_shards(case.shape_global, case.axes, case.ranks)
     again = plan_shards(case.shape_global, case.axes, case.ranks.copy())
     other = plan_shards(case.shape_global, case.axes, case.ranks + 1)
-    assert shards.describe_ranks() == again.describe_ranks() != other.describe_ranks()
+    assert shards.table.describe() == again.table.describe() != other.table.describe()
 
 
 def test_parts_are_a_sequence() -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.planning.region import Region, Selection, select_axes
+from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Part
+from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
 from shardload.transfer.buffers import Piece, Slots, aligned

@@ -1,0 +1,307 @@
+"""Which rank owns which block of the file?
+
+Three strategies answer it. `Root`: one rank owns all blocks. `Parallel`: some ranks own a run of blocks each. In both each
+block has one owner, and parts travel between it and the ranks that hold the pieces. `Direct`: every rank takes from the file
+what it holds; nothing travels, and a chunk that several ranks need is decoded by each of them.
+
+A strategy is a few integers. What it is asked it answers for one rank at a time, at the cost of that rank's own work: the owner
+of a block is a formula, so no rank ever lists what the others do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+from shardload.planning.parts import Block, Part, Parts, PartsByRank
+from shardload.planning.region import Region
+
+if TYPE_CHECKING:
+    from shardload.planning.schedule import Schedule
+
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
+
+ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
+MODES = (ROOT, PARALLEL, DIRECT)
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Strategy(Protocol):
+    """Who owns what. The schedule that it is asked about has the blocks and the shards."""
+
+    mode: ClassVar[str]
+    """Its name."""
+    is_direct: ClassVar[bool]
+    """Whether every rank takes its own shards, so that nothing travels."""
+
+    def check(self, n_ranks: int) -> None:
+        """ValueError unless so many ranks can do that."""
+        ...
+
+    def n_owners_of(self, n_ranks: int) -> int:
+        """How many of so many ranks may take blocks."""
+        ...
+
+    def extent(self, schedule: Schedule) -> tuple[int, ...]:
+        """Along each axis, what blocks are cut from: the array, a shard, or all that a rank has."""
+        ...
+
+    def is_owner(self, schedule: Schedule, rank: int) -> bool:
+        """Whether a rank has anything to do with the file."""
+        ...
+
+    def owner(self, schedule: Schedule, block: int) -> int:
+        """The rank whose alone a block is; -1 where every rank may take it."""
+        ...
+
+    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
+        """`owner` of many blocks."""
+        ...
+
+    def blocks_of(self, schedule: Schedule, rank: int) -> range:
+        """The blocks that are a rank's alone: the inverse of `owner`."""
+        ...
+
+    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+        """A rank's blocks in file order, each with the parts that meet it."""
+        ...
+
+    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
+        ...
+
+
+class OneOwnerEach(ABC):
+    """Each block has one owner. An owner's blocks are contiguous in C order, which is the file's order."""
+
+    is_direct: ClassVar[bool] = False
+
+    n_owners: int
+
+    @abstractmethod
+    def owner_rank(self, owner: int, n_ranks: int) -> int:
+        """The rank of an owner, counted from 0: grows with the owner."""
+
+    @abstractmethod
+    def owner_at(self, rank: int, n_ranks: int) -> int | None:
+        """The inverse: which owner a rank is; None where it is none."""
+
+    def n_owners_of(self, n_ranks: int) -> int:
+        """The owners."""
+        return self.n_owners
+
+    def extent(self, schedule: Schedule) -> tuple[int, ...]:
+        """All of the array."""
+        return schedule.blocks.shape
+
+    def owner(self, schedule: Schedule, block: int) -> int:
+        """The rank that owns a block."""
+        return self.owner_rank(((block + 1) * self.n_owners - 1) // schedule.blocks.n_cells, schedule.n_ranks)
+
+    @abstractmethod
+    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
+        """`owner` of many blocks."""
+
+    def blocks_of(self, schedule: Schedule, rank: int) -> range:
+        """The inverse of `owner`."""
+        owner, n = self.owner_at(rank, schedule.n_ranks), schedule.blocks.n_cells
+        return range(0) if owner is None else range(owner * n // self.n_owners, (owner + 1) * n // self.n_owners)
+
+    def is_owner(self, schedule: Schedule, rank: int) -> bool:
+        """Whether a rank has blocks."""
+        return len(self.blocks_of(schedule, rank)) > 0
+
+    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+        """Each of the rank's blocks, with the parts of all pieces that meet it."""
+        for block in self.blocks_of(schedule, rank):
+            yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block))
+
+    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+        """The parts of the rank's pieces, but for those in its own blocks."""
+        blocks = schedule.blocks
+        block, shard = schedule.pairs_of(rank)
+        owner = self.owners(schedule, block)
+        # Owners ascend with blocks, so what one owner has is a run.
+        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
+        stops = [*starts, len(owner)][1:]
+        runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
+        runs.pop(rank, None)
+        if not schedule.is_never_split:
+            return {
+                rank_: [
+                    Part(region, int(shard[k]), rank_)
+                    for k in run
+                    for region in schedule.messages(blocks.region(int(block[k])), int(shard[k]))
+                ]
+                for rank_, run in runs.items()
+            }
+
+        def make(k: int) -> Part:
+            return schedule.part(blocks.bounds(int(block[k])), int(shard[k]), int(owner[k]))
+
+        return PartsByRank(make, runs)
+
+
+def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
+    """The parts of all pieces that meet a block, with the rank of each piece."""
+    shards, region = schedule.shards, schedule.blocks.region(block)
+    n_holders = shards.table.n_holders
+    if n_holders is None or not schedule.is_never_split:
+        return tuple(
+            Part(piece, shard, holder)
+            for shard in shards.grid.meeting(region)
+            for holder in shards.holders(shard)
+            for piece in schedule.messages(region, shard)
+        )
+    met, counts, bounds = shards.grid.meeting_axes(region), shards.cuts, schedule.blocks.bounds(block)
+
+    def make(i: int) -> Part:
+        i, k = divmod(i, n_holders)
+        shard, stride = 0, 1
+        for axis, count in zip(reversed(met), reversed(counts), strict=True):
+            i, step = divmod(i, len(axis))
+            shard, stride = shard + axis[step] * stride, stride * count
+        return schedule.part(bounds, shard, shards.table.holder(shard, k))
+
+    return Parts(make, range(math.prod(map(len, met)) * n_holders))
+
+
+@dataclass(frozen=True)
+class Root(OneOwnerEach):
+    """One rank owns all blocks.
+
+    Parameters
+    ----------
+    root : int
+        Which.
+    """
+
+    mode: ClassVar[str] = ROOT
+    root: int = 0
+    n_owners: int = field(default=1, init=False, repr=False)
+
+    def check(self, n_ranks: int) -> None:
+        """ValueError unless there is such a rank."""
+        if not 0 <= self.root < n_ranks:
+            raise ValueError(f"rank {self.root} of {n_ranks} ranks cannot own the blocks")
+
+    def owner_rank(self, owner: int, n_ranks: int) -> int:
+        """The root."""
+        return self.root
+
+    def owner_at(self, rank: int, n_ranks: int) -> int | None:
+        """0 for the root."""
+        return 0 if rank == self.root else None
+
+    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
+        """The root, for every block."""
+        return np.full(blocks.shape, self.root)
+
+
+@dataclass(frozen=True)
+class Parallel(OneOwnerEach):
+    """Several ranks share the blocks: spread evenly over the ranks, and so over the nodes.
+
+    Parameters
+    ----------
+    n_owners : int
+        How many.
+    """
+
+    mode: ClassVar[str] = PARALLEL
+    n_owners: int
+
+    def check(self, n_ranks: int) -> None:
+        """ValueError unless there are as many ranks."""
+        if not 1 <= self.n_owners <= n_ranks:
+            raise ValueError(f"{self.n_owners} of {n_ranks} ranks cannot own the blocks")
+
+    def owner_rank(self, owner: int, n_ranks: int) -> int:
+        """Every so-manieth rank."""
+        return owner * n_ranks // self.n_owners
+
+    def owner_at(self, rank: int, n_ranks: int) -> int | None:
+        """The owner whose rank it is."""
+        owner = -(-rank * self.n_owners // n_ranks)  # the first one whose rank is not below this one
+        return owner if owner < self.n_owners and self.owner_rank(owner, n_ranks) == rank else None
+
+    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
+        """`owner` of many blocks."""
+        owners = ((blocks + 1) * self.n_owners - 1) // schedule.blocks.n_cells
+        return owners * schedule.n_ranks // self.n_owners
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Every rank takes what it holds.
+
+    Parameters
+    ----------
+    is_merged : bool
+        Whether it takes a block once for all of its shards, or once for each.
+    """
+
+    mode: ClassVar[str] = DIRECT
+    is_direct: ClassVar[bool] = True
+    is_merged: bool = False
+
+    def check(self, n_ranks: int) -> None:
+        """Any number of ranks will do."""
+
+    def n_owners_of(self, n_ranks: int) -> int:
+        """All."""
+        return n_ranks
+
+    def extent(self, schedule: Schedule) -> tuple[int, ...]:
+        """A shard where each is taken by itself, else what a rank has."""
+        return schedule.shards.reach if self.is_merged else schedule.shards.shard_shape
+
+    def is_owner(self, schedule: Schedule, rank: int) -> bool:
+        """Whether a rank holds anything."""
+        return bool(schedule.shards.shards_of(rank))
+
+    def owner(self, schedule: Schedule, block: int) -> int:
+        """-1: every rank may take it."""
+        return -1
+
+    def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
+        """-1 for every block."""
+        return np.full(blocks.shape, -1)
+
+    def blocks_of(self, schedule: Schedule, rank: int) -> range:
+        """None."""
+        return range(0)
+
+    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+        """What a rank needs of each block."""
+        if self.is_merged:
+            yield from self._merged(schedule, rank)
+            return
+        for shard in schedule.shards.shards_of(rank):
+            held = schedule.true_region(shard)
+            for block in schedule.blocks.meeting(held) if held else ():
+                region = schedule.blocks.region(block).intersect(held) if held else None
+                if region is not None:
+                    yield Block(region, (Part(region, shard, rank),))
+
+    def _merged(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+        """Each block once, with a part for each shard that it meets. Between the parts there may be gaps."""
+        block, shard = (found.tolist() for found in schedule.pairs_of(rank))
+        for number, pairs in itertools.groupby(zip(block, shard, strict=True), key=operator.itemgetter(0)):
+            bounds = schedule.blocks.bounds(number)
+            parts = tuple(schedule.part(bounds, met, rank) for _, met in pairs)
+            start = tuple(map(min, zip(*(part.region.start for part in parts), strict=True)))
+            stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
+            yield Block(Region(start, stop), parts)
+
+    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+        """None: nothing travels."""
+        return {}

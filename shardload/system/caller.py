@@ -1,0 +1,26 @@
+"""Where in the user's own code was this package called?
+
+A warning should name that line. The number of calls in between is not the same for `load`, `Plan.execute`, `scatter` and the
+command line, and changes whenever a function is split: a number handed down through all of them would be wrong one day, and
+nobody would notice. So the calls are looked through, up to the first one from outside the package. (`warnings.warn` does the
+same with ``skip_file_prefixes``, from Python 3.12 on.)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+__all__ = ["levels_to_caller"]
+
+
+def levels_to_caller() -> int:
+    """The ``stacklevel`` of a warning that whoever calls this gives: of the first call from outside the package.
+
+    Where nothing outside called, as in a thread of the package's own, it is that of the outermost call.
+    """
+    package, level = os.path.dirname(os.path.dirname(__file__)) + os.sep, 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,55 @@
+"""Can a load be planned where there is nothing but NumPy: no JAX, no MPI, no library of a file format?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = ("jax", "jaxlib", "mpi4py", "h5py", "zarr", "numcodecs", "deflate", "hdf5plugin", "typer", "rich")
+
+SCRIPT = f"""
+import importlib, pkgutil, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {BLOCKED!r}:
+            raise ImportError("blocked: " + name)
+
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import numpy as np
+import shardload.planning
+names = [module.name for module in pkgutil.iter_modules(shardload.planning.__path__)]
+modules = {{name: importlib.import_module("shardload.planning." + name) for name in names}}
+shape, f4 = (64, 64, 64), np.dtype("f4")
+layout = modules["source_layout"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 64, 64), f4, f4, "gzip")
+shards = modules["shards"].plan_shards(shape, [(), (0,), (1,)], np.arange(4).reshape(2, 2))
+schedules = modules["schedule"].plan_schedules(layout, shards, 4, max_nbytes=1 << 20)
+costs = {{mode: modules["cost"].plan_cost(schedule, layout) for mode, schedule in schedules.items()}}
+staging = modules["staging"].plan_staging([(schedules["parallel"], layout)], 64 << 20)
+print(len(names), modules["cost"].choose_mode(costs, 4)[0], costs["direct"].chunks_decoded, staging.n_slots > 0)
+print([name for name in sorted(sys.modules) if name.startswith("shardload.") and not name.startswith("shardload.planning")])
+"""
+
+
+def run(*modules: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT, *modules], capture_output=True, text=True, timeout=120)
+
+
+def test_planning_needs_numpy_alone() -> None:
+    """Wrong if a module of planning, or the package's `__init__`, imported what is blocked."""
+    done = run()
+    assert done.returncode == 0, done.stderr
+    counted, rooms = done.stdout.splitlines()
+    n_modules, mode, decoded, has_slots = counted.split()
+    assert int(n_modules) >= 10 and (mode, decoded, has_slots) == ("parallel", "256", "True")
+    assert rooms == "['shardload.errors', 'shardload.units']", "below planning are only errors and how bytes are written"
+
+
+@pytest.mark.parametrize("module", ["jax", "mpi4py.MPI", "h5py", "shardload.arrays.sharding"])
+def test_what_is_blocked_is_blocked(module: str) -> None:
+    """Wrong if the blocker let everything through: then the test above would show nothing."""
+    assert "ImportError: blocked: " in run(module).stderr

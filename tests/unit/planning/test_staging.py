@@ -1,0 +1,72 @@
+"""Do the buffers and threads of a rank stay under the staging cap, for one array and for several?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.planning.schedule import Schedule, plan_schedules, plan_shards
+from shardload.planning.selection import select_axes
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import least_staging, plan_staging
+
+Array = tuple[Schedule, SourceLayout]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Array:
+    shape = tuple(draw(st.integers(1, 300)) for _ in range(draw(st.integers(1, 3))))
+    chunks = draw(st.none() | st.tuples(*(st.integers(1, n) for n in shape)))
+    file_dtype, dtype = (np.dtype(draw(st.sampled_from(["u1", "f4", "f8"]))) for _ in range(2))
+    layout = SourceLayout.cut(select_axes(None, shape), chunks, file_dtype, dtype)
+    shards = plan_shards(shape, [()] * len(shape), np.arange(3))
+    mode = draw(st.sampled_from(["root", "parallel", "direct"]))
+    return plan_schedules(layout, shards, 3, max_nbytes=draw(st.sampled_from([1 << 10, 1 << 16])), modes=(mode,))[mode], layout
+
+
+def scratch_nbytes(planned: list[Array]) -> int:
+    """What one thread may hold, counted buffer by buffer: each grows to the largest that any array needs."""
+    stored, decompressed, chunk, cast, block = [0], [0], [0], [0], [0]
+    for schedule, layout in planned:
+        stored.append(layout.chunk_nbytes)
+        decompressed.append(layout.chunk_nbytes)
+        chunk.append(layout.chunk_nbytes)
+        if layout.casts:
+            cast.append(layout.chunk_size * layout.dtype.itemsize)
+            block.append(schedule.max_block_size * layout.file_dtype.itemsize)
+    by_chunks = sum(map(max, (stored, decompressed, chunk, cast)))
+    return max(by_chunks, max(block)) if len(planned) == 1 else by_chunks + max(block)
+
+
+@settings(max_examples=150)
+@given(st.lists(arrays(), min_size=1, max_size=3), st.integers(1, 40), st.integers(0, 1 << 22))
+def test_all_of_it_is_under_the_cap_if_one_of_each_is(planned: list[Array], n_threads: int, more: int) -> None:
+    least = plan_staging(planned, 0, n_threads)
+    assert (least.n_threads, least.n_slots, least.n_pack) == (1, 1, 1), "what cannot be had less of"
+    one = least.slot_nbytes + least.pack_nbytes + scratch_nbytes(planned)
+    found = plan_staging(planned, one + more, n_threads)
+    used = found.n_threads * scratch_nbytes(planned) + found.n_slots * found.slot_nbytes + found.n_pack * found.pack_nbytes
+    assert used <= one + more
+    assert 1 <= found.n_threads <= min(n_threads, 16) and found.n_blocks == found.n_slots + found.n_pack
+
+
+@settings(max_examples=100)
+@given(st.lists(arrays(), min_size=1, max_size=3), st.integers(1, 1 << 22))
+def test_every_array_finds_room(planned: list[Array], cap: int) -> None:
+    """Wrong if the buffers were those of the first array, or of the last."""
+    found = plan_staging(planned, cap, 2)
+    for array in planned:
+        alone = plan_staging([array], cap, 2)
+        assert found.slot_nbytes >= alone.slot_nbytes and found.pack_nbytes >= alone.pack_nbytes
+    assert found == plan_staging(planned[::-1], cap, 2), "their order decides nothing"
+
+
+@pytest.mark.parametrize(("file_dtype", "dtype", "expected"), [("f4", "f4", 20), ("f8", "f4", 44), ("u1", "f8", 27)])
+def test_the_least_for_one_chunk(file_dtype: str, dtype: str, expected: int) -> None:
+    """As read and as sent, in the wider type; as stored, decompressed and decoded; and as cast."""
+    whole = select_axes(None, (64, 64))
+    layout = SourceLayout.cut(whole, (5, 7), np.dtype(file_dtype), np.dtype(dtype))
+    assert least_staging(layout) == 35 * expected
+    assert least_staging(SourceLayout.cut(whole, None, np.dtype(file_dtype), np.dtype(dtype))) == 0

@@ -1,0 +1,36 @@
+"""Does a warning name the user's line, however many functions of the package lie in between?"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardload
+from shardload.system.caller import levels_to_caller
+
+INSIDE = str(Path(shardload.__file__).parent / "made_up.py")
+
+
+def inside(n: int) -> Any:
+    """A function that warns, `n` calls deep in files of the package."""
+    names: dict[str, Any] = {"warnings": warnings, "levels_to_caller": levels_to_caller}
+    source = "def f0(): warnings.warn('x', stacklevel=levels_to_caller())\n"
+    source += "".join(f"def f{k}(): f{k - 1}()\n" for k in range(1, n))
+    exec(compile(source, INSIDE, "exec"), names)
+    return names[f"f{n - 1}"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_the_line_is_that_of_the_first_call_from_outside(n: int) -> None:
+    """Wrong if the number of calls were known beforehand, or counted one too few."""
+    warn = inside(n)
+    with pytest.warns(UserWarning) as said:
+        warn()
+        frame = inspect.currentframe()
+        assert frame is not None
+        line = frame.f_lineno - 3
+    assert (said[0].filename, said[0].lineno) == (__file__, line)
