@@ -12,9 +12,10 @@ import pytest
 
 from shardload.comm.group import group_of
 from shardload.comm.shared_memory import Bell
-from shardload.planning.region import select_axes
 from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Parallel
 from shardload.transfer.buffers import Piece, Slots, aligned
 from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.local_pieces import LocalPieces
@@ -29,7 +30,11 @@ Array = np.ndarray[Any, Any]
 
 def cut(shape: tuple[int, ...], block: tuple[int, ...], axes: Any, mesh: Array, n_readers: int, dtype: Any) -> Schedule:
     return Schedule(
-        Grid(shape, block, (0,) * len(shape)), plan_shards(shape, axes, mesh), np.dtype(dtype).itemsize, mesh.size, n_readers
+        Grid(shape, block, (0,) * len(shape)),
+        plan_shards(shape, axes, mesh),
+        np.dtype(dtype).itemsize,
+        mesh.size,
+        Parallel(n_readers),
     )
 
 
