@@ -25,6 +25,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
+from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
 from shardload.options import AUTO, DEFAULTS, FILE, FULL, OPTIONS, Progress
 from shardload.planning.region import Region
@@ -380,7 +381,10 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
         return json.dumps([_find_with_values(path, call) for path, call in zip(paths, calls, strict=True)])
 
     def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        return [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
+        loads = [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
+        if len(loads) > 1:
+            check_together([load.layout for load in loads], calls[0].options.staging_nbytes)
+        return loads
 
     with Request.open("load", targets, comm) as request:
         job = request.job(request.plan(find, make))

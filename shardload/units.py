@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-
-import numpy as np
+from numbers import Integral
+from typing import Any
 
 from shardload.errors import ConfigError
 
@@ -15,13 +15,13 @@ _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
-def parse_nbytes(text: int | str) -> int:
+def parse_nbytes(text: Any) -> int:
     """A number of bytes from ``"256MiB"``, ``"1.5 GB"`` or an int.
 
     >>> parse_nbytes("256MiB"), parse_nbytes("1.5 kB"), parse_nbytes(10)
     (268435456, 1500, 10)
     """
-    if isinstance(text, (int, np.integer)) and not isinstance(text, bool):
+    if not isinstance(text, bool) and isinstance(text, Integral):
         n = int(text)
     else:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None

@@ -10,7 +10,7 @@ Nothing here opens a file or sends a message, and nothing that is made holds eit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,12 +29,12 @@ from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import least_staging
+from shardload.planning.staging import least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter"]
+__all__ = ["Ask", "Ranks", "check_together", "plan_array", "plan_scatter"]
 
 # What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
 # decode.
@@ -116,6 +116,16 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
     schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes)
     return _choose(ask, info, source, {ROOT: schedule})
+
+
+def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
+    """ConfigError unless several arrays fit under the cap that they share; each of them alone does."""
+    needed = least_together([(layout.schedule, layout.source) for layout in layouts])
+    if needed > staging_nbytes:
+        raise ConfigError(
+            f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
+            f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
+        )
 
 
 def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:

@@ -15,7 +15,7 @@ from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 
-__all__ = ["Staging", "chunks_per_block", "least_staging", "plan_staging"]
+__all__ = ["Staging", "chunks_per_block", "least_staging", "least_together", "plan_staging"]
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
@@ -100,6 +100,12 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     wanted_slots = max(max(_SLOTS, n_threads * 2 // max(1, need.n_chunks) + 2) for need in needs)
     n_slots = max(1, min(wanted_slots, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
     return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
+
+
+def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
+    """Bytes without which several arrays cannot share buffers: one of each kind, and one thread's scratch memory."""
+    needs = [_need(schedule, layout) for schedule, layout in arrays]
+    return max(n.slot_nbytes for n in needs) + max(n.pack_nbytes for n in needs) + _scratch_nbytes(needs)
 
 
 def _need(schedule: Schedule, layout: SourceLayout) -> _Need:
