@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -25,10 +25,11 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
+from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
-from shardload.options import AUTO, FILE, FULL, TIMEOUT, Progress
-from shardload.planning.cost import ROOT
+from shardload.options import AUTO, DEFAULTS, FILE, FULL, OPTIONS, Progress
 from shardload.planning.region import Region
+from shardload.planning.strategies import ROOT
 from shardload.transfer.messages import sendable
 
 __all__ = ["load", "plan", "scatter", "verify"]
@@ -39,20 +40,20 @@ def load(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = None,
-    select: Any = None,
-    dtype: Any = None,
-    pad: Any = None,
-    readers: str | int = AUTO,
-    staging: str | int = "256MiB",
-    verify: str = "index",
-    comm: Any = None,
-    progress: Progress = None,
-    timeout: float | None = TIMEOUT,
-    missing: str = "warn",
-    allow_external: bool = False,
-    untrusted: bool = False,
-    allow_filters: Any = (),
+    dataset: str | None = DEFAULTS.dataset,
+    select: Any = DEFAULTS.select,
+    dtype: Any = DEFAULTS.dtype,
+    pad: Any = DEFAULTS.pad,
+    readers: str | int = DEFAULTS.readers,
+    staging: str | int = DEFAULTS.staging,
+    verify: str = DEFAULTS.verify,
+    comm: Any = DEFAULTS.comm,
+    progress: Progress = DEFAULTS.progress,
+    timeout: float | None = DEFAULTS.timeout,
+    missing: str = DEFAULTS.missing,
+    allow_external: bool = DEFAULTS.allow_external,
+    untrusted: bool = DEFAULTS.untrusted,
+    allow_filters: Any = DEFAULTS.allow_filters,
 ) -> jax.Array:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
 
@@ -139,11 +140,7 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, allow_external=allow_external, untrusted=untrusted,
-        allow_filters=allow_filters,
-    )  # fmt: skip
+    options = _given("load", locals())
 
     return load_many([(path, mesh, spec, options)], comm).arrays[0]
 
@@ -153,21 +150,21 @@ def plan(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = None,
-    select: Any = None,
-    dtype: Any = None,
-    pad: Any = None,
-    readers: str | int = AUTO,
-    staging: str | int = "256MiB",
-    verify: str = "index",
-    comm: Any = None,
-    progress: Progress = None,
-    timeout: float | None = TIMEOUT,
-    missing: str = "warn",
-    allow_external: bool = False,
-    untrusted: bool = False,
-    allow_filters: Any = (),
-    processes: int | None = None,
+    dataset: str | None = DEFAULTS.dataset,
+    select: Any = DEFAULTS.select,
+    dtype: Any = DEFAULTS.dtype,
+    pad: Any = DEFAULTS.pad,
+    readers: str | int = DEFAULTS.readers,
+    staging: str | int = DEFAULTS.staging,
+    verify: str = DEFAULTS.verify,
+    comm: Any = DEFAULTS.comm,
+    progress: Progress = DEFAULTS.progress,
+    timeout: float | None = DEFAULTS.timeout,
+    missing: str = DEFAULTS.missing,
+    allow_external: bool = DEFAULTS.allow_external,
+    untrusted: bool = DEFAULTS.untrusted,
+    allow_filters: Any = DEFAULTS.allow_filters,
+    processes: int | None = DEFAULTS.processes,
 ) -> Plan:
     """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
 
@@ -193,11 +190,7 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, readers=readers, staging=staging, verify=verify,
-        progress=progress, timeout=timeout, missing=missing, allow_external=allow_external, untrusted=untrusted,
-        allow_filters=allow_filters,
-    )  # fmt: skip
+    options = _given("plan", locals())
     target = Target(mesh, spec, {"path": _describe_path(path)}, options)
 
     def make(calls: list[Call], found: str) -> list[ArrayLoad]:
@@ -213,14 +206,14 @@ def scatter(
     mesh: Any,
     spec: Any = None,
     *,
-    root: int = 0,
-    dtype: Any = None,
-    pad: Any = None,
-    staging: str | int = "256MiB",
-    verify: str = "index",
-    comm: Any = None,
-    progress: Progress = None,
-    timeout: float | None = TIMEOUT,
+    root: int = DEFAULTS.root,
+    dtype: Any = DEFAULTS.dtype,
+    pad: Any = DEFAULTS.pad,
+    staging: str | int = DEFAULTS.staging,
+    verify: str = DEFAULTS.verify,
+    comm: Any = DEFAULTS.comm,
+    progress: Progress = DEFAULTS.progress,
+    timeout: float | None = DEFAULTS.timeout,
 ) -> jax.Array:
     """Give every process its shard of an array that one rank has or makes.
 
@@ -249,10 +242,10 @@ def scatter(
     ConfigError, SourceError, PeerError
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
+    options = _given("scatter", locals()) | {"readers": ROOT}
     error = None
     if verify in (FILE, FULL):
         error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    options = dict(dtype=dtype, pad=pad, staging=staging, verify=verify, progress=progress, readers=ROOT, timeout=timeout)
     source: list[MemorySource] = []
 
     def find(calls: list[Call]) -> str:
@@ -283,17 +276,17 @@ def verify(
     x: jax.Array,
     path: Any,
     *,
-    dataset: str | None = None,
-    select: Any = None,
-    dtype: Any = None,
-    pad: Any = None,
-    how: str = FULL,
-    seed: int = 0,
-    staging: str | int = "256MiB",
-    comm: Any = None,
-    allow_external: bool = False,
-    untrusted: bool = False,
-    allow_filters: Any = (),
+    dataset: str | None = DEFAULTS.dataset,
+    select: Any = DEFAULTS.select,
+    dtype: Any = DEFAULTS.dtype,
+    pad: Any = DEFAULTS.pad,
+    how: str = DEFAULTS.how,
+    seed: int = DEFAULTS.seed,
+    staging: str | int = DEFAULTS.staging,
+    comm: Any = DEFAULTS.comm,
+    allow_external: bool = DEFAULTS.allow_external,
+    untrusted: bool = DEFAULTS.untrusted,
+    allow_filters: Any = DEFAULTS.allow_filters,
 ) -> VerifyReport:
     """Compare an array, wherever it comes from, with the file that it should be of.
 
@@ -345,6 +338,7 @@ def verify(
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
     verified by full: ... CRC-32 of the array b4e473c9
     """
+    options = _given("verify", locals()) | {"verify": how}
     error, found, given = None, "nothing", cast(Any, x)
     if not isinstance(given, jax.Array):
         error = ConfigError(f"x is a {type(given).__name__}; expected a jax.Array")
@@ -352,10 +346,6 @@ def verify(
         error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
     else:
         found = f"an array of shape {x.shape}, {x.dtype}"
-    options = dict(
-        dataset=dataset, select=select, dtype=dtype, pad=pad, staging=staging, verify=how, allow_external=allow_external,
-        untrusted=untrusted, allow_filters=allow_filters,
-    )  # fmt: skip
     what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
 
     def make(calls: list[Call], found: str) -> list[ArrayLoad]:
@@ -391,12 +381,20 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
         return json.dumps([_find_with_values(path, call) for path, call in zip(paths, calls, strict=True)])
 
     def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        return [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
+        loads = [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
+        if len(loads) > 1:
+            check_together([load.layout for load in loads], calls[0].options.staging_nbytes)
+        return loads
 
     with Request.open("load", targets, comm) as request:
         job = request.job(request.plan(find, make))
         job.begin()
         return job.run()
+
+
+def _given(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a function's arguments that `Options` checks."""
+    return {option.name: arguments[option.name] for option in OPTIONS.values() if call in option.calls and option.kept_as}
 
 
 def _find_with_values(path: Any, call: Call) -> list[str | None]:

@@ -1,30 +1,249 @@
-"""What did the caller ask for? The arguments of a load, checked one by one before anything is opened.
+"""What can a caller ask for? Each option is declared once, here.
 
-Pure: no JAX, no MPI, no files.
+An `Option` has its name, its default, what checks it, what is said of it, and whether all ranks must pass the same. From that
+come the defaults in the signatures (`DEFAULTS`), the checks (`Options.check`), what ranks compare (`Options.describe`), the
+flags of the command line with their help, and the table in docs/options.md. Signatures and docstrings are written out in `api`,
+for editors and type checkers; tests/unit/test_option_declarations.py compares them with this.
+
+Light: the command line imports it for ``--help``. No JAX, no MPI, no files, and NumPy only when an option is checked.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from numbers import Integral, Real
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from shardload.errors import ConfigError
-from shardload.formats.access import Access, Limits
-from shardload.formats.base import native_dtype, refusal
-from shardload.planning.cost import MODES
 from shardload.units import parse_nbytes
 
-__all__ = ["AUTO", "CHECKSUM", "FILE", "FULL", "INDEX", "TIMEOUT", "Options", "Progress", "pad_value"]
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardload.formats.access import Access, Limits
+
+__all__ = [
+    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "TIMEOUT", "Option", "Options", "Progress",
+    "filter_names", "pad_value",
+]  # fmt: skip
 
 AUTO = "auto"
+READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each with what those before it prove
 MISSING = ("warn", "error", "fill")
 TIMEOUT = 900.0  # a minute's hiccup of a busy file system is none; a night of a job that stands still is avoided
 Progress = bool | Callable[[int, int], None] | None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _is_integer(value: Any) -> bool:
+    """Python's or NumPy's; a truth value is none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def _dataset(dataset: Any) -> str | None:
+    if dataset is not None and (not isinstance(dataset, str) or not dataset):
+        raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
+    return dataset
+
+
+def _readers(readers: Any) -> str | int:
+    is_number = _is_integer(readers) and readers >= 1
+    if not (readers in READERS if isinstance(readers, str) else is_number):
+        raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
+    return readers if isinstance(readers, str) else int(readers)
+
+
+def _verify(verify: Any) -> str:
+    if not isinstance(verify, str) or verify not in VERIFY:
+        raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'")
+    return verify
+
+
+def _progress(progress: Any) -> Any:
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
+    return progress
+
+
+def _missing(missing: Any) -> str:
+    if not isinstance(missing, str) or missing not in MISSING:
+        raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about missing chunks")
+    return missing
+
+
+def _allow_external(allowed: Any) -> bool:
+    if not isinstance(allowed, bool):
+        raise ConfigError(f"allow_external is {allowed!r}; expected True or False: may the file lead outside of its folder?")
+    return allowed
+
+
+def _untrusted(untrusted: Any) -> bool:
+    if not isinstance(untrusted, bool):
+        raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
+    return untrusted
+
+
+def _seconds(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever")
+    return float(timeout)
+
+
+def filter_names(given: Any) -> tuple[str, ...]:
+    """Names and numbers as text, each once, in order.
+
+    >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
+    (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
+    """
+    parts = [given] if isinstance(given, str) or _is_integer(given) else given
+    if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
+        parts = [None]
+    names = set()
+    for part in parts:
+        if not isinstance(part, str) and not (_is_integer(part) and part >= 0):
+            raise ConfigError(
+                f"allow_filters is {given!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
+                "or 'all'"
+            )
+        names |= {name.strip().lower() for name in str(part).split(",")} - {""}
+    return tuple(sorted(names))
+
+
+def _dtype(dtype: Any) -> np.dtype[Any] | None:
+    if dtype is None:
+        return None
+    import numpy as np
+
+    from shardload.formats.base import native_dtype, refusal
+
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):
+        raise ConfigError(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'") from None
+    refused = refusal(found)
+    if refused is not None:
+        raise ConfigError(f"dtype is {dtype!r}, which holds {refused}; expected a type of numbers such as 'float32'")
+    return native_dtype(found)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes
+    ----------
+    name : str
+        The keyword.
+    default : object
+        Without it.
+    help : str
+        What it is, in a line: for ``--help`` and docs/options.md.
+    calls : tuple of str
+        The functions that take it.
+    check : callable
+        From what was given to what is kept; raises ConfigError.
+    text : callable or None
+        From what is kept to the text that ranks compare; None where they may differ.
+    field : str, optional
+        Of `Options`, if it is not the name; empty where the call itself deals with it.
+    is_shared : bool
+        Whether it is of a call as a whole, so that it is the same for all arrays of a job.
+    choices : tuple of str
+        The words that it may be, if it is one of a few.
+    flag : str
+        On the command line; empty where no command has it.
+    """
+
+    name: str
+    default: Any
+    help: str
+    calls: tuple[str, ...]
+    check: Callable[[Any], Any] = _as_it_is
+    text: Callable[[Any], str] | None = repr
+    field: str | None = None
+    is_shared: bool = True
+    choices: tuple[str, ...] = ()
+    flag: str = ""
+
+    @property
+    def kept_as(self) -> str:
+        """The name of its field in `Options`; empty where it has none."""
+        return self.name if self.field is None else self.field
+
+
+_FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
+    "load", "plan", "scatter", "verify",
+)  # fmt: skip
+
+_DECLARED = (
+    Option("dataset", None, "Name of the array, if the file has several.", _FILE, _dataset, is_shared=False, flag="--dataset"),
+    Option("select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, flag="--select"),
+    Option("dtype", None, "Load as this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
+    Option("pad", None, "Pad axes that do not divide with this value: 0", _ALL, is_shared=False, flag="--pad"),
+    Option(
+        "readers", AUTO, "Who reads: auto, root, parallel or direct, or how many processes.", _LOADS, _readers,
+        choices=READERS, flag="--readers",
+    ),
+    Option(
+        "staging", "256MiB", "Memory for reading, per process: 256MiB", _ALL, parse_nbytes, str, field="staging_nbytes",
+        flag="--staging",
+    ),
+    Option(
+        "verify", INDEX, "How sure: index, checksum, file (some regions again) or full (all).", _ARRAYS, _verify, str,
+        choices=VERIFY, flag="--how",
+    ),
+    Option(
+        "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _verify, None,
+        field="", choices=VERIFY,
+    ),
+    Option("seed", 0, "Of the regions that how='file' picks at random.", ("verify",), field=""),
+    Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
+    Option("comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", _ALL, text=None, field=""),
+    Option(
+        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", _ARRAYS, _progress,
+        text=None,
+    ),
+    Option(
+        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", _ARRAYS, _seconds
+    ),
+    Option(
+        "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS, _missing, str,
+        choices=MISSING, flag="--missing",
+    ),
+    Option(
+        "allow_external", False, "Follow links and references that lead out of the file's folder.", _FILE, _allow_external, str,
+        flag="--allow-external",
+    ),
+    Option(
+        "untrusted", False, "Open the file in processes that may crash, with limits.", _FILE, _untrusted, str,
+        flag="--untrusted",
+    ),
+    Option(
+        "allow_filters", (), "Use these filters too, though damaged data may crash them.", _FILE, filter_names, ",".join,
+        flag="--allow-filters",
+    ),
+    Option(
+        "processes", None, "Processes that the devices are dealt to (default: one each).", ("plan",), text=None, field="",
+        flag="--processes",
+    ),
+)  # fmt: skip
+
+# By name, in the order of what ranks compare.
+OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _DECLARED})
+
+# For signatures: ``staging: str | int = DEFAULTS.staging``.
+DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
+_KEPT = tuple(option for option in _DECLARED if option.kept_as)
 
 
 @dataclass(frozen=True)
@@ -69,11 +288,11 @@ class Options:
     staging_nbytes: int
     verify: str
     progress: Progress
-    timeout: float | None = TIMEOUT
-    missing: str = "warn"
-    allow_external: bool = False
-    untrusted: bool = False
-    allow_filters: tuple[str, ...] = ()
+    timeout: float | None = DEFAULTS.timeout
+    missing: str = DEFAULTS.missing
+    allow_external: bool = DEFAULTS.allow_external
+    untrusted: bool = DEFAULTS.untrusted
+    allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
 
     @property
     def limits(self) -> Limits | None:
@@ -82,11 +301,15 @@ class Options:
         All that staging allows; and a quarter of `timeout` for an answer, so that the error that names the chunk comes before
         the one that says that nothing moves, also where two are asked for to find out which chunk it is.
         """
+        from shardload.formats.access import Limits
+
         return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
 
     @property
     def access(self) -> Access:
         """What may be done to obtain values."""
+        from shardload.formats.access import Access
+
         return Access(self.allow_external, frozenset(self.allow_filters), self.limits)
 
     @property
@@ -95,123 +318,32 @@ class Options:
         return self.verify != INDEX
 
     @classmethod
-    def check(
-        cls,
-        *,
-        dataset: Any = None,
-        select: Any = None,
-        dtype: Any = None,
-        pad: Any = None,
-        readers: Any = AUTO,
-        staging: Any = "256MiB",
-        verify: Any = "index",
-        progress: Any = None,
-        timeout: Any = TIMEOUT,
-        missing: Any = "warn",
-        allow_external: Any = False,
-        untrusted: Any = False,
-        allow_filters: Any = (),
-    ) -> Options:
-        """Check each argument by itself.
+    def check(cls, **given: Any) -> Options:
+        """Check each option by itself; those that are not given have their default.
 
         Raises
         ------
         ConfigError
-            Naming the argument, what was found and what is possible.
+            Naming the option, what was found and what is possible.
         """
-        if dataset is not None and (not isinstance(dataset, str) or not dataset):
-            raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
-        if isinstance(readers, str):
-            if readers not in (*MODES, AUTO):
-                raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
-        elif isinstance(readers, bool) or not isinstance(readers, (int, np.integer)) or readers < 1:
-            raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
-        if not isinstance(verify, str) or verify not in VERIFY:
-            raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'")
-        if progress is not None and not isinstance(progress, bool) and not callable(progress):
-            raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
-        if not isinstance(missing, str) or missing not in MISSING:
-            raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about absent chunks")
-        if not isinstance(allow_external, bool):
-            raise ConfigError(
-                f"allow_external is {allow_external!r}; expected True or False: may the file lead outside of its folder?"
-            )
-        if not isinstance(untrusted, bool):
-            raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
-        return cls(
-            dataset=dataset,
-            select=select,
-            dtype=_dtype(dtype),
-            pad=pad,
-            readers=readers if isinstance(readers, str) else int(readers),
-            staging_nbytes=parse_nbytes(staging),
-            verify=verify,
-            progress=progress,
-            timeout=_seconds(timeout),
-            missing=missing,
-            allow_external=allow_external,
-            untrusted=untrusted,
-            allow_filters=filter_names(allow_filters),
-        )
+        unknown = given.keys() - {option.name for option in _KEPT}
+        if unknown:
+            raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+        return cls(**{option.kept_as: option.check(given.get(option.name, option.default)) for option in _KEPT})
+
+    def check_shared(self, other: Options) -> None:
+        """ConfigError where the options of another array of the same call differ in what is the call's as a whole."""
+        for option in _KEPT:
+            mine, theirs = getattr(self, option.kept_as), getattr(other, option.kept_as)
+            if option.is_shared and mine != theirs:
+                raise ConfigError(
+                    f"{option.name} is {mine!r} for one array and {theirs!r} for another; expected the same for all arrays of "
+                    "a call"
+                )
 
     def describe(self) -> dict[str, str]:
         """What every rank must pass alike, as text."""
-        return {
-            "dataset": repr(self.dataset),
-            "select": repr(self.select),
-            "dtype": str(self.dtype),
-            "pad": repr(self.pad),
-            "readers": repr(self.readers),
-            "staging": str(self.staging_nbytes),
-            "verify": self.verify,
-            "timeout": repr(self.timeout),
-            "missing": self.missing,
-            "allow_external": str(self.allow_external),
-            "untrusted": str(self.untrusted),
-            "allow_filters": ",".join(self.allow_filters),
-        }
-
-
-def _seconds(timeout: Any) -> float | None:
-    if timeout is None:
-        return None
-    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
-    if not is_number or not 0 < timeout < math.inf:
-        raise ConfigError(f"timeout is {timeout!r}; expected seconds, such as 900, or None to wait for ever")
-    return float(timeout)
-
-
-def filter_names(given: Any) -> tuple[str, ...]:
-    """Names and numbers as text, each once, in order.
-
-    >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
-    (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
-    """
-    parts = [given] if isinstance(given, (str, int, np.integer)) and not isinstance(given, bool) else given
-    if parts is None or isinstance(parts, (bool, bytes)) or not isinstance(parts, Collection):
-        parts = [None]
-    names = set()
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, (str, int, np.integer)) or (not isinstance(part, str) and part < 0):
-            raise ConfigError(
-                f"allow_filters is {given!r}; expected names or numbers of filters, such as 'bitshuffle', ['zfp', 32008] "
-                "or 'all'"
-            )
-        names |= {name.strip().lower() for name in str(part).split(",")} - {""}
-    return tuple(sorted(names))
-
-
-def _dtype(dtype: Any) -> np.dtype[Any] | None:
-    if dtype is None:
-        return None
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError):
-        raise ConfigError(f"dtype is {dtype!r}; expected a NumPy dtype such as 'float32'") from None
-    refused = refusal(found)
-    if refused is not None:
-        raise ConfigError(f"dtype is {dtype!r}, which holds {refused}; expected a type of numbers such as 'float32'")
-    return native_dtype(found)
+        return {option.name: option.text(getattr(self, option.kept_as)) for option in _KEPT if option.text is not None}
 
 
 def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
@@ -222,6 +354,8 @@ def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
     ConfigError
         If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 one.
     """
+    import numpy as np
+
     try:
         given = np.asarray(pad)
         if given.ndim or given.dtype.kind not in "biufc":

@@ -13,6 +13,8 @@ from types import EllipsisType
 
 import typer
 
+from shardload.options import OPTIONS
+
 __all__ = [
     "as_typed",
     "complete_mesh",
@@ -169,8 +171,7 @@ def info_as_typed(message: str) -> str:
     return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
 
 
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in ("allow_filters", "dataset", "dtype", "missing", "allow_external")}
-_FLAGS |= {name: f"--{name}" for name in ("pad", "readers", "select", "staging", "untrusted")} | {"verify": "--how"}
+_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag and option.kept_as}
 _SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
 

@@ -32,6 +32,7 @@ from shardload.cli.arguments import (
     parse_spec,
 )
 from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.options import DEFAULTS, OPTIONS
 from shardload.system.terminal import Column, fit_table, say_error, width_of, wrap
 from shardload.units import format_nbytes
 
@@ -54,39 +55,19 @@ SpecText = Annotated[
         metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
     ),
 ]
-Dataset = Annotated[str | None, typer.Option(help="Name of the array, if the file has several.")]
-Select = Annotated[str | None, typer.Option(help='Load a part, as NumPy would index it: "0,:,10:20"')]
-Dtype = Annotated[str | None, typer.Option(help="Load as this type: float32")]
-Pad = Annotated[str | None, typer.Option(help="Pad axes that do not divide with this value: 0")]
-Readers = Annotated[
-    str,
-    typer.Option(
-        help="Who reads: auto, root, parallel or direct, or how many processes.",
-        autocompletion=completes("auto", "root", "parallel", "direct"),
-    ),
-]
-AllowExternal = Annotated[
-    bool, typer.Option("--allow-external", help="Follow links and references that lead out of the file's folder.")
-]
-Missing = Annotated[
-    str,
-    typer.Option(
-        help="Chunks that are not stored: warn, error or fill (with the fill value).",
-        autocompletion=completes("warn", "error", "fill"),
-    ),
-]
-How = Annotated[
-    str,
-    typer.Option(
-        help="How sure: index, checksum, file (some regions again) or full (all).",
-        autocompletion=completes("index", "checksum", "file", "full"),
-    ),
-]
-Untrusted = Annotated[bool, typer.Option("--untrusted", help="Open the file in processes that may crash, with limits.")]
-AllowFilters = Annotated[
-    str, typer.Option("--allow-filters", metavar="NAME,...", help="Use these filters too, though damaged data may crash them.")
-]
-StagingText = Annotated[str, typer.Option(help="Memory for reading, per process: 256MiB")]
+_HELP = {name: option.help for name, option in OPTIONS.items()}
+Dataset = Annotated[str | None, typer.Option(help=_HELP["dataset"])]
+Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
+Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
+Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
+Readers = Annotated[str, typer.Option(help=_HELP["readers"], autocompletion=completes(*OPTIONS["readers"].choices))]
+AllowExternal = Annotated[bool, typer.Option("--allow-external", help=_HELP["allow_external"])]
+Missing = Annotated[str, typer.Option(help=_HELP["missing"], autocompletion=completes(*OPTIONS["missing"].choices))]
+How = Annotated[str, typer.Option(help=_HELP["verify"], autocompletion=completes(*OPTIONS["verify"].choices))]
+Untrusted = Annotated[bool, typer.Option("--untrusted", help=_HELP["untrusted"])]
+AllowFilters = Annotated[str, typer.Option("--allow-filters", metavar="NAME,...", help=_HELP["allow_filters"])]
+StagingText = Annotated[str, typer.Option(help=_HELP["staging"])]
+Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
 app = typer.Typer(
     name="shardload",
@@ -142,9 +123,9 @@ def main() -> None:
 @app.command()
 def info(
     file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
-    allow_external: AllowExternal = False,
+    allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
-    untrusted: Untrusted = False,
+    untrusted: Untrusted = DEFAULTS.untrusted,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
@@ -184,15 +165,15 @@ def plan(
     file: File,
     mesh: MeshText,
     spec: SpecText,
-    dataset: Dataset = None,
-    select: Select = None,
-    dtype: Dtype = None,
-    pad: Pad = None,
-    readers: Readers = "auto",
-    staging: StagingText = "256MiB",
-    allow_external: AllowExternal = False,
-    untrusted: Untrusted = False,
-    processes: Annotated[int | None, typer.Option(help="Processes that the devices are dealt to (default: one each).")] = None,
+    dataset: Dataset = DEFAULTS.dataset,
+    select: Select = DEFAULTS.select,
+    dtype: Dtype = DEFAULTS.dtype,
+    pad: Pad = DEFAULTS.pad,
+    readers: Readers = DEFAULTS.readers,
+    staging: StagingText = DEFAULTS.staging,
+    allow_external: AllowExternal = DEFAULTS.allow_external,
+    untrusted: Untrusted = DEFAULTS.untrusted,
+    processes: Processes = DEFAULTS.processes,
     allow_filters: AllowFilters = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -239,17 +220,17 @@ def verify(
     file: File,
     mesh: MeshText,
     spec: SpecText,
-    dataset: Dataset = None,
-    select: Select = None,
-    dtype: Dtype = None,
-    pad: Pad = None,
-    readers: Readers = "auto",
-    staging: StagingText = "256MiB",
-    missing: Missing = "warn",
-    allow_external: AllowExternal = False,
+    dataset: Dataset = DEFAULTS.dataset,
+    select: Select = DEFAULTS.select,
+    dtype: Dtype = DEFAULTS.dtype,
+    pad: Pad = DEFAULTS.pad,
+    readers: Readers = DEFAULTS.readers,
+    staging: StagingText = DEFAULTS.staging,
+    missing: Missing = DEFAULTS.missing,
+    allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
-    untrusted: Untrusted = False,
-    how: How = "full",
+    untrusted: Untrusted = DEFAULTS.untrusted,
+    how: How = DEFAULTS.how,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
     """Load a file, compare every element with the file, and print what was checked. Exit code 1 if anything differs.

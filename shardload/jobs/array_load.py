@@ -87,13 +87,9 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0) -> Verifier:
         """What compares an array with the file that the plan is for."""
-        return Verifier(
-            str(self.info),
-            self.layout.schedule,
-            self.layout.source,
-            VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed),
-            open_again=lambda: self._open(self.handle if self.origin is None else self.origin),
-        )
+        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed)
+        handle = self.handle if self.origin is None else self.origin
+        return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
 
     def _open(self, handle: Any) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, self.options.access), self.info)

@@ -193,8 +193,8 @@ class Job:
     def staging(self) -> Staging:
         """How the memory under the cap is used, by all arrays together."""
         layouts = [load.layout for load in self.loads]
-        arrays = [(layout.schedule, layout.source) for layout in layouts]
-        return plan_staging(arrays, self._options.staging_nbytes, max(layout.n_threads for layout in layouts))
+        n_threads = max(layout.n_threads for layout in layouts)
+        return plan_staging([(made.schedule, made.source) for made in layouts], self._options.staging_nbytes, n_threads)
 
     @property
     def _is_direct(self) -> bool:

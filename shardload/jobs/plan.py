@@ -35,7 +35,7 @@ Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an array lies: in its file, over the ranks, and in the memory that reading it takes.
+    """How an array lies: in its file, over the ranks, how many threads may read it.
 
     Attributes
     ----------

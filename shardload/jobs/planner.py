@@ -10,7 +10,7 @@ Nothing here opens a file or sends a message, and nothing that is made holds eit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,19 +25,20 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.blocks import plan_blocks, plan_row_chunks
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
-from shardload.planning.grid import Grid
-from shardload.planning.schedule import Schedule, Shards, plan_schedules
+from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import least_staging, max_block_nbytes
+from shardload.planning.staging import least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter"]
+__all__ = ["Ask", "Ranks", "check_together", "plan_array", "plan_scatter"]
 
+# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
+# decode.
+_BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
 _NO_MPI = "without MPI these processes can send each other nothing"
 
@@ -82,18 +83,21 @@ class Ask:
     ranks: Ranks
     tuning: Tuning
 
+    @property
+    def max_block_nbytes(self) -> int:
+        """Cap on a block."""
+        cap = self.tuning.block_nbytes if self.ranks.is_one_machine else self.tuning.block_between_nodes_nbytes
+        return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
+
 
 def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     """Plan the load of an array in a file from its metadata."""
     source = _source_layout(ask.options, info)
     shards = _lay_out(ask, source.selection.shape, source.dtype, str(info))
-    if info.chunks is not None:
-        _check_staging(info, source, ask.options.staging_nbytes)
+    _check_staging(info, source, ask.options.staging_nbytes)
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
-    schedules = plan_schedules(
-        source, shards, ask.ranks.n, max_nbytes=_max_block_nbytes(ask), n_owners=n_owners, modes=_possible_modes(ask)
-    )
-    return _choose(ask, info, source, schedules)
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
+    return _choose(ask, info, source, plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -102,16 +106,26 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
     shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
-    max_nbytes, phase = _max_block_nbytes(ask), (0,) * len(info.shape)
+    phase = (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
         itemsize = max(dtype.itemsize, file_dtype.itemsize)
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=max_nbytes, n_owners=1)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=ask.max_block_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=max_nbytes)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes)
     return _choose(ask, info, source, {ROOT: schedule})
+
+
+def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
+    """ConfigError unless several arrays fit under the cap that they share; each of them alone does."""
+    needed = least_together([(layout.schedule, layout.source) for layout in layouts])
+    if needed > staging_nbytes:
+        raise ConfigError(
+            f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
+            f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
+        )
 
 
 def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
@@ -120,12 +134,7 @@ def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
         selection = select_axes(options.select, info.shape)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-    file_dtype, dtype = np.dtype(info.dtype), _target_dtype(options.dtype, info)
-    return SourceLayout.cut(selection, info.chunks, file_dtype, dtype, info.codec)
-
-
-def _max_block_nbytes(ask: Ask) -> int:
-    return max_block_nbytes(ask.options.staging_nbytes, ask.tuning, one_machine=ask.ranks.is_one_machine)
+    return SourceLayout.cut(selection, info.chunks, np.dtype(info.dtype), _target_dtype(options.dtype, info), info.codec)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
@@ -210,8 +219,9 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
     layouts = {mode: Layout(source, made, n_threads) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
-    cap_nbytes, machine = (0 if is_memory else ask.options.staging_nbytes), ask.ranks.machine
-    costs = Costs({mode: partial(_cost, layout, cap_nbytes, machine) for mode, layout in layouts.items()})
+    machine, cap_nbytes = ask.ranks.machine, 0 if is_memory else ask.options.staging_nbytes
+    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
+    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes) for mode, layout in layouts.items()})
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     schedule = schedules[mode]
     return Plan(
@@ -233,9 +243,8 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
     )
 
 
-def _cost(layout: Layout, cap_nbytes: int, machine: Machine | None) -> Cost:
+def _cost(layout: Layout, nodes: Nodes | None, cap_nbytes: int) -> Cost:
     """What one way of reading costs; with a cap of 0 nothing is staged."""
-    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
     return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks)
 

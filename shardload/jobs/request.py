@@ -149,6 +149,8 @@ class Request:
         tuning = default_tuning()
         try:
             calls = [target.check(processes, tuning) for target in targets]
+            for call in calls[1:]:
+                calls[0].options.check_shared(call.options)
         except ConfigError as found:
             error = error or found
         except Exception as found:  # an argument that nobody thought of: the others wait for this rank all the same

@@ -14,13 +14,9 @@ from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.tuning import Tuning
 
-__all__ = ["Staging", "chunks_per_block", "least_staging", "max_block_nbytes", "plan_staging"]
+__all__ = ["Staging", "chunks_per_block", "least_staging", "least_together", "plan_staging"]
 
-# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
-# decode.
-_BLOCKS_HELD = 7
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
 
@@ -106,6 +102,12 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
 
 
+def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
+    """Bytes without which several arrays cannot share buffers: one of each kind, and one thread's scratch memory."""
+    needs = [_need(schedule, layout) for schedule, layout in arrays]
+    return max(n.slot_nbytes for n in needs) + max(n.pack_nbytes for n in needs) + _scratch_nbytes(needs)
+
+
 def _need(schedule: Schedule, layout: SourceLayout) -> _Need:
     itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
     n_chunks = chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
@@ -131,16 +133,6 @@ def chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
     """Chunks that a block meets at most: a whole one, or what a rank needs of it, which may begin inside a chunk."""
     axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
     return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
-
-
-def max_block_nbytes(cap_nbytes: int, tuning: Tuning, *, one_machine: bool) -> int:
-    """Cap on a block: what is worth reading and sending at once, as far as the staging cap has room for several.
-
-    >>> max_block_nbytes(256 << 20, Tuning(), one_machine=True), max_block_nbytes(7000, Tuning(), one_machine=False)
-    (4194304, 1000)
-    """
-    most = tuning.block_nbytes if one_machine else tuning.block_between_nodes_nbytes
-    return min(most, cap_nbytes // _BLOCKS_HELD)
 
 
 def least_staging(layout: SourceLayout) -> int:

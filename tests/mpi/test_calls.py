@@ -335,10 +335,14 @@ def test_a_load_keeps_nothing_of_the_callers(comm: Any, shared_tmp_path: Path) -
     if hasattr(comm, "Dup"):
         mine = comm.Dup()
         shardload.load(ramp(cube()), mesh, P("a"), comm=mine)
+        plan = shardload.plan(ramp(cube()), mesh, P("a"), comm=mine)
+        check(plan.execute(), ramp(cube()), mesh, P("a"))
         group = weakref.ref(GROUP.group_of(mine))
         mine.Free()
         gc.collect()
-        assert group() is None
+        assert group() is None, "nor does a plan that the caller keeps"
+        with pytest.raises(ConfigError, match="COMM_NULL"):
+            plan.execute()
 
 
 def test_load_leaves_no_thread_behind(files: dict[str, str]) -> None:

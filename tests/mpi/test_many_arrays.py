@@ -208,6 +208,23 @@ def test_staging_bounds_all_of_them_together(comm: Any, shared_tmp_path: Path, m
         own.Free()
 
 
+def test_arrays_that_fit_alone_but_not_together(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if buffers for the needs of all were larger than what the caller allowed: each array alone takes all of it."""
+    n, path = unit(), str(shared_tmp_path / "a.h5")
+    staging = 20 * 15 * 64 * n
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("wide", data=np.ones((15 * 64 * n,), "f4"), chunks=(15 * 64 * n,))
+            file.create_dataset("cast", data=np.ones((20 * 64 * n,), "u1"), chunks=(20 * 64 * n,))
+
+    on_root(comm, write)
+    one, other = ((path, mesh_of(), P(("a", "b")), {"dataset": d, "dtype": "f4", "staging": staging}) for d in ("wide", "cast"))
+    for alone in (one, other):
+        assert float(load_many([alone]).arrays[0].addressable_shards[0].data[0]) == 1
+    same_error(comm, lambda: load_many([one, other]), ConfigError, "these 2 arrays share their staging buffers", "staging='")
+
+
 def test_load_is_the_list_of_one(paths: dict[str, str]) -> None:
     """Wrong if one array took another way than several."""
     x = shardload.load(paths["rho"], mesh_of(), SPECS["rho"], dataset="rho")

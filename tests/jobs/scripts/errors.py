@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
-import shardload
+import shardload.api  # now: what is imported while a name is patched would keep the patch
 from shardload.planning.tuning import tuned
 from tests.mpi.support import check, mesh_of, on_root, ramp
 from tests.tuning import tune

@@ -1,0 +1,34 @@
+"""Writes docs/options.md from where options are declared: ``python -m tests.options_table > docs/options.md``."""
+
+from __future__ import annotations
+
+from shardload.options import OPTIONS, Option
+
+__all__ = ["document"]
+
+_HEAD = """# Options
+
+Every keyword of `load`, `plan`, `scatter` and `verify`, with its default. The docstrings say more: `help(shardload.load)`. The
+command line has those with a flag. All ranks must pass the same, where nothing else is said.
+
+| option | default | what it is | functions | flag |
+|---|---|---|---|---|
+"""
+
+
+def _row(option: Option) -> str:
+    default = f'"{option.default}"' if isinstance(option.default, str) else f"{option.default!r}"
+    text = option.help.replace("|", "\\|")
+    if option.kept_as and option.text is None:
+        text += " May differ from rank to rank."
+    flag = f"`{option.flag}`" if option.flag else ""
+    return f"| `{option.name}` | `{default}` | {text} | {', '.join(f'`{call}`' for call in option.calls)} | {flag} |\n"
+
+
+def document() -> str:
+    """All of the file."""
+    return _HEAD + "".join(_row(option) for option in OPTIONS.values())
+
+
+if __name__ == "__main__":
+    print(document(), end="")

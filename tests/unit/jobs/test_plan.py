@@ -1,0 +1,133 @@
+"""Is a plan facts alone, with the report of its last execution, and does the cache of plans keep nothing alive?"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.comm.group import Group
+from shardload.errors import ConfigError
+from shardload.formats.base import Source
+from shardload.jobs import request
+from shardload.jobs.plan import Plan
+from shardload.planning.tuning import default_tuning, tuned
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.arange(96, dtype="f4").reshape(8, 12), chunks=(2, 5), compression="gzip")
+    return str(tmp_path / "a.h5")
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("a",))
+
+
+def test_a_plan_cannot_be_changed(path: str) -> None:
+    plan = shardload.plan(path, mesh(), P("a"))
+    for name in ("readers", "report", "info", "_executor", "other"):
+        with pytest.raises(AttributeError):
+            setattr(plan, name, None)
+    assert plan.report is None
+
+
+def test_each_copy_has_the_report_of_its_own_execution(path: str) -> None:
+    """Wrong if executing a copy changed the report of the plan that it was made of."""
+    plan = shardload.plan(path, mesh(), P("a"))
+    before = [copy.copy(plan), dataclasses.replace(plan)]
+    first = plan.execute()
+    report = plan.report
+    assert report is not None and all(other.report is None for other in before)
+    after = copy.copy(plan)
+    assert after.report is report
+    second = after.execute()
+    assert plan.report is report and after.report is not report
+    np.testing.assert_array_equal(first, second)
+    assert plan != after and plan == plan and len({plan, after, plan}) == 2  # a plan is itself alone
+
+
+def test_a_plan_without_devices_can_be_sent_elsewhere(path: str) -> None:
+    """A plan over an abstract mesh is numbers and text: pickled, as a scheduler or a notebook does it, it says the same."""
+    plan = shardload.plan(path, AbstractMesh((2, 2), ("a", "b")), P("a", "b"))
+    other = pickle.loads(pickle.dumps(plan))
+    assert str(other) == str(plan) and repr(other) == repr(plan)
+    for one in (plan, other, copy.copy(plan)):
+        with pytest.raises(ConfigError, match="an AbstractMesh has no devices, so there is nothing to execute this plan on"):
+            one.execute()
+
+
+def reached_from(start: Any) -> list[Any]:
+    """All that an object keeps alive, but for code: modules, classes and functions."""
+    seen, todo = {id(start): start}, [start]
+    while todo:
+        for found in gc.get_referents(todo.pop()):
+            is_code = isinstance(found, (type, ModuleType, FunctionType)) or (
+                isinstance(found, dict) and "__builtins__" in found
+            )
+            if id(found) not in seen and not is_code:
+                seen[id(found)] = found
+                todo.append(found)
+    return list(seen.values())
+
+
+def test_the_cache_of_plans_reaches_no_group_and_no_file(path: str) -> None:
+    """Wrong if what is kept for the next load held a group, a communicator, an open array or a function of the caller's."""
+    told: list[Any] = [lambda done, total: None]
+    heard = weakref.ref(told[0])
+    with h5py.File(path, "r") as file:
+        shardload.load(file["x"], mesh(), P("a"), progress=told.pop(), readers="parallel")
+        shardload.load(path, mesh(), P("a"), readers="direct")
+        plans = [plan for known in request._recent.values() for plan in known.values()]
+        assert plans and all(type(plan) is Plan and plan._executor is None and plan.report is None for plan in plans)
+        for known in list(request._recent.values()):
+            kinds = {type(found) for found in reached_from(known)}
+            assert not [k for k in kinds if issubclass(k, (Group, Source, h5py.Dataset, h5py.File)) or "mpi4py" in k.__module__]
+    gc.collect()
+    assert heard() is None
+
+
+def test_the_cache_ends_with_its_group(path: str) -> None:
+    """Wrong if the plans that are kept for a group held that group, so that neither were ever freed."""
+    group = Group(None)
+    asked = request.Target(mesh(), P("a"), {"path": path}, {"readers": "parallel"})
+    call = dataclasses.replace(asked.check(None, default_tuning()), group=group)
+    info = shardload.plan(path, AbstractMesh((1,), ("a",)), P("a")).info
+    load = request.plan_file(call, info, path)
+    assert group in request._recent
+    gone, kept = weakref.ref(group), weakref.ref(load.plan._layout)
+    n = len(request._recent)
+    del group, call, load
+    gc.collect()
+    assert gone() is None and kept() is None and len(request._recent) == n - 1
+
+
+def test_a_plan_of_other_sizes_is_another_plan(path: str) -> None:
+    """Wrong if what is kept were taken where blocks are to be smaller."""
+    usual = shardload.plan(path, mesh(), P("a"), readers="parallel").schedule.blocks
+    with tuned(block_nbytes=64):
+        small = shardload.plan(path, mesh(), P("a"), readers="parallel").schedule.blocks
+    assert small.n_cells > usual.n_cells
+    assert shardload.plan(path, mesh(), P("a"), readers="parallel").schedule.blocks == usual
+
+
+def test_a_plan_goes_by_the_sizes_that_it_was_made_with(path: str) -> None:
+    """Wrong if a plan looked for sizes anew when it is executed: ranks that do so at another time would disagree."""
+    with tuned(min_chunk_nbytes=1):
+        plan = shardload.plan(path, mesh(), P("a"))
+    plan.execute()
+    assert plan.report is not None and plan.report.phases["read"].seconds > 0  # chunk by chunk; the library does not tell

@@ -1,0 +1,130 @@
+"""Is every option declared once (`shardload.options.OPTIONS`), and do signatures, docstrings, flags and docs say the same?
+
+Where one is missing, or has another default, a test here names it. To change a default, change its declaration, and write
+docs/options.md anew with ``python -m tests.options_table``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import shardload
+from shardload.cli.arguments import as_typed
+from shardload.cli.main import app
+from shardload.options import AUTO, OPTIONS, Options
+from shardload.planning.strategies import MODES
+from tests.options_table import document
+
+CALLS = ("load", "plan", "scatter", "verify")
+ROOT = Path(__file__).parents[2]
+
+
+def declared(call: str) -> dict[str, Any]:
+    return {name: option.default for name, option in OPTIONS.items() if call in option.calls}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_signature_has_the_options_that_are_declared_and_their_defaults(call: str) -> None:
+    """Wrong if a function had an option of its own, lacked one, or had another default."""
+    parameters = inspect.signature(getattr(shardload, call)).parameters.values()
+    found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert found == declared(call)
+    assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in declared(call).items()}
+
+
+def parameters_of(docstring: str) -> dict[str, str]:
+    """The names in a numpydoc list of parameters, each with the lines that say what it is."""
+    block = inspect.cleandoc(docstring).partition("Parameters\n----------\n")[2]
+    block = re.split(r"\n\n(?=\w+\n-+\n)", block)[0]
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=\S)", block):
+        names = entry.partition("\n")[0].partition(" : ")[0]
+        found |= dict.fromkeys(names.split(", "), entry)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_docstring_lists_the_options_that_are_declared(call: str) -> None:
+    """Wrong if an option were not documented, or one that is not there were."""
+    function = getattr(shardload, call)
+    listed = parameters_of(function.__doc__)
+    if "spec and all options" in listed:  # "as in load"
+        assert call == "plan"
+        listed = {**parameters_of(shardload.load.__doc__ or ""), **listed}
+        del listed["spec and all options"]
+    assert set(listed) == set(inspect.signature(function).parameters)
+    for name, option in OPTIONS.items():
+        if call in option.calls and option.choices and "As in `load`" not in listed[name]:
+            words = re.search(r"\{(.*?)\}", listed[name])
+            assert words is not None and {word.strip(' "') for word in words[1].split(",")} == set(option.choices), name
+
+
+COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+FLAGS = {
+    "plan": "dataset select dtype pad readers staging allow_external untrusted processes allow_filters",
+    "verify": "dataset select dtype pad readers staging missing allow_external allow_filters untrusted verify",
+    "info": "allow_external allow_filters untrusted",
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_flags_have_the_help_and_default_that_are_declared(command: str) -> None:
+    """Wrong if a flag were missing, had another default, or said something else than the docs."""
+    params = {p.opts[0]: p for p in COMMANDS[command].params if p.opts[0].startswith("--")}
+    names = FLAGS[command].split()
+    assert set(params) - {"--mesh", "--spec", "--json", "--help"} == {OPTIONS[name].flag for name in names}
+    for name in names:
+        option, param = OPTIONS[name], params[OPTIONS[name].flag]
+        assert param.help == option.help
+        default = OPTIONS["how"].default if name == "verify" else option.default
+        assert param.default == ("" if name == "allow_filters" else default), name
+
+
+def test_every_flag_is_one_of_a_command() -> None:
+    known = {name for text in FLAGS.values() for name in text.split()}
+    assert known == {name for name, option in OPTIONS.items() if option.flag}
+
+
+def test_declarations_are_light() -> None:
+    """Wrong if ``shardload --help`` had to wait for NumPy or JAX because options are declared beside what checks them."""
+    heavy = ("numpy", "jax", "mpi4py", "h5py", "zarr")
+    block = f"import sys; sys.modules.update(dict.fromkeys({heavy!r}))"
+    program = f"{block}; import shardload.options, shardload.cli.arguments, shardload.cli.main"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_the_table_in_the_docs() -> None:
+    """Wrong if a default or an option changed and the docs did not: ``python -m tests.options_table > docs/options.md``."""
+    assert (ROOT / "docs/options.md").read_text() == document()
+
+
+def test_each_default_passes_its_own_check_and_each_option_of_a_load_has_a_field() -> None:
+    kept = {option.kept_as for option in OPTIONS.values() if option.kept_as}
+    assert kept == set(Options.__dataclass_fields__)
+    assert Options.check() == Options.check(**{n: o.default for n, o in OPTIONS.items() if o.kept_as})
+    with pytest.raises(TypeError, match="no such option: stagin"):
+        Options.check(stagin=1)
+
+
+def test_ways_of_reading_are_those_that_are_planned() -> None:
+    """Wrong if there were a way of reading that nobody can ask for."""
+    assert set(OPTIONS["readers"].choices) == {AUTO, *MODES}
+
+
+def test_ranks_compare_what_is_declared_to_be_the_same() -> None:
+    """Wrong if an option of the values, or of waiting, could differ from rank to rank unseen."""
+    told = Options.check().describe()
+    assert set(told) == {name for name, option in OPTIONS.items() if option.kept_as} - {"progress"}
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.flag and option.kept_as])
+def test_messages_name_the_flag(name: str) -> None:
+    assert OPTIONS[name].flag in as_typed(f"Pass {name}='x'")
