@@ -176,7 +176,7 @@ class _Exchange:
         self.bell, self.watch = bell, traffic.group.watch
         self.rank = traffic.group.rank
         self.failure: Exception | None = None  # of this rank's own reading or sending
-        self.reads = plan.reads(self.rank)
+        self.reads = plan.owned_blocks(self.rank)
         self.following = next(self.reads, None)
         self.under_way: deque[Any] = deque()
         self.has_sent_receipts = False
@@ -242,7 +242,7 @@ class _Exchange:
         return moved
 
     def _deliver(self, block: StagedBlock) -> None:
-        for part in block.read.parts:
+        for part in block.block.parts:
             if part.rank == self.rank:
                 self.inbox.delivered(part)
         self.outbox.put(block)
@@ -251,7 +251,7 @@ class _Exchange:
         """Read and send no more. Whoever still expects something from this rank gets a receipt that says so."""
         self.failure = self.failure or error
         self.following = None
-        for read in self.plan.reads(self.rank):
+        for read in self.plan.owned_blocks(self.rank):
             self.outbox.clear(read.parts)
 
     def _nap(self, idle: int) -> None:

@@ -18,7 +18,7 @@ import deflate
 import numpy as np
 
 from shardload.planning.region import Region
-from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, box
+from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, view_of
 
 __all__ = ["Packer", "checksum", "identity", "message", "sendable"]
 
@@ -138,7 +138,7 @@ class Packer:
             data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
             missing = region.size
             for part, view in block.views(region):
-                np.copyto(box(data, part, region), view, casting="no")
+                np.copyto(view_of(data, part, region), view, casting="no")
                 missing -= part.size
             if missing:
                 raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")

@@ -94,7 +94,7 @@ class Receiver:
 
     def expect(self) -> None:
         """Post the first receives of every sender."""
-        incoming = self._plan.incoming(self._traffic.group.rank)
+        incoming = self._plan.remote_parts(self._traffic.group.rank)
         window = max(1, _WINDOW // max(1, len(incoming)))
         for rank, parts in incoming.items():
             proof = self._traffic.seed

@@ -89,7 +89,7 @@ class Sender:
         """Post what can be posted at once, and queue the other parts."""
         block.n_sending = 1
         notes: dict[int, list[Part]] = {}
-        for part in block.read.parts:
+        for part in block.block.parts:
             if part.rank == self._rank:
                 continue
             if part.rank in self._segments and block.is_shared:
