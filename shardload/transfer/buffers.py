@@ -1,6 +1,6 @@
-"""Where do values wait between the file and their piece?
+"""Which buffers hold values between the file and their piece?
 
-A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is what one reader has read at once, as one or
+A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is one block in memory, as one or
 more tiles (decoded chunks lie as they are; putting them together would be one more copy). They wait in `Slots`: a few buffers,
 used again and again, in memory that other processes can look into where there is any, else in this process's own.
 """
