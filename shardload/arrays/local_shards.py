@@ -16,7 +16,7 @@ from shardload.arrays.compare import Padding, Truth, first_difference, value_tex
 from shardload.errors import VerifyError
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards
-from shardload.transfer.buffers import box
+from shardload.transfer.buffers import view_of
 from shardload.transfer.checksum import checksum, sum_shard
 
 __all__ = ["COUNTED", "Found", "LocalShards"]
@@ -109,7 +109,7 @@ class LocalShards:
             if index is None:
                 continue
             piece = self._pieces.get(whole)
-            why = truth.explain(region, expected, None if piece is None else box(piece, region, whole), found)
+            why = truth.explain(region, expected, None if piece is None else view_of(piece, region, whole), found)
             place = tuple(a + i for a, i in zip(region.start, index, strict=True))
             n = int((words_of(expected) != words_of(found)).any(axis=-1).sum())
             raise VerifyError(

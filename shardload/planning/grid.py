@@ -1,6 +1,6 @@
 """How is an array cut into equal cells?
 
-By the file into chunks, by the readers into blocks, by the sharding into shards. Each axis is cut independently of the others,
+By the file into chunks, by the owners into blocks, by the sharding into shards. Each axis is cut independently of the others,
 so whatever is asked of a cut is answered axis by axis, and a cut into a billion cells is as small as one into ten.
 """
 

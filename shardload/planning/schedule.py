@@ -8,8 +8,8 @@ It says who owns what, not in which direction values go: to load, they go from b
 2. `Shards` is the sharding's cut together with the ranks that hold each shard.
 3. A `Strategy` says who owns the blocks: one rank, several, or every rank what it holds.
 4. `Schedule` says, for one rank at a time and at the cost of its own work alone, which blocks it owns and which parts meet
-   them (`reads`), and which parts of its pieces lie in the blocks of other ranks (`incoming`), in the order in which those go
-   through them.
+   them (`owned_blocks`), and which parts of its pieces lie in the blocks of other ranks (`remote_parts`), in the order in
+   which those go through them.
 """
 
 from __future__ import annotations
@@ -117,13 +117,13 @@ class Schedule:
         """The elements of a shard that the array really has: without padding; None where all of it is padding."""
         return self.shards.region(shard).intersect(Region.whole(self.blocks.shape))
 
-    def reads(self, rank: int) -> Iterator[Block]:
+    def owned_blocks(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank owns, in file order, each with the parts that meet it: `Part.rank` holds the piece."""
-        return self.strategy.owned(self, rank)
+        return self.strategy.owned_blocks(self, rank)
 
-    def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """The parts of a rank's pieces in blocks of other ranks, by owner, in the order of the owner's blocks."""
-        return self.strategy.remote(self, rank)
+        return self.strategy.remote_parts(self, rank)
 
     # --- for strategies
 

@@ -70,11 +70,11 @@ class Strategy(Protocol):
         """The blocks that are a rank's alone: the inverse of `owner`."""
         ...
 
-    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """A rank's blocks in file order, each with the parts that meet it."""
         ...
 
-    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         ...
 
@@ -119,12 +119,12 @@ class OneOwnerEach(ABC):
         """Whether a rank has blocks."""
         return len(self.blocks_of(schedule, rank)) > 0
 
-    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """Each of the rank's blocks, with the parts of all pieces that meet it."""
         for block in self.blocks_of(schedule, rank):
             yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block))
 
-    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
         """The parts of the rank's pieces, but for those in its own blocks."""
         blocks = schedule.blocks
         block, shard = schedule.pairs_of(rank)
@@ -280,7 +280,7 @@ class Direct:
         """None."""
         return range(0)
 
-    def owned(self, schedule: Schedule, rank: int) -> Iterator[Block]:
+    def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """What a rank needs of each block."""
         if self.is_merged:
             yield from self._merged(schedule, rank)
@@ -302,6 +302,6 @@ class Direct:
             stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
             yield Block(Region(start, stop), parts)
 
-    def remote(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
         """None: nothing travels."""
         return {}

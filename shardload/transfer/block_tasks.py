@@ -56,7 +56,7 @@ class BlockTasks:
         return [partial(self._read_block, staged)]
 
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
-        block = staged.read
+        block = staged.block
         # Parts of several shards, and nobody needs what lies between them.
         if len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size:
             for part in block.parts:
@@ -85,13 +85,13 @@ class BlockTasks:
     def _fill(self, staged: StagedBlock, counters: Counters) -> Array:
         if staged.slot is None:
             raise ValueError("only a staged block can be filled")
-        region, dtype = staged.read.region, self._layout.dtype
+        region, dtype = staged.block.region, self._layout.dtype
         data = staged.slot.data[: region.size * dtype.itemsize].view(dtype).reshape(region.shape)
         if not self._layout.casts:
-            self._read(staged.read, data, counters)
+            self._read(staged.block, data, counters)
             return data
         raw = self._scratch.array("block", region.shape, self._layout.file_dtype)
-        self._read(staged.read, raw, counters)
+        self._read(staged.block, raw, counters)
         cast_into(raw, data, self._names.elements(self._layout.selection.to_file(region)))
         return data
 

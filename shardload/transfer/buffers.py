@@ -1,6 +1,6 @@
-"""Where do values wait between the file and their piece?
+"""Which buffers hold values between the file and their piece?
 
-A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is what one reader has read at once, as one or
+A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is one block in memory, as one or
 more tiles (decoded chunks lie as they are; putting them together would be one more copy). They wait in `Slots`: a few buffers,
 used again and again, in memory that other processes can look into where there is any, else in this process's own.
 """
@@ -19,7 +19,7 @@ from shardload.planning.blocks import ALIGNMENT, aligned
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block
 
-__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "box", "fill_padding"]
+__all__ = ["ALIGNMENT", "Block", "Piece", "Slot", "Slots", "Tile", "aligned", "aligned_empty", "fill_padding", "view_of"]
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -33,7 +33,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def box(data: Array, region: Region, held: Region) -> Array:
+def view_of(data: Array, region: Region, held: Region) -> Array:
     """The part of a buffer, which holds `held`, that is `region`."""
     # Ending the index in `...` keeps a 0-d view an array: `data[()]` would be a scalar, hence a copy.
     index: tuple[Any, ...] = (*region.slices(held.start), ...)
@@ -50,7 +50,7 @@ class Piece:
 
     def view(self, region: Region) -> Array:
         """The part of the buffer that holds `region`."""
-        return box(self.data, region, self.region)
+        return view_of(self.data, region, self.region)
 
 
 def fill_padding(piece: Piece, true: Region | None, value: Any) -> None:
@@ -78,7 +78,7 @@ class Tile:
 
     def view(self, region: Region) -> Array:
         """The part of the values that is `region`."""
-        return box(self.data, region, self.region)
+        return view_of(self.data, region, self.region)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Slot:
 class StagedBlock:
     """One block in memory. The parts of this rank's own pieces have been delivered; `tiles` hold at least the others."""
 
-    read: Block
+    block: Block
     tiles: list[Tile] = field(default_factory=list)
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None

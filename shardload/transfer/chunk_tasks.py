@@ -76,14 +76,14 @@ class ChunkTasks:
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
         """What reads a block, in parts that may run at the same time."""
-        numbers = list(self._layout.chunks.meeting(staged.read.region))
+        numbers = list(self._layout.chunks.meeting(staged.block.region))
         # Each task takes every n-th chunk, so that all end at about the same time.
         n = min(self._n_threads, len(numbers))
         places = list(enumerate(numbers))
         return [partial(self._read_chunks, staged, places[k::n]) for k in range(n)]
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
-        block = staged.read
+        block = staged.block
         for place, number in places:
             region = self._layout.chunks.region(number).intersect(block.region)
             if region is None:
@@ -128,7 +128,7 @@ class ChunkTasks:
         counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
         if encoded is None:
             number = next(self._layout.chunks.meeting(region))
-            counters.add_missing(self._counts(staged.read, np.array([number]), self._layout.chunks))
+            counters.add_missing(self._counts(staged.block, np.array([number]), self._layout.chunks))
         else:
             counters.nbytes_stored += len(encoded.data)
 

@@ -1,4 +1,4 @@
-"""What did reading cost? Each task counts for itself, and the reader adds it up."""
+"""What did reading cost? Each task counts for itself, and `SourceReader` adds it up."""
 
 from __future__ import annotations
 

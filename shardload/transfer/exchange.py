@@ -257,7 +257,7 @@ class _Exchange:
         return False
 
     def _deliver(self, array: int, block: StagedBlock) -> None:
-        for part in block.read.parts:
+        for part in block.block.parts:
             if part.rank == self.rank:
                 self.receiver.delivered(array, part)
         self.sender.put(array, block)

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
-from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, box
+from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, view_of
 
 __all__ = ["Packer", "sendable"]
 
@@ -56,7 +56,7 @@ class Packer:
         Asked again for the region of the block that was packed last (replicas), the same copy is shared.
         """
         last = self._last
-        if last is not None and last[0] is block.read and last[1] == region and last[3].n_sending:
+        if last is not None and last[0] is block.block and last[1] == region and last[3].n_sending:
             _, _, data, buffer = last  # of this very block: another array may have the same region
         else:
             nbytes = region.size * dtype.itemsize
@@ -67,12 +67,12 @@ class Packer:
             data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
             missing = region.size
             for part, view in block.views(region):
-                np.copyto(box(data, part, region), view, casting="no")
+                np.copyto(view_of(data, part, region), view, casting="no")
                 missing -= part.size
             if missing:
                 raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
             buffer.n_used += aligned(nbytes)
-            self._last = (block.read, region, data, buffer)
+            self._last = (block.block, region, data, buffer)
         buffer.n_sending += 1
         return data, partial(self._one_less, buffer)
 

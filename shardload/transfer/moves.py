@@ -94,11 +94,11 @@ class BlocksToPieces:
 
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
-        return self.schedule.reads(rank)
+        return self.schedule.owned_blocks(rank)
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
-        return self.schedule.incoming(rank)
+        return self.schedule.remote_parts(rank)
 
     def n_wanted(self, target: int) -> int:
         """See `Flow`."""
@@ -123,8 +123,8 @@ class PiecesToBlocks:
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
         blocks = self.schedule.blocks
-        own = (part for block in self.schedule.reads(rank) for part in block.parts if part.rank == rank)
-        lists = {**self.schedule.incoming(rank), rank: own}
+        own = (part for block in self.schedule.owned_blocks(rank) for part in block.parts if part.rank == rank)
+        lists = {**self.schedule.remote_parts(rank), rank: own}
         for owner in sorted(lists):  # owners ascend with blocks
             parts = (part for part in lists[owner] if self._sender(part.shard) == rank)
             for number, of_block in itertools.groupby(parts, key=lambda part: next(blocks.meeting(part.region))):
@@ -133,7 +133,7 @@ class PiecesToBlocks:
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
         found: dict[int, list[Part]] = {}
-        for number, block in zip(self.schedule.blocks_of(rank), self.schedule.reads(rank), strict=True):
+        for number, block in zip(self.schedule.blocks_of(rank), self.schedule.owned_blocks(rank), strict=True):
             for part in block.parts:
                 if part.rank == self._sender(part.shard) != rank:
                     found.setdefault(part.rank, []).append(Part(part.region, number, part.rank))

@@ -40,7 +40,7 @@ class Sender:
         """Send what can go at once of a block of an array, and queue its other parts."""
         block.n_sending = 1
         together: dict[int, list[Part]] = {}
-        for part in block.read.parts:
+        for part in block.block.parts:
             if part.rank == self._rank:
                 continue
             channel = self._channels.route(part.rank)

@@ -96,7 +96,7 @@ def test_peak_memory_is_pieces_and_staging_where_reads_are_staged(case: Case) ->
     held = held_regions(case)
     staged = False
     for rank in range(case.n_ranks):
-        for read in plan.reads(rank):
+        for read in plan.owned_blocks(rank):
             region = plan.shards.region(read.parts[0].shard)
             piece: np.ndarray[Any, Any] = np.empty(region.shape, dtype=np.int8)
             staged |= not piece[read.region.slices(region.start)].flags.c_contiguous
@@ -288,7 +288,7 @@ def test_traffic_of_nodes_is_that_of_the_parts(case: Case, per_node: int) -> Non
     near: set[tuple[int, Region, int]] = set()
     far, near_size, moved, stays = 0, 0, 0, 0
     for rank in range(case.n_ranks):
-        for read in plan.reads(rank):
+        for read in plan.owned_blocks(rank):
             for part in read.parts:
                 size = part.region.size
                 if part.rank == rank:

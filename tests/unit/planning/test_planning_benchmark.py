@@ -15,7 +15,7 @@ def carried_out(plan: Schedule) -> dict[tuple[int, int], list[int]]:
     """Bytes of each message, by its two ends, as the readers send them."""
     found: dict[tuple[int, int], list[int]] = {}
     for rank in range(plan.n_ranks):
-        for read in plan.reads(rank):
+        for read in plan.owned_blocks(rank):
             for part in read.parts:
                 found.setdefault((rank, part.rank), []).append(part.region.size * plan.itemsize)
     return found

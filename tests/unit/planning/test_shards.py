@@ -68,8 +68,8 @@ def test_a_plan_from_a_formula_is_the_plan_from_the_table(drawn: tuple[Case, int
     formula = replace(table, shards=plan_shards(case.shape_global, case.axes, boxes))
     assert simulate(case, formula) == simulate(case, table)
     for rank in range(case.n_ranks):
-        assert list(formula.reads(rank)) == list(table.reads(rank))
-        assert formula.incoming(rank) == table.incoming(rank)
+        assert list(formula.owned_blocks(rank)) == list(table.owned_blocks(rank))
+        assert formula.remote_parts(rank) == table.remote_parts(rank)
     for has_chunks in (True, False):
         layout = case.layout(has_chunks, file_itemsize=4)
         assert plan_cost(formula, layout, Nodes(per_node)) == plan_cost(table, layout, Nodes(per_node))
@@ -88,9 +88,9 @@ def test_nothing_is_as_long_as_the_mesh() -> None:
     chunks = Grid(shape, (1, 1 << 15, 64), (0, 0, 0))
     blocks = plan_blocks(chunks, 4, max_nbytes=1, n_owners=1 << 30)
     plan = Schedule(blocks, shards, 4, 1 << 30, Parallel(1 << 30))
-    (sender, (part,)), *others = plan.incoming(rank).items()
+    (sender, (part,)), *others = plan.remote_parts(rank).items()
     assert not others and part.region == shards.region(shard)
-    (read,) = plan.reads(sender)
+    (read,) = plan.owned_blocks(sender)
     assert len(read.parts) == 1 << 15
     assert read.parts[1 << 14] == replace(part, rank=rank)
     f4 = np.dtype("f4")

@@ -10,7 +10,7 @@ import pytest
 from shardload.errors import ShardloadError
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Block, Part
-from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, box, fill_padding
+from shardload.transfer.buffers import Slots, StagedBlock, Tile, aligned, aligned_empty, fill_padding, view_of
 from tests.unit.fakes import TABLE, piece_of, rows, values_of
 
 
@@ -120,7 +120,7 @@ def test_a_view_of_no_axes_is_still_an_array() -> None:
     """Wrong if a scalar came back: writing into it would write into a copy."""
     data = np.zeros(())
     point = Region((), ())
-    box(data, point, point)[...] = 3
+    view_of(data, point, point)[...] = 3
     assert data == 3
     piece = piece_of(point)
     piece.view(point)[...] = 4

@@ -131,7 +131,7 @@ def test_every_part_of_every_array_arrives(way: str, n: int, checksums: bool) ->
         part.region.size * given.values.itemsize
         for given in loads.given
         for rank in range(4)
-        for parts in given.schedule.incoming(rank).values()
+        for parts in given.schedule.remote_parts(rank).values()
         for part in parts
     )
     assert sum(moved.nbytes for _, moved in found) == from_others

@@ -85,7 +85,7 @@ class Ranks:
 
     def put(self, n_columns: int = 4) -> list[Any]:
         """Send both blocks, each as tiles of so many columns; the notes."""
-        for read in self.plan.reads(0):
+        for read in self.plan.owned_blocks(0):
             block = StagedBlock(read)
             slot = self.slots.take()
             assert slot is not None
@@ -168,7 +168,7 @@ def test_a_receipt_that_comes_before_the_notes_is_waited_with() -> None:
 
 def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     ranks = Ranks()
-    for read in ranks.plan.reads(0):
+    for read in ranks.plan.owned_blocks(0):
         ranks.outbox.put(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
     assert not ranks.outbox.is_empty and ranks.there.messages == []
     while ranks.outbox.post():
@@ -287,7 +287,7 @@ def test_what_could_not_be_told_is_not_in_the_receipt() -> None:
     with pytest.raises(MemoryError):
         ranks.put()
     assert ranks.sending.n_offered == 0
-    ranks.outbox.clear(part for read in ranks.plan.reads(0) for part in read.parts)
+    ranks.outbox.clear(part for read in ranks.plan.owned_blocks(0) for part in read.parts)
     ranks.receipt()
     assert ranks.here.callbacks[0][1].tolist()[1] == 0 and ranks.inbox.is_done()
 

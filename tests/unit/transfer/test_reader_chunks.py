@@ -366,15 +366,15 @@ def test_all_ranks_readers_together_read_a_selection(
         resources = Resources(slots, n_threads=max(1, n_threads))
         tuning = Tuning(min_chunk_nbytes=1, inline_nbytes=inline_nbytes)
         with resources, SourceReader(source, layout, local, resources, tuning=tuning) as reader:
-            for read in plan.reads(rank):
+            for read in plan.owned_blocks(rank):
                 assert reader.has_room(read)
                 block = fetch(reader, read)
                 for part in read.parts:
                     if part.rank != rank:
                         pieces[part.rank][part.shard].view(part.region)[...] = values_of(block, part.region, dtype)
                 block.release()
-        nbytes = 4 * sum(read.region.size for read in plan.reads(rank))
-        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.reads(rank) for part in read.parts)
+        nbytes = 4 * sum(read.region.size for read in plan.owned_blocks(rank))
+        has_gaps = nbytes > 4 * sum(part.region.size for read in plan.owned_blocks(rank) for part in read.parts)
         if case.is_merged and has_gaps:  # chunks in them are not read, and the library reads what lies around them by itself
             assert reader.counters.nbytes_read <= nbytes
             assert n_threads == 0 or reader.counters.chunks_decoded == sum(decoded)

@@ -45,7 +45,7 @@ def test_a_source_is_read_by_one_thread_at_a_time_and_two_sources_by_two() -> No
         readings = [reader.start(whole(rows(k, k + 2), rank=1)) for k in (0, 4) for reader in (one, other)]
         blocks = [reading.result() for reading in readings]
     for block, table in zip(blocks, (TABLE, TABLE + 100) * 2, strict=True):
-        np.testing.assert_array_equal(values_of(block, block.read.region, "f4"), table[block.read.region.slices()])
+        np.testing.assert_array_equal(values_of(block, block.block.region, "f4"), table[block.block.region.slices()])
     assert first.reads == second.reads == [rows(0, 2), rows(4, 6)], "in the order in which they were started"
 
 
