@@ -13,11 +13,11 @@ __all__ = [
     "notice_apart",
     "notice_before_first",
     "notice_of",
-    "notice_without_warden",
+    "notice_without_monitor",
     "text_before_first",
     "text_of",
     "text_of_departed",
-    "text_without_warden",
+    "text_without_monitor",
 ]
 
 _MOST_NAMED = 4
@@ -55,7 +55,7 @@ class RankState:
 def text_of(
     what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]
 ) -> str:
-    """The verdict on a call.
+    """The decision on a call.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def notice_of(
     heard: Mapping[int, RankState],
     timeout: float | None,
 ) -> str:
-    """What is said long before a verdict.
+    """What is said long before a decision.
 
     >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: State(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
     nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
@@ -119,7 +119,7 @@ def notice_of(
     return f"nothing has moved for {seconds:g} s (call: {what}): {_who(absent, lost, heard)}. {then}"
 
 
-def notice_without_warden(what: str, seconds: float, timeout: float | None) -> str:
+def notice_without_monitor(what: str, seconds: float, timeout: float | None) -> str:
     """The same, where it is rank 0 that does not come."""
     return f"nothing was heard of rank 0 for {seconds:g} s (call: {what}): it did not come to this call. {_until(timeout)}"
 
@@ -140,7 +140,7 @@ def _until(timeout: float | None, has_silent: bool = True) -> str:
 
 
 def text_of_departed(what: str, ranks: Sequence[int]) -> str:
-    """The verdict where programs have come to their end.
+    """The decision where programs have come to their end.
 
     >>> print(text_of_departed("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
     ranks 1, 3 have come to the end of their program, and never make the call in which others wait for them: 'f.h5'. ...
@@ -150,8 +150,8 @@ def text_of_departed(what: str, ranks: Sequence[int]) -> str:
     return f"{_names(ranks)} {has}, and never make{'s' * one} the call in which others wait for {them}: {what}. {_ALL}. {_DEAD}"
 
 
-def text_without_warden(what: str, timeout: float) -> str:
-    """The verdict of those who hear nothing of rank 0, which should give it."""
+def text_without_monitor(what: str, timeout: float) -> str:
+    """The decision of those who hear nothing of rank 0, which should give it."""
     return (
         f"nothing was heard of rank 0, which watches over the others, for {timeout:g} s (call: {what}): it did not come to "
         f"this call, is held up in it, or is gone. {_advice(True, False)}"
@@ -159,7 +159,7 @@ def text_without_warden(what: str, timeout: float) -> str:
 
 
 def text_before_first(timeout: float) -> str:
-    """The verdict where some ranks never made their first call: nobody knows which."""
+    """The decision where some ranks never made their first call: nobody knows which."""
     return (
         f"not all ranks of this communicator have made their first call within {timeout:g} s: some did not come to it, are "
         f"held up, or are gone. {_advice(True, False)}"
