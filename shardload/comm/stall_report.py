@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardload.units import first_ranks
+
 __all__ = [
     "RankState",
     "notice_apart",
@@ -65,14 +67,14 @@ def text_of(
         Seconds in which nothing has moved.
     absent : sequence of int
         Ranks that never said anything in this call.
-    lost : mapping of int to State
+    lost : mapping of int to RankState
         Ranks that say nothing any more, and where they were.
-    heard : mapping of int to State
+    heard : mapping of int to RankState
         The others.
 
     Examples
     --------
-    >>> wait, read = State(1, 2, "exchange"), State(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
+    >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
     >>> print(text_of("'f.h5'", 30, [], {}, {0: wait, 1: wait, 2: read}))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5' (phase: read); 2 other ranks
     wait for parts (phase: exchange). ...
@@ -84,10 +86,10 @@ def text_of(
 def _who(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
     said = []
     if absent:
-        said.append(f"{_names(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
+        said.append(f"{first_ranks(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
     for phase in dict.fromkeys(state.phase for state in lost.values()):
         those = [rank for rank, state in lost.items() if state.phase == phase]
-        said.append(f"{_names(those)} {_is(those)} held up or gone: not heard of any more (last phase: {phase})")
+        said.append(f"{first_ranks(those)} {_is(those)} held up or gone: not heard of any more (last phase: {phase})")
     reading = {rank: state for rank, state in heard.items() if state.reading}
     for rank, state in [*reading.items()][:_MOST_NAMED]:
         said.append(f"rank {rank} is reading {state.reading} (phase: {state.place})")
@@ -111,7 +113,7 @@ def notice_of(
 ) -> str:
     """What is said long before a decision.
 
-    >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: State(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
+    >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: RankState(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
     nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
     metadata). All ranks must make the call. It fails after 900 s (timeout=)
     """
@@ -147,7 +149,8 @@ def text_of_departed(what: str, ranks: Sequence[int]) -> str:
     """
     one = len(ranks) == 1
     has, them = ("has come to the end of its program", "it") if one else ("have come to the end of their program", "them")
-    return f"{_names(ranks)} {has}, and never make{'s' * one} the call in which others wait for {them}: {what}. {_ALL}. {_DEAD}"
+    never = f"never make{'s' * one} the call in which others wait for {them}: {what}"
+    return f"{first_ranks(ranks)} {has}, and {never}. {_ALL}. {_DEAD}"
 
 
 def text_without_monitor(what: str, timeout: float) -> str:
@@ -173,16 +176,6 @@ def _advice(has_silent: bool, has_reading: bool) -> str:
     if has_reading:
         advice.append("Look whether the file can be read there, and whether its file system answers.")
     return " ".join([*advice, _END])
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """For a person.
-
-    >>> _names([3]), _names([3, 5]), _names(range(9))
-    ('rank 3', 'ranks 3, 5', 'ranks 0, 1, 2, 3 and 5 more')
-    """
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _is(ranks: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardload.comm.backoff import Backoff
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Transport
@@ -37,8 +38,7 @@ __all__ = ["Buffers", "Moved", "exchange"]
 
 # Waiting for messages: give the core away at first, because one under way needs calls into MPI to go on; then sleep ever
 # longer.
-_YIELDS = 50
-_NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 5e-5, 1e-3, 100
+_BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
 # Waiting for rings.
 _LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 
@@ -201,7 +201,7 @@ class _Exchange:
         try:
             moved |= self._listen()
             moved |= self._stage()
-            moved |= self.sender.post()
+            moved |= self.sender.send_queued()
         except Exception as error:
             let_interruption_pass(error)
             self._fail(error)
@@ -276,11 +276,11 @@ class _Exchange:
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
-        if idle <= _YIELDS:
+        seconds = _BACKOFF.seconds(idle)
+        if seconds:
+            self.bell.wait(seconds)
+        else:
             os.sched_yield()
-            return
-        doublings = min(10, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING)
-        self.bell.wait(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
 
 
 def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:
