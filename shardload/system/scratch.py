@@ -1,0 +1,42 @@
+"""Where does a thread put values for a moment? In memory of its own, which its next task uses again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Scratch"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Scratch(threading.local):
+    """A few named buffers for each thread that asks. They grow to what was wanted most, and go when the thread ends.
+
+    Examples
+    --------
+    >>> scratch = Scratch()
+    >>> first = scratch.array("chunk", (2, 3), np.dtype("f8"))
+    >>> np.shares_memory(first, scratch.array("chunk", (5,), np.dtype("f4"))), first.shape
+    (True, (2, 3))
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Array] = {}
+
+    def bytes(self, name: str, nbytes: int, at_least: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """So many bytes, uninitialised, valid until this thread asks for the same name again.
+
+        `at_least`: how many bytes are allocated where there are too few, so that a growing need does not allocate each time.
+        """
+        held = self._held.get(name)
+        if held is None or held.nbytes < nbytes:
+            held = self._held[name] = np.empty(max(nbytes, at_least), dtype=np.uint8)
+        return held[:nbytes]
+
+    def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """The same as an array."""
+        return self.bytes(name, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
