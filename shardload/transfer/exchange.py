@@ -39,7 +39,7 @@ __all__ = ["Buffers", "Moved", "exchange"]
 # Waiting for messages: give the core away at first, because one under way needs calls into MPI to go on; then sleep ever
 # longer.
 _BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
-# Waiting for rings.
+# Waiting to be woken.
 _LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 
 # What an interrupted exchange (Ctrl-C) left behind: MPI may still write into its buffers, so they are never freed.
@@ -58,7 +58,7 @@ class Buffers:
     segments : mapping of int to Segment
         The memory of each rank of this machine; empty where none is shared.
     bell : Bell
-        Where this rank waits: rung by the producers' threads and, with shared memory, by the ranks of this machine.
+        Where this rank sleeps: woken by the producers' threads and, with shared memory, by the ranks of this machine.
     """
 
     slots: Slots
@@ -212,7 +212,7 @@ class _Exchange:
         return moved
 
     def _listen(self) -> bool:
-        """Deal with what ranks of this machine say."""
+        """Deal with the control messages of ranks of this machine."""
         heard = False
         if self.channels.n_offered or self.receiver.is_listening():
             for rank, message in self.transport.told():
@@ -270,9 +270,9 @@ class _Exchange:
             self.sender.clear(block.parts)
 
     def _nap(self, idle: int) -> None:
-        """Wait: for a ring, where that is all that can come; else a little, the longer the longer nothing has happened."""
+        """Sleep: until something wakes this rank, where that is all that can come; else a little, and ever longer."""
         if not self.transport.n_data:
-            # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
+            # An offer may still be on its way when its wake-up comes, and receipts wake nobody: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
