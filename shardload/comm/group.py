@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.comm.agreement import Agreement, Invocation
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
-from shardload.comm.heartbeat import Departures, MpiOffice, leave_alone_at_exit, leave_at_exit
+from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
@@ -105,11 +105,11 @@ class Group(Agreement):
             _, self.rank, self.size = processes
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
-        office = MpiOffice(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
+        mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
         # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
         ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
-        self.watch = Watchdog(self.rank, self.size, office, on_verdict=ends, departed=self._departures.known)
+        self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
         mpi = None if comm is None else self.mpi
         self._collectives: Collectives = (
             MpiCollectives(comm, mpi, self.watch.look, self.watch.agreed)
