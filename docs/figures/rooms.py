@@ -42,9 +42,8 @@ VALUES = {"arrays": "shards on devices", "transfer": "pieces ↔ blocks", "forma
 PLACES = {
     "api": "save (the opposite direction): one more function",
     "jobs": "a list of arrays: one job",
-    "transfer": "save: pieces → blocks, by the same plan",
+    "transfer": "save: pieces → blocks; a new transport: one channel",
     "formats": "a new format: one package",
-    "comm": "a new transport: one channel",
 }
 INK, LINE, GREEN, BLUE = "#333333", "#999999", "#44aa88", "#4477aa"
 TALL, LOW, GAP = 0.72, 0.42, 0.13
