@@ -56,16 +56,15 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# The longest lanes first. Each lane has jobs that wait, and none more than four ranks that work.
+# Two lanes fill two cores; three would only have each other's processes wait. Slurm is beside the tests that start jobs, which
+# are the first of their stage: both wait more than they work.
 LANES = (
     (make("pytest: 1 process and the jobs it starts", "test-plain"),),
     (
+        make("pytest: slurm", "test-slurm"),
         make("pytest: 4 ranks", "test-mpi", "N=4"),
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
-    ),
-    (
-        make("pytest: slurm", "test-slurm"),
         tool("mypy", "mypy"),
         make("doctests", "test-doctests"),
     ),
@@ -169,7 +168,8 @@ def main() -> int:
     began: float = parser.parse_args().began
     LOGS.mkdir(exist_ok=True)
     tally = LOGS / "tally.jsonl"
-    tally.unlink(missing_ok=True)
+    for old in (tally, *LOGS.glob("*.log")):
+        old.unlink(missing_ok=True)
     run = Run(tally)
     for number in (signal.SIGINT, signal.SIGTERM):  # in the background of a shell Ctrl-C is ignored, also by what starts there
         signal.signal(number, signal.default_int_handler)
