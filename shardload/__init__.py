@@ -4,9 +4,11 @@
     shardload.initialize()
     x = shardload.load("data.h5", mesh, P("a", "b"))
 
-Nothing else than what is named here is public. The rooms, from the call down to the machine:
+Nothing else than what is named here is public, but for `shardload.formats` and `shardload.testing`, for whoever writes a file
+format. The rooms, from the call down to the machine:
 
 cli       the commands
+testing   the suite that a file format must pass; nothing imports it
 api.py    the functions: load, plan, scatter, verify
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification

@@ -1,9 +1,9 @@
 """What does a helper process do? It opens one file that nobody vouches for, and puts its values where its parent can see them.
 
-It is started as a script by `untrusted.helper`, which imports nothing of it, with a socket and a piece of shared memory. Before it looks at the file it
-gives up what it does not need: it ends with its parent, writes no files and no core dumps, and has a limit on memory. Then it
-answers requests, one at a time, until the socket is closed. Answers are JSON, with their length before them (4 bytes,
-little-endian); values are in the shared memory. A format of another package is found in the same way as by the parent.
+It is started as a script by `untrusted.helper`, which imports nothing of it, with a socket and a piece of shared memory. Before
+it looks at the file it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and has a
+limit on memory. Then it answers requests, one at a time, until the socket is closed. Answers are JSON, with their length before
+them (4 bytes, little-endian); values are in the shared memory. A format of another package is found as by the parent.
 
 It imports what reading takes, and neither JAX nor MPI: at the top, only the standard library.
 """

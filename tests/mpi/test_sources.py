@@ -133,6 +133,21 @@ def test_ctrl_c_while_helpers_are_at_work(
     check(x, ramp(cube()), mesh, spec)
 
 
+def test_a_format_of_another_package(comm: Any, shared_tmp_path: Path) -> None:
+    """Found by its entry point on every rank that reads, or by the helper processes; its errors are every rank's."""
+    shape, mesh, spec = cube(), mesh_of(), P("a", "b")
+    for name, values in {"c": ramp(shape), "fortran": ramp(shape).copy(order="F"), "big": ramp(shape, ">f4")}.items():
+        path = str(shared_tmp_path / f"{name}.npy")
+        on_root(comm, lambda path=path, values=values: np.save(path, values))
+        for readers in READERS:
+            plan = shardload.plan(path, mesh, spec, readers=readers, verify="full")
+            check(plan.execute(), ramp(shape), mesh, spec, f"{name} {readers}")
+            assert plan.info.format == "NumPy .npy"
+    check(shardload.load(path, mesh, spec, untrusted=True), ramp(shape), mesh, spec, "untrusted")
+    on_root(comm, lambda: np.save(path, np.array([{}, None]), allow_pickle=True))
+    same_error(comm, lambda: shardload.load(path, mesh, P()), SourceError, "Python objects")
+
+
 def test_a_filter_that_needs_a_word_gets_it_on_every_rank(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the word did not come to where a file is opened: to find the array, to read it, to compare with it."""
     shape, path, spec = cube(), str(shared_tmp_path / "a.h5"), P("a", "b")

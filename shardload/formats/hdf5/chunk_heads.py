@@ -2,7 +2,7 @@
 
 Some of HDF5's filters believe the first bytes of a chunk: they take as much memory, or read and write as many bytes, as those
 say. `check_heads` reads the chunks that a read will meet as they are stored, undoes what was applied after such a filter, and
-compares. The chunks that are decoded without HDF5 (`hdf5_chunks`) do not need it.
+compares. The chunks that are decoded without HDF5 (`chunks`) do not need it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _szip(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
 
 
 def _nbit(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Nothing but bits, as many as the parameters say (which fit the type: `hdf5_filters`)."""
+    """Nothing but bits, as many as the parameters say (which fit the type: `filters`)."""
     needed = nbytes if values[1] else -(-n * _bits(values[3:])[0] // 8)
     if len(stored) < needed or (values[1] and len(stored) != needed):
         raise ValueError(f"{len(stored)} bytes are stored, its n-bit numbers take {needed}")

@@ -3,7 +3,7 @@
 1. `find` and `list_all` ask one helper, before an array is open.
 2. `UntrustedSource` and `UntrustedChunks` make a `Source` and a `ChunkReader` of it: a helper for each thread that reads, up to
    a few.
-3. A value may be wrong, as it may be in any file that nobody vouches for. Whatever else a helper says is checked: see `answers`.
+3. A value may be wrong, as it may be in any file that nobody vouches for. Whatever else a helper says is checked by `answers`.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class UntrustedChunks:
         self._fill: Array = np.zeros((), source.dtype)
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """The values of a chunk; None where it is not stored."""
+        """The values of a chunk; None where it is missing."""
         if len(index) != len(self._counts) or not all(0 <= k < n for k, n in zip(index, self._counts, strict=True)):
             raise ValueError(f"there is no chunk {index} in a grid of {self._counts}")
         values = room(self._nbytes).view(self._source.dtype).reshape(self._shape)

@@ -1,6 +1,6 @@
 """How are single chunks of a Zarr array read from a local folder, without zarr-python? By position, in any number of threads.
 
-1. `chunk_reader` answers whether it can be done: a plain folder, and metadata that `zarr_layout` understands.
+1. `chunk_reader` answers whether it can be done: a plain folder, and metadata that `metadata` understands.
 2. `ZarrChunks.fetch` reads one chunk's bytes: a whole file, or a part of a shard. A shard is opened and its index read
    once, by `_Shards`, which keeps the last few.
 3. `ZarrChunks.decode` undoes the codecs (`codecs.Chain`) straight into the caller's buffer, or writes the fill value.

@@ -7,7 +7,8 @@
 4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
    once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
 
-A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost. `ZarrSource.missing` says which they were.
+A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost.
+`ZarrSource.missing` says which they were.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class ZarrSource(Source):
             Fence.around_store(path, access.allow_external) if (path := _folder_of(array.store)) is not None else Fence()
         )
         self._missing: list[tuple[int, ...]] = []
+        self._is_closed = False
         self._is_checked, self._is_stacked = False, is_stacked(array.metadata.to_dict(), access)
         self._array.store.most_nbytes = None if info.chunks is None else _LONGEST * self._stored_nbytes() + _HEAD_NBYTES
 
@@ -125,6 +127,8 @@ class ZarrSource(Source):
         self._missing = []
         if region.size == 0:
             return
+        if self._is_closed:  # zarr-python would open what it needs again
+            raise ValueError(f"{self._info} was closed")
         if self._chunks is not None:
             self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
             return
@@ -219,7 +223,7 @@ class ZarrSource(Source):
         if chunks is not None:
             chunks.close()
         close_store(self._store)
-        self._store = None
+        self._store, self._is_closed = None, True
 
 
 class ZarrFormat(Format):

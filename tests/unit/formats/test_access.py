@@ -1,0 +1,77 @@
+"""Does what the caller allows reach every format, and does it keep the file of a plug-in in its folder?"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from shardload.formats.access import STRICT, Access, Limits
+from shardload.formats.containment import NotAFileError, OutsideError
+from shardload.options import Options
+
+
+def test_options_say_what_may_be_done() -> None:
+    """Wrong if an option were left out on the way."""
+    assert Options.check().access == STRICT == Access()
+    made = Options.check(allow_external=True, allow_filters="zfp, 460", untrusted=True, staging="64MiB", timeout=100).access
+    assert made == Access(True, {"zfp", "460"}, Limits(64 << 20, 25.0)) and not made.is_limited  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.allow_external = False  # type: ignore[misc]
+    assert hash(Access(allow_filters=["zfp", "a", "zfp"])) == hash(Access(allow_filters={"a", "zfp"}))  # type: ignore[arg-type]
+
+
+def contents(descriptor: int) -> bytes:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
+
+
+def test_a_file_that_another_names_is_opened_inside_of_its_folder_alone(tmp_path: Path) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    (home / "parts").mkdir(parents=True)
+    other.mkdir()
+    named_by, inside, outside = str(home / "index"), home / "parts" / "1", other / "secret"
+    for path in (named_by, inside, outside):
+        Path(path).write_bytes(str(path).encode())
+    assert contents(STRICT.open_file(str(inside), named_by)) == str(inside).encode()
+    (home / "link").symlink_to(outside)
+    for path in (str(outside), str(home / "link"), str(home / "parts" / ".." / ".." / "other" / "secret")):
+        with pytest.raises(
+            OutsideError, match=rf"'{named_by}' leads to '{outside}', outside the folder of that file; pass allow_e"
+        ):
+            STRICT.open_file(path, named_by)
+        assert contents(Access(allow_external=True).open_file(path, named_by)) == str(outside).encode()
+    assert contents(STRICT.open_file(str(home / "link"))) == str(outside).encode(), "what the caller named is inside"
+    # A store that is a folder may lead into itself alone.
+    assert contents(STRICT.open_file(str(inside), str(home / "parts"))) == str(inside).encode()
+    with pytest.raises(OutsideError, match="outside that store"):
+        STRICT.open_file(named_by, str(home / "parts"))
+
+
+def test_a_link_that_is_put_there_meanwhile_does_not_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were looked only before the file is opened."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "home" / "part").write_text("part")
+    plain = os.open
+
+    def swap(path: str, *how: int) -> int:
+        if not os.path.islink(path):
+            os.unlink(path)
+            os.symlink(tmp_path / "secret", path)
+        return plain(path, *how)
+
+    monkeypatch.setattr(os, "open", swap)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OutsideError, match="outside the folder"):
+        STRICT.open_file(str(tmp_path / "home" / "part"), str(tmp_path / "home" / "index"))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for how in ((str(tmp_path / "pipe"),), (str(tmp_path / "pipe"), str(tmp_path / "index"))):
+        with pytest.raises(NotAFileError, match="a pipe, expected a file"):
+            STRICT.open_file(*how)

@@ -1,0 +1,124 @@
+"""Is a file opened once for several of its arrays, and is each of them what it is by itself?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import Access, Region
+from shardload.formats.access import Limits
+from shardload.formats.hdf5 import source as hdf5_module
+from shardload.formats.lookup import open_file, open_source
+from shardload.formats.zarr import source as zarr_module
+from tests.unit.files import check_source, flat, read_all, write_hdf5, write_zarr
+
+ARRAYS = {"a": flat((5, 7)), "group/b": flat((4, 3), "int32", 100), "group/c": flat((6,), ">f8", 200)}
+
+
+def zipped(path: Path) -> str:
+    with zarr.storage.ZipStore(path, mode="w") as store:
+        group = zarr.open_group(store, mode="w")
+        for name, values in ARRAYS.items():
+            group.create_array(name, shape=values.shape, dtype=values.dtype, chunks=(2,) * values.ndim)[...] = values
+    return str(path)
+
+
+KINDS: dict[str, tuple[Callable[[Path], str], Any, str]] = {
+    "HDF5": (lambda folder: write_hdf5(folder / "a.h5", ARRAYS), hdf5_module, "_open_file"),
+    "HDF5, chunked": (
+        lambda folder: write_hdf5(folder / "b.h5", ARRAYS, chunks=True, compression="gzip"), hdf5_module, "_open_file",
+    ),
+    "Zarr": (lambda folder: write_zarr(folder / "a.zarr", ARRAYS), zarr_module, "open_store"),
+    "Zarr in a zip file": (lambda folder: zipped(folder / "a.zip"), zarr_module, "open_store"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_arrays_take_one_open_of_the_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if an array opened the file by itself, closed it for the others, or noted for them what it saw."""
+    make, module, name = KINDS[kind]
+    path, opened, plain = make(tmp_path), [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *how: opened.append(how) or plain(*how))
+    with open_file(path) as file:
+        sources = {name: file.open(name) for name in ARRAYS}
+        for name, source in sources.items():
+            check_source(source, ARRAYS[name])
+            assert source.info == open_source(path, name).info
+        assert len(opened) == 1 + len(ARRAYS), "one open_file, and open_source for each to compare with"
+        for name in reversed(ARRAYS):  # in turns, and after one of them was closed
+            np.testing.assert_array_equal(read_all(sources[name]), ARRAYS[name])
+        sources.pop("a").close()
+        for name, source in sources.items():
+            np.testing.assert_array_equal(read_all(source), ARRAYS[name])
+            assert source.state() == open_source(path, name).state() is not None
+        with pytest.raises(SourceError, match=r"holds no array '/lost', which was found in it before") as caught:
+            file.open("lost")
+        assert (caught.value.path, caught.value.dataset) == (path, "/lost")
+    for source in sources.values():
+        with pytest.raises((ValueError, OSError, RuntimeError)):
+            read_all(source)
+
+
+def test_what_is_missing_is_noted_for_each_array_by_itself(tmp_path: Path) -> None:
+    """Wrong if two arrays of a Zarr store shared what `read_into` of one of them did not find."""
+    group = zarr.open_group(zarr.storage.ZipStore(tmp_path / "a.zip", mode="w"), mode="w")
+    for name, fill in (("full", 0), ("holes", 7)):
+        made = group.create_array(name, shape=(8,), chunks=(4,), dtype="i4", fill_value=fill)
+        made[:4] = 1
+        if name == "full":
+            made[4:] = 2
+    group.store.close()
+    whole, out = Region((0,), (8,)), np.empty(8, "i4")
+    with open_file(tmp_path / "a.zip") as file:
+        holes, full = file.open("holes"), file.open("full")
+        holes.read_into(whole, out)
+        full.read_into(whole, np.empty(8, "i4"))
+        assert list(holes.missing(whole)) == [(1,)] and list(full.missing(whole)) == []
+    assert out.tolist() == [1] * 4 + [7] * 4
+
+
+def test_nothing_stays_open(tmp_path: Path) -> None:
+    for make, *_ in KINDS.values():
+        path = make(tmp_path)
+
+        def once(path: str = path) -> int:
+            with open_file(path) as file:
+                for name in ARRAYS:
+                    read_all(file.open(name))
+            return len(os.listdir("/proc/self/fd"))
+
+        assert once() >= once()
+
+
+def test_what_is_not_allowed_is_not_allowed_here_either(tmp_path: Path) -> None:
+    home, other = tmp_path / "home", tmp_path / "other"
+    home.mkdir(), other.mkdir()
+    write_hdf5(other / "b.h5", {"x": flat((3,))})
+    with h5py.File(home / "a.h5", "w") as file:
+        file["x"] = flat((3,))
+        file["out"] = h5py.ExternalLink(str(other / "b.h5"), "/x")
+    with open_file(home / "a.h5") as opened, pytest.raises(SourceError, match="outside the folder of this file"):
+        opened.open("out")
+    with open_file(home / "a.h5", Access(allow_external=True)) as opened:
+        np.testing.assert_array_equal(read_all(opened.open("out")), flat((3,)))
+
+
+def test_open_arrays_and_helpers_open_each(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path / "a.h5", ARRAYS)
+    with open_file(path, Access(untrusted=Limits())) as file:
+        for name in ("a", "group/b"):
+            np.testing.assert_array_equal(read_all(file.open(name)), ARRAYS[name])
+    with h5py.File(path) as mine, open_file(mine["a"]) as file:
+        np.testing.assert_array_equal(read_all(file.open("/a")), ARRAYS["a"])
+        with pytest.raises(ConfigError, match=r"untrusted=True opens the file in another process"):
+            open_file(mine["a"], Access(untrusted=Limits()))
+    with pytest.raises(SourceError, match="there is no file"):
+        open_file(tmp_path / "none.h5")

@@ -1,0 +1,526 @@
+"""Do our own formats keep the promises that are asked of any, and does the suite find each promise that is broken?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import netCDF4
+import numpy as np
+import pytest
+import zarr
+
+from shardload.errors import ConfigError
+from shardload.formats import STRICT, Access, ArrayInfo, Encoded, Format, Region, Source, check_request, native_dtype, state_of
+from shardload.formats.hdf5.source import FORMAT as HDF5
+from shardload.formats.memory import MemorySource
+from shardload.formats.zarr.source import FORMAT as ZARR
+from shardload.testing import ConformanceError, check_format, check_source
+from shardload.testing.conformance import DTYPES, SHAPES, ramp
+
+Array = np.ndarray[Any, Any]
+
+
+def chunks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """About three along each axis, which they do not divide."""
+    return tuple(max(1, -(-n // 3)) for n in shape)
+
+
+def hdf5(**options: Any) -> Callable[[str, dict[str, Array]], None]:
+    def write(path: str, arrays: dict[str, Array]) -> None:
+        with h5py.File(path, "w") as file:
+            for name, values in arrays.items():
+                chunked = bool(options) and values.size > 0 and values.ndim > 0
+                file.create_dataset(name, data=values, **({"chunks": chunks_of(values.shape), **options} if chunked else {}))
+
+    return write
+
+
+def netcdf(path: str, arrays: dict[str, Array]) -> None:
+    with netCDF4.Dataset(path, "w") as file:
+        for name, values in arrays.items():
+            names = [f"{name.replace('/', '_')}_{k}" for k in range(values.ndim)]
+            for axis, n in zip(names, values.shape, strict=True):
+                file.createDimension(axis, n)
+            order = "big" if values.dtype.byteorder == ">" else "little"
+            file.createVariable(name, values.dtype, names, endian=order, zlib=values.ndim > 0, fill_value=False)[...] = values
+
+
+def zarr_store(zarr_format: Any, kind: str = "", **options: Any) -> Callable[[str, dict[str, Array]], None]:
+    def write(path: str, arrays: dict[str, Array]) -> None:
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        store = zarr.storage.ZipStore(path, mode="w") if kind == "zip" else path
+        group = zarr.open_group(store, mode="w", zarr_format=zarr_format)
+        for name, values in arrays.items():
+            more: dict[str, Any] = {"chunks": chunks_of(values.shape), **options}
+            if kind == "sharded" and values.ndim:
+                more["shards"] = tuple(2 * n for n in more["chunks"])
+            group.create_array(name, shape=values.shape, dtype=values.dtype, **more)[...] = values
+        if kind == "zip":
+            store.close()
+
+    return write
+
+
+def hdf5_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("a", (7, 10), "i4", chunks=(3, 4), fillvalue=9, compression="gzip")
+        made[:3] = ramp((3, 10), "i4")
+        made[3:, 4:8] = 5
+        return made[...], [(1, 0), (1, 2), (2, 0), (2, 2)]
+
+
+def zarr_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
+    made = zarr.open_array(path, mode="w", shape=(7, 10), chunks=(3, 4), dtype="i4", fill_value=9)
+    made[:3] = ramp((3, 10), "i4")
+    made[3:, 4:8] = 5
+    return np.asarray(made[...]), [(1, 0), (1, 2), (2, 0), (2, 2)]
+
+
+NETCDF_TYPES = [
+    name for name in DTYPES if name.lstrip(">") not in ("bool", "float16", "f2", "complex64", "complex128", "c8", "c16")
+]
+FEW = ("bool", "int16", "float64", ">i4", ">c8")
+OURS: dict[str, tuple[Format, Callable[[str, dict[str, Array]], None], dict[str, Any]]] = {
+    "HDF5": (HDF5, hdf5(), {}),
+    "HDF5, gzip and shuffle": (HDF5, hdf5(compression="gzip", shuffle=True), {"write_missing": hdf5_missing}),
+    "netCDF4": (HDF5, netcdf, {"dtypes": NETCDF_TYPES, "shapes": [shape for shape in SHAPES if 0 not in shape]}),
+    "Zarr v2": (ZARR, zarr_store(2), {"dtypes": FEW}),
+    "Zarr v3": (ZARR, zarr_store(3), {"dtypes": FEW, "write_missing": zarr_missing}),
+    "Zarr v3, sharded": (
+        ZARR,
+        zarr_store(3, "sharded"),
+        {"dtypes": FEW, "shapes": [shape for shape in SHAPES if 0 not in shape]},
+    ),
+    "Zarr v2 in a zip file": (ZARR, zarr_store(2, "zip"), {"dtypes": FEW, "suffix": ".zip"}),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_formats_conform(name: str, tmp_path: Path) -> None:
+    file_format, write, how = OURS[name]
+    check_format(file_format, write, folder=tmp_path, **how)
+
+
+def test_arrays_in_memory_conform() -> None:
+    for shape, dtype in [((3, 5, 7), name) for name in FEW] + [(shape, "float32") for shape in SHAPES]:
+        values = ramp(shape, dtype)
+        for array in (values, values.copy(order="F"), np.repeat(values, 2, axis=-1)[..., ::2] if shape else values):
+            check_source(lambda a=array: MemorySource(a), values, is_handed_in=True)  # type: ignore[misc]
+
+
+# --- a format that conforms, and what can be wrong with it
+
+MARK = b"RAW1"
+
+
+def write_raw(path: str, arrays: dict[str, Array], chunks: Any = None, missing: Any = ()) -> None:
+    """Arrays one after the other, after a header that says where each is."""
+    head, at = {}, 0
+    for name, values in arrays.items():
+        cells = [max(1, -(-n // 3)) for n in values.shape] if chunks is None else chunks
+        head[f"/{name}"] = {"shape": values.shape, "dtype": values.dtype.str, "at": at, "chunks": cells, "missing": missing}
+        at += values.nbytes
+    text = json.dumps({"nbytes": at, "arrays": head}).encode()
+    Path(path).write_bytes(MARK + len(text).to_bytes(4, "little") + text + b"".join(v.tobytes() for v in arrays.values()))
+
+
+def raw_missing(path: str) -> tuple[Array, list[tuple[int, ...]]]:
+    values = ramp((6, 8), "i4")
+    values[:2, 4:] = 9
+    write_raw(path, {"a": values}, [2, 4], [(0, 1)])
+    return values, [(0, 1)]
+
+
+class Raw(Source):
+    """One array of such a file."""
+
+    def __init__(self, path: str, name: str, entry: dict[str, Any], start: int) -> None:
+        self.path, self.entry, self.start = path, entry, start
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+        self.stored = np.dtype(entry["dtype"])
+        self.shape = tuple(entry["shape"])
+        self.own = ArrayInfo(path, name, "raw", self.shape, native_dtype(self.stored).name, tuple(entry["chunks"]))
+
+    @property
+    def info(self) -> ArrayInfo:
+        return self.own
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return native_dtype(self.stored)
+
+    def values(self) -> Array:
+        nbytes = int(np.prod(self.shape, dtype=int)) * self.stored.itemsize
+        data = os.pread(self.file.fileno(), nbytes, self.start + self.entry["at"])
+        if len(data) < nbytes:
+            raise OSError("the file ends too early")
+        return np.frombuffer(data, self.stored).reshape(self.shape)
+
+    def read_into(self, region: Region, out: Array) -> None:
+        check_request(self.info, self.dtype, region, out)
+        out[...] = self.values()[region.slices()]
+
+    def missing(self, region: Region) -> list[tuple[int, ...]]:
+        cells = {tuple(index): Region.whole(self.shape) for index in self.entry["missing"]}
+        for index in cells:
+            start = tuple(k * c for k, c in zip(index, self.own.chunks or (), strict=True))
+            cells[index] = Region(start, tuple(a + c for a, c in zip(start, self.own.chunks or (), strict=True)))
+        return [index for index, cell in cells.items() if region.size and cell.intersect(region)]
+
+    def chunk_reader(self) -> Any:
+        return RawChunks(self)
+
+    def state(self) -> tuple[int, ...] | None:
+        return None if self.file.closed else state_of(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class RawChunks:
+    def __init__(self, source: Raw) -> None:
+        self.source, self.chunks = source, source.info.chunks or ()
+
+    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
+        start = [k * c for k, c in zip(index, self.chunks, strict=True)]
+        return Encoded(self.source.values()[(*(slice(a, a + c) for a, c in zip(start, self.chunks, strict=True)), ...)])
+
+    def decode(self, encoded: Any, out: Array) -> None:
+        out[(*(slice(0, n) for n in encoded.data.shape), ...)] = encoded.data
+
+
+class RawFormat(Format):
+    """Conforms."""
+
+    name = "raw"
+
+    def __init__(self, source: type[Raw] = Raw) -> None:
+        self.source = source
+
+    def header(self, path: str) -> tuple[dict[str, Any], int]:
+        data = Path(path).read_bytes()
+        n = int.from_bytes(data[4:8], "little")
+        found = json.loads(data[8 : 8 + n])
+        if len(data) != 8 + n + found["nbytes"]:
+            raise ValueError("the file is not as long as it says")
+        return found["arrays"], 8 + n
+
+    def claims_path(self, path: str) -> bool:
+        return os.path.isfile(path) and Path(path).read_bytes()[:4] == MARK
+
+    def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+        names = self.header(path)[0]
+        sources = [self.open_path(path, name, access) for name in names]
+        for source in sources:
+            source.close()
+        return [source.info for source in sources]
+
+    def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
+        arrays, start = self.header(path)
+        if dataset not in arrays:
+            raise KeyError(dataset)
+        return self.source(path, dataset, arrays[dataset], start)
+
+
+def check_raw(file_format: Format, folder: Path) -> None:
+    check_format(file_format, write_raw, folder=folder, dtypes=["float32", ">i2"], write_missing=raw_missing)
+
+
+def test_a_format_that_conforms(tmp_path: Path) -> None:
+    check_raw(RawFormat(), tmp_path)
+
+
+def read_wrongly(change: Callable[[Raw, Region, Array], None]) -> Format:
+    return RawFormat(type("Wrong", (Raw,), {"read_into": change}))
+
+
+def source_with(**methods: Any) -> Format:
+    return RawFormat(type("Wrong", (Raw,), methods))
+
+
+def format_with(**methods: Any) -> Format:
+    made: Format = type("WrongFormat", (RawFormat,), methods)()
+    return made
+
+
+def transposed(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+    values = self.values()
+    out[...] = (values.T if len(set(values.shape)) == 1 else values)[region.slices()]
+
+
+def beside_the_edge(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+    values = self.values()
+    if region.ndim and region.start[-1] == (self.info.chunks or ())[-1]:
+        values = np.roll(values, 1, axis=-1)
+    out[...] = values[region.slices()]
+
+
+def other_order(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+    out[...] = self.values().view(self.dtype)[region.slices()]
+
+
+def clamped(self: Raw, region: Region, out: Array) -> None:
+    if out.dtype != self.dtype or not out.flags.writeable or out.shape != region.shape:
+        raise ValueError("the buffer")
+    found = self.values()[region.slices()]
+    out[tuple(slice(0, n) for n in found.shape)] = found
+
+
+def unfilled(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+    found = self.values()[region.slices()]
+    if region.ndim:
+        out[..., :-1] = found[..., :-1]
+    else:
+        out[...] = found
+
+
+def nothing(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+
+
+def into_a_copy(self: Raw, region: Region, out: Array) -> None:
+    if region.stop and not Region.whole(self.shape).contains(region):
+        raise ValueError("outside")
+    if out.dtype != self.dtype or out.shape != region.shape or not out.flags.writeable:
+        raise ValueError("the buffer")
+    out.reshape(-1)[...] = self.values()[(*region.slices(), ...)].reshape(-1)
+
+
+def past_the_end(self: Raw, region: Region, out: Array) -> None:
+    Raw.read_into(self, region, out)
+    memory: Any = out
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    if memory.nbytes > out.nbytes:
+        memory.view(np.uint8)[-1] = 0
+
+
+def keeps_the_buffer(self: Raw, region: Region, out: Array) -> None:
+    """A cache that hands out, and writes, what is the caller's."""
+    check_request(self.info, self.dtype, region, out)
+    cache = self.__dict__.setdefault("cache", {})
+    if region not in cache:
+        Raw.read_into(self, region, out)
+        cache[region] = out
+    out[...] = cache[region]
+
+
+def cached_for_good(self: Raw, region: Region, out: Array) -> None:
+    check_request(self.info, self.dtype, region, out)
+    if "cache" not in self.__dict__:
+        self.__dict__["cache"] = self.values()
+    out[...] = self.__dict__["cache"][region.slices()]
+
+
+shared: dict[str, Any] = {}
+
+
+def shared_memory(self: Raw, region: Region, out: Array) -> None:
+    """One buffer for all sources: two threads meet between filling and copying it."""
+    check_request(self.info, self.dtype, region, out)
+    shared["values"] = self.values()[region.slices()]
+    if "meet" in shared and threading.active_count() > 4:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            shared["meet"].wait(0.2)
+    found = shared["values"]
+    out[...] = found if found.shape == out.shape else 0
+
+
+def in_its_own_thread(self: Raw, region: Region, out: Array) -> None:
+    if self.__dict__.setdefault("thread", threading.get_ident()) != threading.get_ident():
+        raise RuntimeError("made in another thread")
+    Raw.read_into(self, region, out)
+
+
+def changes_dtype(self: Raw, region: Region, out: Array) -> None:
+    Raw.read_into(self, region, out)
+    self.stored = np.dtype("complex128")
+
+
+def with_info(**changes: Any) -> Format:
+    def init(self: Raw, *arguments: Any) -> None:
+        Raw.__init__(self, *arguments)
+        self.own = dataclasses.replace(self.own, **{name: change(self.own) for name, change in changes.items()})
+
+    return source_with(__init__=init)
+
+
+def padded(self: Raw) -> Array:
+    nbytes = int(np.prod(self.shape, dtype=int)) * self.stored.itemsize
+    data = os.pread(self.file.fileno(), nbytes, self.start + self.entry["at"])
+    return np.frombuffer(data.ljust(nbytes, b"\0"), self.stored).reshape(self.shape)
+
+
+def believing(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
+    data = Path(path).read_bytes()
+    n = int.from_bytes(data[4:8], "little")
+    return json.loads(data[8 : 8 + n])["arrays"], 8 + n
+
+
+def raising(error: Callable[[str], BaseException]) -> Format:
+    """Raises this for what is damaged."""
+
+    def open_path(self: RawFormat, path: str, dataset: str, access: Access = STRICT) -> Source:
+        try:
+            self.header(path)
+        except ValueError:
+            raise error(dataset) from None
+        return RawFormat.open_path(self, path, dataset, access)
+
+    return format_with(open_path=open_path)
+
+
+def importing(self: RawFormat, path: str, access: Access = STRICT) -> list[ArrayInfo]:
+    import jax  # noqa: F401
+
+    return RawFormat.list_arrays(self, path, access)
+
+
+def claims_by_suffix(self: RawFormat, path: str) -> bool:
+    return ".bin" not in path and os.path.isfile(path)
+
+
+def claims_at_all_costs(self: RawFormat, path: str) -> bool:
+    return Path(path).read_bytes()[:4] == MARK
+
+
+def leaking(self: RawFormat, path: str) -> tuple[dict[str, Any], int]:
+    kept_open.append(os.open(path, os.O_RDONLY))
+    return RawFormat.header(self, path)
+
+
+kept_open: list[int] = []
+
+
+class FirstAlone(RawFormat):
+    """Its open file gives the same array whatever the name."""
+
+    def open_file(self, path: str, access: Access = STRICT) -> Any:
+        first = next(iter(self.header(path)[0]))
+        opened = super().open_file(path, access)
+        opened.open = lambda dataset: RawFormat.open_path(self, path, first, access)  # type: ignore[method-assign]
+        return opened
+
+
+class OneTooShort(RawChunks):
+    def decode(self, encoded: Any, out: Array) -> None:
+        super().decode(encoded, out)
+        out[-1:] = 0
+
+
+class OneAtATime(RawChunks):
+    def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
+        self.__dict__["found"] = super().fetch(index)
+        if threading.active_count() > 4:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                shared["meet"].wait(0.2)
+        return self.__dict__["found"]
+
+
+WRONG: dict[str, tuple[Format, str, str]] = {
+    "axes transposed": (read_wrongly(transposed), "each value of each region", r"right with its axes transposed as"),
+    "one beside a chunk's edge": (read_wrongly(beside_the_edge), "each value of each region", r"that value belongs at \("),
+    "other byte order": (read_wrongly(other_order), "each value of each region", "bytes of every value are in the other order"),
+    "region clamped": (read_wrongly(clamped), "refuses a region outside", "no error for the region"),
+    "buffer not filled": (read_wrongly(unfilled), "each value of each region", "was not filled there|nothing was written"),
+    "nothing read": (read_wrongly(nothing), "each value of each region", "nothing was written into the buffer"),
+    "strided buffers copied": (read_wrongly(into_a_copy), "a buffer that does not fit", r"wrong values of"),
+    "writes past the buffer": (
+        read_wrongly(past_the_end),
+        "each value",
+        "wrote outside of the buffer",
+    ),
+    "keeps the buffer": (read_wrongly(keeps_the_buffer), "keeps nothing of it|each value", "wrong values of"),
+    "read after close": (read_wrongly(cached_for_good), "gives nothing after it was closed", "read after close"),
+    "one buffer for all": (read_wrongly(shared_memory), "several threads", "wrong values of"),
+    "bound to a thread": (read_wrongly(in_its_own_thread), "read from any thread", "RuntimeError: made in another thread"),
+    "dtype changes": (read_wrongly(changes_dtype), "before and after a read", "and is complex128 after a read"),
+    "dtype as stored": (
+        source_with(dtype=property(lambda self: self.stored)),
+        "says what the array is",
+        r"dtype is dtype\('>i2'",
+    ),
+    "dtype named otherwise": (with_info(dtype=lambda info: f"<{info.dtype}"), "as it is", "expected 'float32', NumPy's name"),
+    "scalars with an axis": (
+        with_info(shape=lambda info: info.shape or (1,)),
+        "as it is",
+        r"is \(1,\), expected \(\)",
+    ),
+    "numbers of NumPy": (with_info(nbytes_stored=lambda _: np.int64(3)), "as it is", "cannot be sent to another rank"),
+    "chunks of nothing": (with_info(chunks=lambda info: (0,) * len(info.shape)), "as it is", "positive length for each"),
+    "state is made up": (source_with(state=lambda _: (1, 2)), "state that changes", r"is \(1, 2\) before and after"),
+    "no state": (source_with(state=lambda _: None), "state that changes", "is None: nobody would notice"),
+    "state goes on": (
+        source_with(state=lambda _: (time.perf_counter_ns(),)),
+        "stays while nothing changes",
+        "nothing has changed",
+    ),
+    "missing chunks untold": (source_with(missing=lambda *_: []), "chunks that are missing", r"is \[\], expected \[\(0, 1\)\]"),
+    "all chunks missing": (source_with(missing=lambda *_: [(0,) * 4]), "no chunk as missing that was", "."),
+    "plain is something else": (
+        source_with(plain=lambda self, r: self.values()[r.slices()] * 2),
+        "by plain",
+        "wrong values",
+    ),
+    "view is something else": (source_with(view=lambda self, r: np.zeros(r.shape, self.dtype)), "by view", "wrong values"),
+    "chunks too short": (source_with(chunk_reader=lambda self: OneTooShort(self)), "chunk by chunk", "wrong values"),
+    "chunks one at a time": (source_with(chunk_reader=lambda self: OneAtATime(self)), "chunk by chunk", "."),
+    "KeyError for damage": (raising(KeyError), "where a file was cut", "says that the file is sound"),
+    "no memory for damage": (raising(lambda _: MemoryError()), "where a file was cut", "MemoryError"),
+    "the caller's error for damage": (raising(ConfigError), "where a file was cut", "ConfigError instead of SourceError"),
+    "exit for damage": (raising(SystemExit), "where a file was cut", "SystemExit, which ends the program"),
+    "list_arrays imports": (format_with(list_arrays=importing), "imports neither JAX nor MPI", "listing a file imports jax"),
+    "claims by suffix": (format_with(claims_path=claims_by_suffix), "claims its own files", "not claimed under the name"),
+    "claims all": (format_with(claims_path=lambda *_: True), "claims no other files", "an empty file is claimed"),
+    "claims_path raises": (format_with(claims_path=claims_at_all_costs), "claims no other files", "Is.*Directory"),
+    "claims objects": (format_with(claims_object=lambda *_: True), "claims no other files", "the object None is claimed"),
+    "lists too little": (format_with(list_arrays=lambda *a: RawFormat.list_arrays(*a)[1:]), "lists every array", "are listed"),
+    "opens any name": (
+        format_with(open_path=lambda self, path, name, *_: RawFormat.open_path(self, path, next(iter(self.header(path)[0])))),
+        "raises KeyError",
+        "can be opened, and was never written",
+    ),
+    "leaves files open": (format_with(header=leaking), "gives back what it opened", "descriptors stay open"),
+    "one array for all names": (FirstAlone(), "opens one file for several", "."),
+}
+WRONG["cut files padded"] = (
+    type("Wrong", (RawFormat,), {"header": believing})(type("Wrong", (Raw,), {"values": padded})),
+    "where a file was cut",
+    "cut to .* wrong values",
+)
+
+
+@pytest.mark.parametrize("defect", WRONG)
+def test_a_defect_is_found_and_named(defect: str, tmp_path: Path) -> None:
+    """Wrong if a format with this defect passed, or the message were about something else."""
+    file_format, promise, said = WRONG[defect]
+    shared["meet"] = threading.Barrier(2)
+    try:
+        with pytest.raises(ConformanceError) as caught:
+            check_raw(file_format, tmp_path)
+    finally:
+        while kept_open:
+            os.close(kept_open.pop())
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("the format raw breaks ")
+    named = [k for k, line in enumerate(lines) if line.startswith("- It ") and re.search(promise, line)]
+    assert named, str(caught.value)
+    told = "\n".join(itertools.takewhile(lambda line: line.startswith("    "), lines[named[0] + 1 :]))
+    assert re.search(said, told), str(caught.value)
