@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Integral
 from typing import Any
 
 from shardload.errors import ConfigError
 
-__all__ = ["format_nbytes", "parse_nbytes"]
+__all__ = ["first_ranks", "format_nbytes", "parse_nbytes"]
 
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
@@ -32,6 +33,16 @@ def parse_nbytes(text: Any) -> int:
     if n <= 0:
         raise ConfigError(f"staging is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
+
+
+def first_ranks(ranks: Sequence[int], most: int = 4) -> str:
+    """Ranks in a sentence: the first few of them, and how many more.
+
+    >>> first_ranks([3]), first_ranks([3, 5]), first_ranks(range(9))
+    ('rank 3', 'ranks 3, 5', 'ranks 0, 1, 2, 3 and 5 more')
+    """
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
 
 
 def format_nbytes(n: int) -> str:

@@ -35,7 +35,7 @@ from shardload.planning.schedule import Schedule, plan_blocks
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.checksum import join_sums
-from shardload.units import format_nbytes
+from shardload.units import first_ranks, format_nbytes
 
 __all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport"]
 
@@ -204,10 +204,10 @@ class Verifier:
         held = group.gather_int(digests.get(shard, -1)).tolist()
         by_digest = Counter(d for d in held if d >= 0).most_common()
         ranks = {d: [k for k, found in enumerate(held) if found == d] for d, _ in by_digest}
-        told = ", ".join(f"{_ranks_text(ranks[d])} {d:08x}" for d, _ in by_digest)
+        told = ", ".join(f"{first_ranks(ranks[d], 8)} {d:08x}" for d, _ in by_digest)
         sure = by_digest[0][1] > by_digest[1][1]
         last = by_digest[-1][0]
-        blame = f"likelier wrong: {_ranks_text(ranks[last])}" if sure else "either may be wrong"
+        blame = f"likelier wrong: {first_ranks(ranks[last], 8)}" if sure else "either may be wrong"
         raise VerifyError(
             f"the replicas of the shard {shards.region(shard)} of {self._name} differ: their CRC-32 is on {told}; {blame}. "
             "Suspect memory, network and device there; load again, and leave that node out if it happens again",
@@ -288,8 +288,3 @@ class Verifier:
             yield from sample_regions(tail, None, itemsize, self._how.seed, 1)
         else:
             yield from tail.split(max(1, self._room_nbytes // itemsize))
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -38,7 +38,7 @@ from zarr.codecs import ZstdCodec
 from zarr.storage import LocalStore, WrapperStore
 
 import shardload
-from shardload.comm.group import world
+from shardload.comm.objects import ObjectRanks
 from shardload.errors import ConfigError, ShardloadError
 from shardload.system.terminal import Column, fit_table, own_stdout, say_error, width_of, wrap
 
@@ -86,36 +86,11 @@ class _Table:
         return ["", *wrap(self.title, width), *fit_table(columns, self.rows, width, narrow, rule=True)]
 
 
-class _Ranks:
-    """The few things the demo asks of MPI, which all work without it as well: then there is one rank."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-        self.rank: int = comm.Get_rank() if comm else 0
-        self.size: int = comm.Get_size() if comm else 1
-
-    def wait(self) -> None:
-        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
-        if self.comm:
-            request = self.comm.Ibarrier()
-            while not request.Test():
-                time.sleep(0.01)
-
-    def allgather(self, value: Any) -> Any:
-        return self.comm.allgather(value) if self.comm else [value]
-
-    def gather(self, value: Any) -> list[Any] | None:
-        return self.comm.gather(value) if self.comm else [value]
-
-    def scatter(self, values: list[Any] | None) -> Any:
-        return self.comm.scatter(values) if self.comm else (values or [None])[0]
-
-
 @dataclass
 class _Demo:
     """What all steps share, and what they found."""
 
-    ranks: _Ranks
+    ranks: ObjectRanks
     out: IO[str]
     pencil_fft: ModuleType
     mesh: Mesh
@@ -177,7 +152,7 @@ def run(size: int = 256) -> int:
     """
     with own_stdout() as out:
         shardload.initialize()
-        ranks = _Ranks(world())
+        ranks = ObjectRanks()
         try:
             with _one_fate(ranks):
                 return _run(ranks, out, size)
@@ -187,7 +162,7 @@ def run(size: int = 256) -> int:
             return 1
 
 
-def _run(ranks: _Ranks, out: IO[str], size: int) -> int:
+def _run(ranks: ObjectRanks, out: IO[str], size: int) -> int:
     pencil_fft = _pencil_fft()
     demo = _Demo(ranks, out, pencil_fft, pencil_fft.square_mesh(), _Table("Loaded by shardload", _LOADS))
     axes = ", ".join(f"{name}={n}" for name, n in demo.mesh.shape.items())
@@ -435,7 +410,7 @@ def _pencil_fft() -> ModuleType:
 
 
 @contextmanager
-def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
+def _shared_folder(ranks: ObjectRanks) -> Iterator[Path]:
     """A temporary folder that all ranks see, removed however the demo ends."""
     folder = Path(ranks.allgather(tempfile.mkdtemp(prefix="shardload-demo-") if ranks.rank == 0 else "")[0])
     try:
@@ -451,7 +426,7 @@ def _shared_folder(ranks: _Ranks) -> Iterator[Path]:
 
 
 @contextmanager
-def _one_fate(ranks: _Ranks) -> Iterator[None]:
+def _one_fate(ranks: ObjectRanks) -> Iterator[None]:
     """End all ranks when one fails by itself, is interrupted or is out of time: the others would wait for ever."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # not at once: first remove the folder
     try:
@@ -461,6 +436,5 @@ def _one_fate(ranks: _Ranks) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception):  # and neither Ctrl-C nor the end of the job's time
             traceback.print_exc()
-        if ranks.comm:
-            ranks.comm.Abort(1)
+        ranks.abort()
         raise

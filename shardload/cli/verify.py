@@ -14,8 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardload.api import plan
 from shardload.cli.arguments import as_typed
-from shardload.comm.group import group_of, world
+from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
+from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.plan import Plan
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
@@ -53,8 +54,7 @@ def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: boo
 def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool, how: dict[str, Any]) -> int:
     rank = 0
     try:
-        comm = world()
-        rank, size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
+        rank, size = world_rank_and_size()
         n_wanted = math.prod(axes.values())
         _have_devices(-(-n_wanted // size))
         initialize()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardload.comm.backoff import Backoff
 from shardload.comm.stall_report import notice_before_first, text_before_first
 from shardload.errors import PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
@@ -22,7 +23,7 @@ from shardload.system.interruption import let_interruption_pass
 __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_processes"]
 
 _log = logging.getLogger("shardload")
-_TESTS, _NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 16, 2e-5, 2e-3, 16
+_BACKOFF = Backoff(n_awake=16, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=16)
 _NOTICE_SECONDS = 20.0
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
@@ -104,9 +105,8 @@ def _finish(request: Any, look: Callable[[], None]) -> None:
     while not request.Test():
         look()
         idle += 1
-        if idle > _TESTS:
-            doublings = min(10, (idle - _TESTS) // _NAPS_BEFORE_DOUBLING)
-            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
+        if (seconds := _BACKOFF.seconds(idle)) > 0:
+            time.sleep(seconds)
 
 
 def duplicate(comm: Any, timeout: float | None) -> Any:

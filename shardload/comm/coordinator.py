@@ -14,9 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from shardload.comm.backoff import Backoff
+
 __all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "host_of", "join", "listening_host"]
 
 LOOPBACK = "127.0.0.1"
+_BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
 _LISTENER_SECONDS = 2.0  # then JAX waits, and says so if nobody comes
 
 
@@ -79,9 +82,9 @@ def _is_number(host: str) -> bool:
 def await_listener(address: str) -> None:
     """Return when somebody listens there, or after a while: JAX itself would try once, and again a whole second later."""
     host, port = host_of(address), address.rpartition(":")[2]
-    end, nap = time.monotonic() + _LISTENER_SECONDS, 0.002
+    end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:
         with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):
             return
-        time.sleep(nap)
-        nap = min(2 * nap, 0.1)
+        n_tries += 1
+        time.sleep(_BACKOFF.seconds(n_tries))

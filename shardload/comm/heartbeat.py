@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Departures", "MpiOffice", "leave_alone_at_exit", "leave_at_exit"]
+__all__ = ["Departures", "MpiMailbox", "leave_alone_at_exit", "leave_at_exit"]
 
 _LONGEST_LEAVE_SECONDS = 15.0
 # MPICH takes in one message per call, of whatever kind; where nothing else calls MPI, ours may stand behind others.
@@ -28,8 +28,8 @@ _PROBES = 64
 _FLUSH_SECONDS, _NAP_SECONDS = 0.25, 1e-3
 
 
-class MpiOffice:
-    """An `Office` (see `watch`) over an MPI communicator.
+class MpiMailbox:
+    """A `Mailbox` (see `watch`) over an MPI communicator.
 
     Parameters
     ----------

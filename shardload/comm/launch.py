@@ -21,7 +21,8 @@ import numpy as np
 
 from shardload.comm.coordinator import LOOPBACK, addresses_of, await_listener, first_here, host_of, join, listening_host
 from shardload.comm.environment import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
-from shardload.comm.group import Group, end_job, group_of, mpi_problem, world
+from shardload.comm.group import Group, group_of
+from shardload.comm.mpi import end_job, mpi_problem, world
 from shardload.comm.tracebacks import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
 

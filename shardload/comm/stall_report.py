@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardload.units import first_ranks
+
 __all__ = [
     "RankState",
     "notice_apart",
     "notice_before_first",
     "notice_of",
-    "notice_without_warden",
+    "notice_without_monitor",
     "text_before_first",
     "text_of",
     "text_of_departed",
-    "text_without_warden",
+    "text_without_monitor",
 ]
 
 _MOST_NAMED = 4
@@ -55,7 +57,7 @@ class RankState:
 def text_of(
     what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]
 ) -> str:
-    """The verdict on a call.
+    """The decision on a call.
 
     Parameters
     ----------
@@ -65,14 +67,14 @@ def text_of(
         Seconds in which nothing has moved.
     absent : sequence of int
         Ranks that never said anything in this call.
-    lost : mapping of int to State
+    lost : mapping of int to RankState
         Ranks that say nothing any more, and where they were.
-    heard : mapping of int to State
+    heard : mapping of int to RankState
         The others.
 
     Examples
     --------
-    >>> wait, read = State(1, 2, "exchange"), State(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
+    >>> wait, read = RankState(1, 2, "exchange"), RankState(1, 3, "exchange", "chunk (0, 1) of '/x' in 'f.h5'")
     >>> print(text_of("'f.h5'", 30, [], {}, {0: wait, 1: wait, 2: read}))  # doctest: +ELLIPSIS
     nothing has moved for 30 s (call: 'f.h5'): rank 2 is reading chunk (0, 1) of '/x' in 'f.h5' (phase: read); 2 other ranks
     wait for parts (phase: exchange). ...
@@ -84,10 +86,10 @@ def text_of(
 def _who(absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]) -> str:
     said = []
     if absent:
-        said.append(f"{_names(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
+        said.append(f"{first_ranks(absent)} did not come to this call, or {_is(absent)} held up before the first wait in it")
     for phase in dict.fromkeys(state.phase for state in lost.values()):
         those = [rank for rank, state in lost.items() if state.phase == phase]
-        said.append(f"{_names(those)} {_is(those)} held up or gone: not heard of any more (last phase: {phase})")
+        said.append(f"{first_ranks(those)} {_is(those)} held up or gone: not heard of any more (last phase: {phase})")
     reading = {rank: state for rank, state in heard.items() if state.reading}
     for rank, state in [*reading.items()][:_MOST_NAMED]:
         said.append(f"rank {rank} is reading {state.reading} (phase: {state.place})")
@@ -109,9 +111,9 @@ def notice_of(
     heard: Mapping[int, RankState],
     timeout: float | None,
 ) -> str:
-    """What is said long before a verdict.
+    """What is said long before a decision.
 
-    >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: State(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
+    >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: RankState(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
     nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
     metadata). All ranks must make the call. It fails after 900 s (timeout=)
     """
@@ -119,7 +121,7 @@ def notice_of(
     return f"nothing has moved for {seconds:g} s (call: {what}): {_who(absent, lost, heard)}. {then}"
 
 
-def notice_without_warden(what: str, seconds: float, timeout: float | None) -> str:
+def notice_without_monitor(what: str, seconds: float, timeout: float | None) -> str:
     """The same, where it is rank 0 that does not come."""
     return f"nothing was heard of rank 0 for {seconds:g} s (call: {what}): it did not come to this call. {_until(timeout)}"
 
@@ -140,18 +142,19 @@ def _until(timeout: float | None, has_silent: bool = True) -> str:
 
 
 def text_of_departed(what: str, ranks: Sequence[int]) -> str:
-    """The verdict where programs have come to their end.
+    """The decision where programs have come to their end.
 
     >>> print(text_of_departed("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
     ranks 1, 3 have come to the end of their program, and never make the call in which others wait for them: 'f.h5'. ...
     """
     one = len(ranks) == 1
     has, them = ("has come to the end of its program", "it") if one else ("have come to the end of their program", "them")
-    return f"{_names(ranks)} {has}, and never make{'s' * one} the call in which others wait for {them}: {what}. {_ALL}. {_DEAD}"
+    never = f"never make{'s' * one} the call in which others wait for {them}: {what}"
+    return f"{first_ranks(ranks)} {has}, and {never}. {_ALL}. {_DEAD}"
 
 
-def text_without_warden(what: str, timeout: float) -> str:
-    """The verdict of those who hear nothing of rank 0, which should give it."""
+def text_without_monitor(what: str, timeout: float) -> str:
+    """The decision of those who hear nothing of rank 0, which should give it."""
     return (
         f"nothing was heard of rank 0, which watches over the others, for {timeout:g} s (call: {what}): it did not come to "
         f"this call, is held up in it, or is gone. {_advice(True, False)}"
@@ -159,7 +162,7 @@ def text_without_warden(what: str, timeout: float) -> str:
 
 
 def text_before_first(timeout: float) -> str:
-    """The verdict where some ranks never made their first call: nobody knows which."""
+    """The decision where some ranks never made their first call: nobody knows which."""
     return (
         f"not all ranks of this communicator have made their first call within {timeout:g} s: some did not come to it, are "
         f"held up, or are gone. {_advice(True, False)}"
@@ -173,16 +176,6 @@ def _advice(has_silent: bool, has_reading: bool) -> str:
     if has_reading:
         advice.append("Look whether the file can be read there, and whether its file system answers.")
     return " ".join([*advice, _END])
-
-
-def _names(ranks: Sequence[int]) -> str:
-    """For a person.
-
-    >>> _names([3]), _names([3, 5]), _names(range(9))
-    ('rank 3', 'ranks 3, 5', 'ranks 0, 1, 2, 3 and 5 more')
-    """
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _is(ranks: Sequence[int]) -> str:

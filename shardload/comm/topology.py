@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Machine", "Node", "pretended_ranks_per_node"]
+import numpy as np
+
+from shardload.comm.agreement import Agreement, digest_of
+from shardload.comm.collectives import Collectives
+
+__all__ = ["Machine", "Node", "find_machine", "pretended_ranks_per_node"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +52,25 @@ def pretended_ranks_per_node() -> int:
     """SHARDLOAD_RANKS_PER_NODE: every so many ranks count as a machine, to measure or test what happens between."""
     text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
     return int(text) if text.isdigit() else 0
+
+
+def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> Machine:
+    """What the ranks run on. Collective.
+
+    `on_node` agrees among the ranks of this machine; None where they cannot send each other anything.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+    n_alike = 1
+    if on_node is not None:
+        digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
+        everyone = on_node.gather(digest)[:, 0]
+        n_alike = int((everyone == digest[0]).sum())  # ranks bound to cores of their own share them with nobody
+    leaders = ranks.gather_int(node.ranks[0])
+    if on_node is None and ranks.size > 1:
+        hosts = ranks.gather_int(digest_of(socket.gethostname()) >> 1)
+        leaders = np.array([int(np.argmax(hosts == host)) for host in hosts])
+        n_alike = int((hosts == hosts[ranks.rank]).sum())
+    n_threads = int(ranks.gather_int(max(1, len(cores) // n_alike)).min())
+    n_ranks = int((leaders == leaders[ranks.rank]).sum())
+    n_cores = int(ranks.gather_int(max(1, len(cores) * n_ranks // n_alike)).min())
+    return Machine(tuple(int(v) for v in leaders), n_threads, n_cores)

@@ -2,18 +2,18 @@
 
 Every rank calls `Watchdog.look` at each turn of each of its waits, which costs a look at the clock. Then, beat by beat:
 
-1. A rank that waits tells rank 0, the warden, where it is: a count that grows with all that it does, its phase, and what it is
+1. A rank that waits tells rank 0, the monitor, where it is: a count that grows with all that it does, its phase, and what it is
    reading (which a thread may be held up in, while this rank itself still answers).
-2. The warden answers each of these beats, and keeps what it has heard. If for `timeout` seconds of its own beats no rank's
-   count has grown, it says who is late, and sends that verdict to all ranks.
-3. A rank whose beats are not answered for that long, and a few beats more, says that the warden is late, also to all.
-4. A rank whose program has come to its end without making the call never will: as soon as that is known, that is the verdict.
-5. Whoever gets or gives a verdict raises it, now and at each later call: ranks that are in different places never agree again.
+2. The monitor answers each of these beats, and keeps what it has heard. If for `timeout` seconds of its own beats no rank's
+   count has grown, it says who is late, and sends that decision to all ranks.
+3. A rank whose beats are not answered for that long, and a few beats more, says that the monitor is late, also to all.
+4. A rank whose program has come to its end without making the call never will: as soon as that is known, that is the decision.
+5. Whoever gets or gives a decision raises it, now and at each later call: ranks that are in different places never agree again.
 
-Long before a verdict, when nothing has moved for a while, it is said once who is waited for.
+Long before a decision, when nothing has moved for a while, it is said once who is waited for.
 
 Beats are counted instead of seconds, so that a process that was itself stopped for a while blames nobody for it. Nothing is
-sent before the first beat is due. What carries messages is an `Office`; where ranks cannot send each other anything there is
+sent before the first beat is due. What carries messages is a `Mailbox`; where ranks cannot send each other anything there is
 none, and each rank judges itself alone.
 
 Pure: no MPI, no threads, no sleep.
@@ -33,33 +33,33 @@ from shardload.comm.stall_report import (
     RankState,
     notice_apart,
     notice_of,
-    notice_without_warden,
+    notice_without_monitor,
     text_of,
     text_of_departed,
-    text_without_warden,
+    text_without_monitor,
 )
 from shardload.comm.tracebacks import share
 from shardload.errors import StallError
 
-__all__ = ["Office", "Watchdog", "beat_seconds"]
+__all__ = ["Mailbox", "Watchdog", "beat_seconds"]
 
 _log = logging.getLogger("shardload")
 _BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # in a timeout; at the longest
-_RANKS_A_SECOND = 1000  # whose beats the warden can deal with beside its own work
-_SILENT_BEATS = 3  # a beat waits for the warden's turn, and the warden may just have had it
-_LATE_BEATS = 6  # more than the warden needs: its own verdict comes first
+_RANKS_A_SECOND = 1000  # whose beats the monitor can deal with beside its own work
+_SILENT_BEATS = 3  # a beat waits for the monitor's turn, and the monitor may just have had it
+_LATE_BEATS = 6  # more than the monitor needs: its own decision comes first
 _LEARN_BEATS = 3  # until all ranks that wait have surely looked
 _LONGEST_NAME = 500  # so that a beat is surely a short message
-_BEAT, _ALIVE, _VERDICT, _SAID = "beat", "alive", "verdict", "said"
+_BEAT, _ALIVE, _STALLED, _SAID = "beat", "alive", "stalled", "said"
 _NOTICE_SECONDS = 20.0  # without progress, after which it is said who is waited for
 _MOST_APART = 2  # ranks that say so where they cannot tell each other: one of them may be the one that is waited for
 _MOST_TURNS = 16  # in which ranks say so that do not hear of rank 0, one after the other, for one of them to be the only one
-_NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the warden's next
+_NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the monitor's next
 
 Message = dict[str, Any]
 
 
-class Office(Protocol):
+class Mailbox(Protocol):
     """What carries messages between ranks. Nothing here waits for anybody."""
 
     def send(self, rank: int, message: Message) -> None:
@@ -92,11 +92,11 @@ class Watchdog:
     ----------
     rank, size : int
         This rank and how many there are.
-    office : Office, optional
+    mailbox : Mailbox, optional
         Carries messages; None where there is nobody to send to.
     clock : callable
         Seconds, from any point on.
-    on_verdict : callable, optional
+    on_stall : callable, optional
         Called once, before the first `StallError` is raised, with the seconds that all ranks need to learn of it.
     departed : callable, optional
         What is known of ranks whose program has come to its end: how many collectives each had finished then. Must not wait.
@@ -106,22 +106,22 @@ class Watchdog:
         self,
         rank: int,
         size: int,
-        office: Office | None = None,
+        mailbox: Mailbox | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_verdict: Callable[[float], None] | None = None,
+        on_stall: Callable[[float], None] | None = None,
         departed: Callable[[], Mapping[int, int]] | None = None,
     ) -> None:
-        self._rank, self._size, self._office, self._clock = rank, size, office, clock
-        self._on_verdict, self._departed = on_verdict, departed
+        self._rank, self._size, self._mailbox, self._clock = rank, size, mailbox, clock
+        self._on_stall, self._departed = on_stall, departed
         self._n_agreed = 0
-        self._verdict: tuple[str, int | None] | None = None
+        self._stall: tuple[str, int | None] | None = None
         self._shows = False  # ... and this rank shows where it was raised
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
         self._now: Callable[[], tuple[int, str]] = _nothing
-        self._states: dict[int, RankState] = {}  # the warden's: the latest of each rank
+        self._states: dict[int, RankState] = {}  # the monitor's: the latest of each rank
         self._heard: dict[int, int] = {}  # ... and at which of its beats it came
         self._interval = self._due = 0.0
         self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
@@ -135,8 +135,8 @@ class Watchdog:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there is a verdict."""
-        return self._verdict is not None
+        """Whether there is a decision."""
+        return self._stall is not None
 
     @property
     def n_agreed(self) -> int:
@@ -155,7 +155,7 @@ class Watchdog:
         StallError
             If an earlier call ended so.
         """
-        self._raise_verdict()
+        self._raise_stall()
         self._call += 1
         self._count, self._phase, self._what, self._timeout = 0, "begin", what, timeout
         self._now, self._n_seen = _nothing, 0
@@ -181,15 +181,15 @@ class Watchdog:
             self._now = _nothing
 
     def look(self) -> None:
-        """To be called all the time while this rank waits. StallError if there is a verdict."""
-        if self._verdict is not None:
-            self._raise_verdict()
+        """To be called all the time while this rank waits. StallError if there is a decision."""
+        if self._stall is not None:
+            self._raise_stall()
         if self._clock() >= self._due:
             self._beat()
 
     def look_for_departed(self) -> None:
         """The same in a wait in which others may move without a word to this rank: it judges only who has left."""
-        self._raise_verdict()
+        self._raise_stall()
         if self._clock() >= self._due:
             self._due = self._clock() + self._interval
             self._n_beats += 1
@@ -228,7 +228,7 @@ class Watchdog:
         self._n_still += 1
         self._hear()
         self._judge_departed()
-        if self._rank == 0 or self._office is None:
+        if self._rank == 0 or self._mailbox is None:
             self._note(self._rank, mine)
             if self._n_still >= patience + _NOTICE_BEATS:
                 self._judge()
@@ -236,12 +236,12 @@ class Watchdog:
                 self._say(partial(notice_of, self._what, self._n_still * self._interval, *self._places(), self._timeout))
             return
         if self._n_unanswered >= patience + _LATE_BEATS and self._timeout is not None:
-            self._give_up(text_without_warden(self._what, self._timeout), 0, [0])
+            self._give_up(text_without_monitor(self._what, self._timeout), 0, [0])
         turn = min(self._rank - 1, _MOST_TURNS)
         if (self._n_unanswered - turn) * self._interval >= _NOTICE_SECONDS:
-            self._say(partial(notice_without_warden, self._what, self._n_unanswered * self._interval, self._timeout))
+            self._say(partial(notice_without_monitor, self._what, self._n_unanswered * self._interval, self._timeout))
         self._n_unanswered += 1
-        self._office.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
+        self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
 
     def _judge_departed(self) -> None:
         """Give up if a rank has left that would still have to make what this one waits for."""
@@ -249,8 +249,8 @@ class Watchdog:
         # Who has finished as many collectives, or more, has done its part in the one that this rank is in.
         gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self._n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
-        is_alone = self._rank == 0 or 0 in gone or self._office is None
-        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the warden's word comes first, where there is one
+        is_alone = self._rank == 0 or 0 in gone or self._mailbox is None
+        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the monitor's word comes first, where there is one
             self._give_up(text_of_departed(self._what, gone), gone[0], gone)
 
     def _say(self, make: Callable[[], str]) -> None:
@@ -259,26 +259,26 @@ class Watchdog:
             return
         self._is_said = True
         _log.warning("%s", make())
-        if self._rank and self._office is not None:
+        if self._rank and self._mailbox is not None:
             for rank in range(1, self._size):
                 if rank != self._rank:
-                    self._office.send(rank, {"kind": _SAID, "call": self._call})
+                    self._mailbox.send(rank, {"kind": _SAID, "call": self._call})
 
     def _hear(self, answers: bool = True) -> None:
-        office = self._office
-        for rank, message in () if office is None else office.receive():
-            if message["kind"] == _VERDICT:
-                self._set_verdict(message["text"], message["rank"])
-            elif message["kind"] == _BEAT and self._rank == 0 and office is not None:
+        mailbox = self._mailbox
+        for rank, message in () if mailbox is None else mailbox.receive():
+            if message["kind"] == _STALLED:
+                self._set_stall(message["text"], message["rank"])
+            elif message["kind"] == _BEAT and self._rank == 0 and mailbox is not None:
                 state = RankState(*message["state"])
                 self._note(rank, state)
                 if answers:
-                    office.send(rank, {"kind": _ALIVE, "call": state.call})
+                    mailbox.send(rank, {"kind": _ALIVE, "call": state.call})
             elif message["kind"] == _ALIVE and message["call"] == self._call:
                 self._n_unanswered = 0
             elif message["kind"] == _SAID and message["call"] == self._call:
                 self._is_said = True
-        self._raise_verdict()
+        self._raise_stall()
 
     def _note(self, rank: int, state: RankState) -> None:
         """Keep what a rank says of itself."""
@@ -299,7 +299,7 @@ class Watchdog:
 
     def _places(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
         """Ranks that never said anything in this call; where those were that say nothing any more; where the others are."""
-        ranks = range(self._size) if self._office is not None else (self._rank,)
+        ranks = range(self._size) if self._mailbox is not None else (self._rank,)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
         lost = {r: state for r, state in self._states.items() if r not in heard and state.call >= self._call}
@@ -308,23 +308,23 @@ class Watchdog:
     def _give_up(self, text: str, late: int | None, silent: Sequence[int] = ()) -> None:
         """Say it to all, and raise it; `silent` ranks will not."""
         self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
-        if self._office is not None:
+        if self._mailbox is not None:
             for rank in range(self._size):
                 if rank != self._rank:
-                    self._office.send(rank, {"kind": _VERDICT, "text": text, "rank": late})
-            self._office.flush()
-        self._set_verdict(text, late)
-        self._raise_verdict()
+                    self._mailbox.send(rank, {"kind": _STALLED, "text": text, "rank": late})
+            self._mailbox.flush()
+        self._set_stall(text, late)
+        self._raise_stall()
 
-    def _set_verdict(self, text: str, late: int | None) -> None:
-        if self._verdict is None:
-            self._verdict = (text, late)
-            if self._on_verdict is not None:
-                self._on_verdict(_LEARN_BEATS * self._interval)
+    def _set_stall(self, text: str, late: int | None) -> None:
+        if self._stall is None:
+            self._stall = (text, late)
+            if self._on_stall is not None:
+                self._on_stall(_LEARN_BEATS * self._interval)
 
-    def _raise_verdict(self) -> None:
-        if self._verdict is not None:
-            text, rank = self._verdict
+    def _raise_stall(self) -> None:
+        if self._stall is not None:
+            text, rank = self._stall
             error = StallError(text, rank=rank)
             share(error, self._rank, self._size, self._shows or self._rank == (1 if rank == 0 else 0))
             raise error

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -29,11 +28,12 @@ import deflate
 import numpy as np
 
 from shardload.planning.region import Region
+from shardload.system.scratch import Scratch
 
 __all__ = ["checksum", "identity", "join_sums", "runs_of", "seed_of", "sum_shard"]
 
 _AT_ONCE_NBYTES = 1 << 19  # what is put together at a time stays in the core's own cache
-_own = threading.local()
+_scratch = Scratch()
 
 _POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x**0
 _ONE = 1 << 31
@@ -72,17 +72,9 @@ def checksum(data: Array, crc: int = 0) -> int:
 
 
 def _checksum_of_copy(data: Array, crc: int) -> int:
-    part = _scratch(data.nbytes)
+    part = _scratch.bytes("checksum", data.nbytes, _AT_ONCE_NBYTES)
     np.copyto(part.view(data.dtype).reshape(data.shape), data, casting="no")
     return int(deflate.crc32(part.data, crc))
-
-
-def _scratch(nbytes: int) -> Array:
-    """Memory of this thread's own, used again by its next checksum."""
-    held: Array | None = getattr(_own, "scratch", None)
-    if held is None or held.nbytes < nbytes:
-        held = _own.scratch = np.empty(max(nbytes, _AT_ONCE_NBYTES), dtype=np.uint8)
-    return held[:nbytes]
 
 
 def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardload.comm.backoff import Backoff
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.comm.transport import Transport
@@ -37,9 +38,8 @@ __all__ = ["Buffers", "Moved", "exchange"]
 
 # Waiting for messages: give the core away at first, because one under way needs calls into MPI to go on; then sleep ever
 # longer.
-_YIELDS = 50
-_NAP_SECONDS, _LONGEST_NAP_SECONDS, _NAPS_BEFORE_DOUBLING = 5e-5, 1e-3, 100
-# Waiting for rings.
+_BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
+# Waiting to be woken.
 _LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 
 # What an interrupted exchange (Ctrl-C) left behind: MPI may still write into its buffers, so they are never freed.
@@ -58,7 +58,7 @@ class Buffers:
     segments : mapping of int to Segment
         The memory of each rank of this machine; empty where none is shared.
     bell : Bell
-        Where this rank waits: rung by the producers' threads and, with shared memory, by the ranks of this machine.
+        Where this rank sleeps: woken by the producers' threads and, with shared memory, by the ranks of this machine.
     """
 
     slots: Slots
@@ -201,7 +201,7 @@ class _Exchange:
         try:
             moved |= self._listen()
             moved |= self._stage()
-            moved |= self.sender.post()
+            moved |= self.sender.send_queued()
         except Exception as error:
             let_interruption_pass(error)
             self._fail(error)
@@ -212,7 +212,7 @@ class _Exchange:
         return moved
 
     def _listen(self) -> bool:
-        """Deal with what ranks of this machine say."""
+        """Deal with the control messages of ranks of this machine."""
         heard = False
         if self.channels.n_offered or self.receiver.is_listening():
             for rank, message in self.transport.told():
@@ -270,17 +270,17 @@ class _Exchange:
             self.sender.clear(block.parts)
 
     def _nap(self, idle: int) -> None:
-        """Wait: for a ring, where that is all that can come; else a little, the longer the longer nothing has happened."""
+        """Sleep: until something wakes this rank, where that is all that can come; else a little, and ever longer."""
         if not self.transport.n_data:
-            # A note may still be on its way when its ring is heard, and receipts do not ring: look again after a while.
+            # An offer may still be on its way when its wake-up comes, and receipts wake nobody: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
-        if idle <= _YIELDS:
+        seconds = _BACKOFF.seconds(idle)
+        if seconds:
+            self.bell.wait(seconds)
+        else:
             os.sched_yield()
-            return
-        doublings = min(10, (idle - _YIELDS) // _NAPS_BEFORE_DOUBLING)
-        self.bell.wait(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * 2**doublings))
 
 
 def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:

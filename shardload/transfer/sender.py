@@ -54,7 +54,7 @@ class Sender:
             self._send(self._channels.route(rank), array, block, parts)
         one_less(block)
 
-    def post(self) -> bool:
+    def send_queued(self) -> bool:
         """Send what is queued, in order, as far as there is room to pack it; whether anything was."""
         posted = False
         while self._waiting and self._send(*self._waiting[0]):

@@ -75,7 +75,6 @@ def test_a_file_that_nobody_vouches_for(
     real = Path(helper_module.SCRIPT).read_text()
     known = "        import shardload.formats.lookup  # noqa: F401\n"
     careless = f"{known}        from shardload.formats.hdf5 import filters\n        filters._unfit = lambda *_: None\n"
-    assert real.count(known) == 1
     on_root(comm, lambda: (shared_tmp_path / "careless.py").write_text(real.replace(known, careless)))
 
     def refuse() -> None:

@@ -27,7 +27,7 @@ class Post:
         self.n_sent = 0
 
 
-class FakeOffice:
+class FakeMailbox:
     def __init__(self, post: Post, rank: int) -> None:
         self.post, self.rank, self.flushed = post, rank, False
 
@@ -52,16 +52,16 @@ class Job:
     def __init__(self, size: int = 4, timeout: float | None = TIMEOUT, begins: bool = True) -> None:
         self.now, self.size, self.timeout = 1000.0, size, timeout
         self.post = Post(size)
-        self.offices = [FakeOffice(self.post, rank) for rank in range(size)]
+        self.mailboxes = [FakeMailbox(self.post, rank) for rank in range(size)]
         self.left: list[tuple[int, float]] = []
         self.departed: dict[int, int] = {}
         self.watches = [
             Watchdog(
                 rank,
                 size,
-                self.offices[rank],
+                self.mailboxes[rank],
                 clock=lambda: self.now,
-                on_verdict=lambda s, r=rank: self.left.append((r, s)),  # type: ignore[misc]
+                on_stall=lambda s, r=rank: self.left.append((r, s)),  # type: ignore[misc]
                 departed=lambda: self.departed,
             )
             for rank in range(size)

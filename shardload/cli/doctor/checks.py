@@ -105,7 +105,7 @@ def run_checks(group: Group, rows: Sequence[Facts], watch: Watch, has_errors: bo
         Whether the diagnosis found errors: then what needs JAX is not tried.
     """
     steps: list[tuple[str, Callable[[], str]]] = []
-    can_send = group.comm is not None
+    can_send = group.has_mpi
     same, other = _partners(rows) if can_send else (0, 0)
     for name, partner in (("messages, same node", same), ("messages, other node", other)):
         if partner:
@@ -158,11 +158,11 @@ def _ping_pong(group: Group, partner: int) -> str:
     for _ in range(_ROUNDS + 1):  # the first is to warm up
         began = time.perf_counter()
         if group.rank == 0:
-            group.comm.Send(sent, partner, tag)
-            group.comm.Recv(found, partner, tag)
+            group.send_now(sent, partner, tag)
+            group.receive_now(found, partner, tag)
         else:
-            group.comm.Recv(found, 0, tag)
-            group.comm.Send(found, 0, tag)
+            group.receive_now(found, 0, tag)
+            group.send_now(found, 0, tag)
         best = min(best, time.perf_counter() - began)
     if not np.array_equal(found, sent):
         raise ValueError(

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import jax
 
 from shardload.comm.environment import gpu_files, launched, task
-from shardload.comm.group import Group, mpi_problem, world
+from shardload.comm.group import Group
+from shardload.comm.mpi import library_version, mpi_problem, thread_level, world_rank_and_size
 
 __all__ = ["SHARED_NBYTES", "Facts", "before_jax", "from_json", "to_json", "with_jax", "with_node"]
 
@@ -142,23 +143,22 @@ def before_jax(environ: Mapping[str, str]) -> Facts:
     )
     if facts.n_files == resource.RLIM_INFINITY:
         facts = replace(facts, n_files=1 << 30)
-    comm = world()
-    if comm is None:
-        return replace(facts, mpi_problem=mpi_problem() or "unknown")
-    return replace(facts, rank=comm.rank, size=comm.size, mpi_size=comm.size)
+    problem = mpi_problem()
+    if problem:
+        return replace(facts, mpi_problem=problem)
+    rank, size = world_rank_and_size()
+    return replace(facts, rank=rank, size=size, mpi_size=size)
 
 
 def with_node(facts: Facts, group: Group) -> Facts:
     """`facts`, and what the group says of MPI and of this machine. Collective."""
-    if group.comm is None:
+    if not group.has_mpi:
         return facts
-    mpi = group.mpi
-    levels = {mpi.THREAD_SINGLE: "SINGLE", mpi.THREAD_FUNNELED: "FUNNELED", mpi.THREAD_SERIALIZED: "SERIALIZED"}
     ranks = group.node.ranks
     return replace(
         facts,
-        mpi_library=_or("unknown", lambda: _library_name(mpi.Get_library_version())),
-        mpi_threads=_or("", lambda: levels.get(mpi.Query_thread(), "MULTIPLE")),
+        mpi_library=_or("unknown", lambda: _library_name(library_version())),
+        mpi_threads=_or("", thread_level),
         node=ranks,
         shares_memory=len(ranks) == 1 or bool(group.shared_memory(SHARED_NBYTES)),
     )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from shardload.comm import group
+from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
 from shardload.transfer import channels
 from shardload.transfer.chunk_tasks import ChunkTasks
@@ -52,7 +53,7 @@ def many_threads(self: group.Group) -> group.Machine:
 
 
 def create_unless(nbytes: int) -> Segment:
-    if group.world().rank == int(os.environ["WAYS_WITHOUT"]):
+    if world().rank == int(os.environ["WAYS_WITHOUT"]):
         counts["segments refused"] += 1
         raise OSError(1, "Operation not permitted")
     return create(nbytes)
@@ -66,7 +67,7 @@ if "WAYS_WITHOUT" in os.environ:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "WAYS_COUNTS" in os.environ:
-        Path(os.environ["WAYS_COUNTS"], f"{group.world().rank}.json").write_text(json.dumps(counts))
+        Path(os.environ["WAYS_COUNTS"], f"{world().rank}.json").write_text(json.dumps(counts))
     if "WAYS_BOTH" in os.environ and min(counts[name] for name in ("notes sent", "messages sent", "tiles taken")) <= 100:
-        os.write(2, f"rank {group.world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
+        os.write(2, f"rank {world().rank}: parts did not travel as they should: {dict(counts)}\n".encode())
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from shardload.comm.error_codec import from_json, to_json
-from shardload.comm.group import Group, Invocation, group_of, mpi_problem, world
+from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.mpi import mpi_problem, world
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.system.interruption import let_interruption_pass, outer_exception
 

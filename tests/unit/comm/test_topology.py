@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.comm.group import Group, Machine
+from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
+from shardload.comm.topology import Machine
 from tests.unit.comm.test_group import on_ranks
 
 
@@ -184,6 +185,6 @@ def test_freeing_a_group_gives_its_memory_back() -> None:
     def work(group: Group) -> int:
         shared(group, 64)
         group.free()
-        return len(group._segments)
+        return len(group._memory.segments)
 
     assert on_ranks(2, work) == [0, 0]

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from shardload.comm.stall_report import RankState, text_of, text_without_warden
+from shardload.comm.stall_report import RankState, text_of, text_without_monitor
 from shardload.comm.tracebacks import text_of as shown_of
 from shardload.comm.watchdog import Watchdog, beat_seconds
 from shardload.errors import PeerError, StallError
-from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeOffice, Job, Post
+from tests.unit.waiting import BEAT, TICK, TIMEOUT, FakeMailbox, Job, Post
 
 
 def reading(chunk: str, n: int = 0) -> Callable[[], tuple[int, str]]:
@@ -35,12 +35,12 @@ def test_nothing_is_sent_before_the_first_beat() -> None:
     job.tick(BEAT * 0.99)
     assert job.post.n_sent == 0
     job.tick(BEAT * 0.01)
-    assert job.post.n_sent == 3, "each rank but the warden says where it is"
+    assert job.post.n_sent == 3, "each rank but the monitor says where it is"
 
 
 def test_while_nothing_is_due_a_look_is_a_look_at_the_clock() -> None:
     looks, post = [], Post(2)
-    watch = Watchdog(1, 2, FakeOffice(post, 1), clock=lambda: looks.append(0) or 0.0)  # type: ignore[func-returns-value]
+    watch = Watchdog(1, 2, FakeMailbox(post, 1), clock=lambda: looks.append(0) or 0.0)  # type: ignore[func-returns-value]
     watch.begin("", TIMEOUT)
     looks.clear()
     for _ in range(1000):
@@ -48,14 +48,14 @@ def test_while_nothing_is_due_a_look_is_a_look_at_the_clock() -> None:
     assert len(looks) == 1000 and post.n_sent == 0
 
 
-def test_there_is_never_a_verdict_without_a_timeout() -> None:
+def test_there_is_never_a_decision_without_a_timeout() -> None:
     job = Job(timeout=None)
     job.wait(1e5)
     assert not job.raised
 
 
 @pytest.mark.parametrize("timeout", [0.5, 8.0, 40.0, 900.0])
-def test_the_verdict_comes_after_the_timeout_and_soon(timeout: float) -> None:
+def test_the_decision_comes_after_the_timeout_and_soon(timeout: float) -> None:
     job = Job(timeout=timeout)
     beat = beat_seconds(timeout, 4)
     started = job.now
@@ -130,8 +130,8 @@ def test_ranks_that_wait_in_different_places_are_told_apart() -> None:
     assert "2 ranks wait for all to be done (phase: agree); 1 rank waits for parts (phase: exchange); 1 rank waits" in text
 
 
-def test_a_warden_that_comes_a_little_late_is_not_given_up() -> None:
-    """Its own verdict takes longer than the timeout, so the others must wait longer for it."""
+def test_a_monitor_that_comes_a_little_late_is_not_given_up() -> None:
+    """Its own decision takes longer than the timeout, so the others must wait longer for it."""
     job = Job(begins=False)
     job.begin(0)
     job.wait(TIMEOUT + 3 * BEAT)
@@ -142,17 +142,17 @@ def test_a_warden_that_comes_a_little_late_is_not_given_up() -> None:
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
-def test_a_warden_that_says_nothing_is_named_by_all_others(comes_first: bool) -> None:
+def test_a_monitor_that_says_nothing_is_named_by_all_others(comes_first: bool) -> None:
     job = Job(begins=False)
     job.begin(*() if comes_first else (0,))
     if comes_first:
         job.wait(5 * BEAT)
         job.held.add(0)
     job.wait(3 * TIMEOUT)
-    assert job.check({1, 2, 3}, 0) == text_without_warden("'f.h5'", TIMEOUT)
+    assert job.check({1, 2, 3}, 0) == text_without_monitor("'f.h5'", TIMEOUT)
 
 
-def test_a_warden_that_comes_late_raises_what_the_others_raised() -> None:
+def test_a_monitor_that_comes_late_raises_what_the_others_raised() -> None:
     job = Job(begins=False)
     job.begin(0)
     job.wait(3 * TIMEOUT)
@@ -162,7 +162,7 @@ def test_a_warden_that_comes_late_raises_what_the_others_raised() -> None:
     job.check({0, 1, 2, 3}, 0, "nothing was heard of rank 0")
 
 
-def test_a_rank_that_comes_back_after_the_verdict_raises_it() -> None:
+def test_a_rank_that_comes_back_after_the_decision_raises_it() -> None:
     job = Job(begins=False)
     job.begin(2)
     job.wait(2 * TIMEOUT)
@@ -209,7 +209,7 @@ def test_who_left_after_its_part_was_done_holds_up_nobody(behind: int) -> None:
     job.check({behind}, 2, "ranks 2, 3 have come to the end of their program")
 
 
-def test_a_warden_that_is_busy_elsewhere_is_not_waited_for() -> None:
+def test_a_monitor_that_is_busy_elsewhere_is_not_waited_for() -> None:
     """Wrong if only rank 0 could say that somebody has left: it may be in a computation that waits for the same rank."""
     job = Job(timeout=None, begins=False)
     job.begin(0, 3)
@@ -329,7 +329,7 @@ def test_what_is_left_of_an_earlier_call_is_no_progress() -> None:
     assert job.now - started <= 2 * TIMEOUT + TICK
 
 
-def test_an_answer_of_an_earlier_call_does_not_speak_for_the_warden() -> None:
+def test_an_answer_of_an_earlier_call_does_not_speak_for_the_monitor() -> None:
     job = Job()
     job.wait(2 * BEAT)
     stale = [(0, json.dumps({"kind": "alive", "call": 1}))] * 3
@@ -355,7 +355,7 @@ def test_after_a_stall_every_call_raises_it_at_once_and_sends_nothing() -> None:
     assert job.post.n_sent == n_sent
     assert sorted(rank for rank, _ in job.left) == [0, 1, 2, 3], "each once"
     assert all(seconds >= 2 * BEAT for _, seconds in job.left), "the others need a beat or two to learn of it"
-    assert job.offices[0].flushed
+    assert job.mailboxes[0].flushed
 
 
 def test_who_ends_a_long_call_well_learns_what_the_others_say() -> None:
@@ -379,7 +379,7 @@ def test_after_a_call_nothing_is_sent() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_without_an_office_a_rank_judges_itself(size: int) -> None:
+def test_without_a_mailbox_a_rank_judges_itself(size: int) -> None:
     now = 0.0
     watch = Watchdog(size - 1, size, clock=lambda: now)
     watch.begin("'f.h5'", TIMEOUT)

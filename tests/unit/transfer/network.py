@@ -93,8 +93,9 @@ class FakeTransport(Transport):
                         message[1] = True
                     posted.popleft()
                     done.append(on_done)
-        done += [on_done for message, on_done in self._sends if message[1]]
-        self._sends = [(message, on_done) for message, on_done in self._sends if not message[1]]
+            is_taken = [message[1] for message, _ in self._sends]  # once: others set it at any time
+        done += [on_done for taken, (_, on_done) in zip(is_taken, self._sends, strict=True) if taken]
+        self._sends = [sent for taken, sent in zip(is_taken, self._sends, strict=True) if not taken]
         for callback in done:
             callback()
         return bool(done)

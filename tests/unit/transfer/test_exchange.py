@@ -5,7 +5,9 @@ Four ranks in threads. The value of an element is its own flat index, with an of
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -271,6 +273,22 @@ def test_equal_regions_of_two_blocks_are_packed_each() -> None:
     loads = Loads("messages", [replace(given, block=(4, 12)) for given in whole], n_slots=4)
     assert [error for error, _ in loads.run()] == [None] * 4
     loads.check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exchange_that_has_ended_keeps_no_target(way: str) -> None:
+    """Wrong if its objects made a circle: the memory of the pieces would then stay until Python looks for circles."""
+    loads = Loads(way)
+    loads.arrays = [[replace(move, on_complete=None) for move in arrays] for arrays in loads.arrays]
+    gc.collect()
+    gc.disable()
+    try:
+        loads.run()
+        pieces = [weakref.ref(piece) for arrays in loads.arrays for move in arrays for piece in move.targets.values()]
+        loads.arrays.clear()
+        assert len(pieces) == 16 and [piece() for piece in pieces] == [None] * len(pieces)
+    finally:
+        gc.enable()
 
 
 def test_the_parts_of_a_sender_are_counted_through() -> None:

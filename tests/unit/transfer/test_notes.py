@@ -171,7 +171,7 @@ def test_a_block_that_is_elsewhere_is_brought_into_shared_memory() -> None:
     for read in ranks.plan.reads(0):
         ranks.outbox.put(0, StagedBlock(read, [Tile(read.region, TABLE[read.region.slices()])]))
     assert not ranks.outbox.is_empty and ranks.there.messages == []
-    while ranks.outbox.post():
+    while ranks.outbox.send_queued():
         for _, note in ranks.there.messages:
             ranks.inbox.look(0, note)
         ranks.there.messages.clear()

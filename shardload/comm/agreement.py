@@ -1,0 +1,247 @@
+"""Do the ranks agree? Small texts and integers, the same on every rank afterwards.
+
+The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
+
+The one rule for calls: each begins with the same two messages (`begin`, `all_same`), which say what is called. Ranks that make
+different calls, or the same calls in another order, meet there, before any other message could be taken for another call's.
+A rank makes them for every call that it is asked for, also for one that it refuses, so that the ranks stay in step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from shardload.comm.collectives import Collectives
+from shardload.comm.error_codec import as_shardload, from_json, to_json
+from shardload.comm.tracebacks import share
+from shardload.errors import PeerError, ShardloadError
+from shardload.system.interruption import let_interruption_pass
+
+__all__ = ["Agreement", "Invocation", "digest_of"]
+
+_HEAD_NBYTES = 4096
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What a rank is asked to do together with the others. All must be asked for the same.
+
+    Attributes
+    ----------
+    kind : str
+        The function that was called: ``"load"``, ``"execute"``. It decides which values there are.
+    title : str
+        The call, for people: ``"load of 'data.h5'"``.
+    values : mapping of str to str
+        Its arguments, as text.
+    """
+
+    kind: str
+    title: str
+    values: Mapping[str, str]
+
+    @property
+    def digest(self) -> int:
+        """Of all of it, 64 bits."""
+        return digest_of(json.dumps([self.kind, *self.values.items()]))
+
+    def also(self, **values: str) -> Invocation:
+        """The same with more values."""
+        return Invocation(self.kind, self.title, {**self.values, **values})
+
+
+class Agreement:
+    """What ranks tell each other, over any `Collectives`. Every method that says so must be reached by all of them.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank and how many there are.
+    """
+
+    rank: int
+    size: int
+    _collectives: Collectives
+
+    def begin(self, asked: Invocation, find: Callable[[], str]) -> str | None:
+        """The first message of every call: what rank 0 was asked for, and what `find` returns there. Collective.
+
+        If `find` raises there, that error on every rank. None where rank 0 was asked for something else: the next message
+        (`all_same`) tells all.
+        """
+        found = self._tell(find, 0, f"{asked.digest:016x}")
+        return None if found is None else self._told(found, 0)
+
+    def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """One integer of every rank, on every rank. Collective."""
+        mine = np.array([value], dtype=np.int64)
+        return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
+
+    def sum_ints(self, values: list[int]) -> list[int]:
+        """Sums over the ranks, on every rank. Collective."""
+        total = np.array(values, dtype=np.int64)
+        if self.size > 1:
+            total = self._collectives.reduce(total, "sum")
+        return [int(v) for v in total]
+
+    def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The least of each value over the ranks, on every rank. Collective."""
+        return values if self.size == 1 else self._collectives.reduce(values, "min")
+
+    def send_text(self, text: str | None, root: int) -> str:
+        """A text of `root`, on every rank. Collective."""
+        if self.size == 1:
+            return text or ""
+        # The first message has the length and, where it fits, all of the text: one broadcast for nearly every text.
+        data = np.frombuffer((text or "").encode("utf-8", "surrogatepass") if self.rank == root else b"", dtype=np.uint8)
+        head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
+        room = _HEAD_NBYTES - 8
+        if self.rank == root:
+            head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
+            head[8 : 8 + min(room, len(data))] = data[:room]
+        self._collectives.broadcast(head, root)
+        length = int(head[:8].view("<i8")[0])
+        if length <= room:
+            return head[8 : 8 + length].tobytes().decode("utf-8", "surrogatepass")
+        whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
+        self._collectives.broadcast(whole, root)
+        return whole.tobytes().decode("utf-8", "surrogatepass")
+
+    def gather_text(self, text: str) -> list[str]:
+        """A text of every rank, on every rank. Collective."""
+        return [self.send_text(text, root) for root in range(self.size)]
+
+    def tell(self, make: Callable[[], str], root: int) -> str:
+        """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
+        found = self._tell(make, root, "")
+        return "" if found is None else self._told(found, root)
+
+    def _tell(self, make: Callable[[], str], root: int, mark: str) -> tuple[str, BaseException | None] | None:
+        """The text and, on `root`, what was raised; None where the mark of `root` is another."""
+        if self.size == 1:
+            try:
+                return "+" + make(), None
+            except ShardloadError as found:
+                let_interruption_pass(found)
+                raise
+            except Exception as found:  # the same type as with more ranks
+                let_interruption_pass(found)
+                raise as_shardload(found, None) from found
+        text, error = None, None
+        if self.rank == root:
+            try:
+                text = "+" + make()
+            except Exception as found:
+                let_interruption_pass(found)
+                error = found
+                text = "-" + to_json(as_shardload(found, root))
+        text = self.send_text(None if text is None else mark + text, root)
+        return (text[len(mark) :], error) if text.startswith(mark) else None
+
+    def _told(self, found: tuple[str, BaseException | None], root: int) -> str:
+        text, error = found
+        if text[0] == "-":
+            # What is wrong with the arguments is wrong on every rank; only `root` has looked.
+            n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
+            shared = from_json(text[1:], root, n_failed, self.size)
+            shared.__cause__ = error
+            raise self.shared(shared)
+        return text[1:]
+
+    def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
+        """Raise the same error on every rank if any rank has one; else sum `counts` over the ranks. Collective.
+
+        Of several errors the lowest failing rank's is raised. Where only some ranks failed, the text says which.
+        """
+        failed, *sums = self.sum_ints([int(error is not None), *(counts or [])])
+        if not failed:
+            return sums
+        if self.size == 1:
+            alone = as_shardload(error, None)
+            if alone is error:
+                raise alone
+            raise alone from error
+        first = int(self.gather_int(self.rank if error is not None else self.size).min())
+        text = to_json(as_shardload(error, first)) if self.rank == first else None
+        shared = from_json(self.send_text(text, first), first, failed, self.size)
+        shared.__cause__ = error
+        raise self.shared(shared)
+
+    def shared(self, error: ShardloadError) -> ShardloadError:
+        """An error that all ranks raise now: where nobody catches it, it is shown once. The error itself."""
+        share(error, self.rank, self.size)
+        return error
+
+    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
+        """Whether all ranks are fine and were asked for the same. Collective; the second message of every call."""
+        if self.size == 1:
+            return is_fine
+        all_fine, differs = self._compare([asked.digest], is_fine)
+        return all_fine and not differs.size
+
+    def settle(self, asked: Invocation, error: BaseException | None) -> None:
+        """Both messages that every call begins with, where nothing is to be found. Raises as `agree_same` does. Collective."""
+        is_same = self.begin(asked, str) is not None
+        if not self.all_same(asked, is_same and error is None):
+            self.agree_same(asked, error)
+
+    def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
+        """Whether all ranks are fine, and which digests differ."""
+        digest = np.array(digests, dtype=np.uint64)
+        # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
+        sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
+        least = self._collectives.reduce(sent, "min")
+        n = len(digest)
+        return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
+
+    def agree_same(self, asked: Invocation, error: BaseException | None = None) -> None:
+        """Raise on every rank if any rank has an error, or if the ranks were asked for different things. Collective.
+
+        Whatever they were asked for, the messages are the same until it is known.
+
+        Raises
+        ------
+        PeerError
+            Naming the two calls, or the first value that differs, and the first rank that differs from rank 0.
+        """
+        if self.size == 1:
+            self.agree(error)
+            return
+        all_fine, differs = self._compare([digest_of(asked.kind)], error is None)
+        if not all_fine:
+            self.agree(error)
+        if differs.size:
+            other, theirs, reference = self._first_other(asked.kind, asked.title)
+            raise PeerError(
+                f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
+                "order, and all ranks must pass the same path, sharding and options. Nothing was loaded",
+                rank=other,
+            )
+        _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
+        if not differs.size:
+            return
+        name, mine = list(asked.values.items())[int(differs[0])]
+        other, theirs, reference = self._first_other(mine, mine)
+        raise PeerError(
+            f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
+            f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding and "
+            "options. Nothing was loaded",
+            rank=other,
+        )
+
+    def _first_other(self, mine: str, text: str) -> tuple[int, str, str]:
+        """The first rank with another value than rank 0, its text and that of rank 0. Collective."""
+        reference = self.send_text(mine, 0)
+        other = int(self.gather_int(self.rank if mine != reference else self.size).min())
+        return other, self.send_text(text, other), self.send_text(text, 0)
+
+
+def digest_of(text: str) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -1,0 +1,140 @@
+"""Is there MPI, and what does it say of itself? The only module that imports mpi4py.
+
+Importing mpi4py starts MPI, so that waits until somebody needs it. Where no MPI library can be loaded, or the user says to do
+without, everything here says so, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from shardload.comm.environment import mpi_is_off
+from shardload.errors import ConfigError
+
+__all__ = [
+    "Kept",
+    "check_communicator",
+    "end_job",
+    "kept_on",
+    "library_version",
+    "load_mpi",
+    "mpi_problem",
+    "thread_level",
+    "world",
+    "world_rank_and_size",
+]
+
+
+@cache
+def load_mpi() -> tuple[Any, str]:
+    """mpi4py's MPI module, or None and why not. Importing it starts MPI, so it waits until somebody needs it."""
+    if mpi_is_off(os.environ):
+        return None, "SHARDLOAD_MPI=0 says to do without"
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        return None, str(error) or "unknown"
+    except RuntimeError as error:  # mpi4py's wheel finds no MPI library
+        return None, str(error) or "unknown"
+    return MPI, ""
+
+
+def world() -> Any:
+    """COMM_WORLD as an ``mpi4py.MPI.Comm``, or None where no MPI library can be loaded."""
+    mpi, _ = load_mpi()
+    return None if mpi is None else mpi.COMM_WORLD
+
+
+def mpi_problem() -> str:
+    """Why MPI cannot be loaded; empty where it can."""
+    return load_mpi()[1]
+
+
+def world_rank_and_size() -> tuple[int, int]:
+    """Of COMM_WORLD; ``(0, 1)`` where no MPI library can be loaded."""
+    comm = world()
+    return (0, 1) if comm is None else (int(comm.rank), int(comm.size))
+
+
+def library_version() -> str:
+    """What the MPI library says that it is; empty where there is none."""
+    mpi, _ = load_mpi()
+    return "" if mpi is None else str(mpi.Get_library_version())
+
+
+def thread_level() -> str:
+    """What MPI promises to programs with threads: ``"SINGLE"`` to ``"MULTIPLE"``; empty where there is no MPI."""
+    mpi, _ = load_mpi()
+    if mpi is None:
+        return ""
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return {getattr(mpi, f"THREAD_{name}"): name for name in names}.get(mpi.Query_thread(), "MULTIPLE")
+
+
+def check_communicator(comm: Any) -> None:
+    """ConfigError unless this is a communicator that ranks can agree over."""
+    mpi, _ = load_mpi()
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
+    if comm == mpi.COMM_NULL:
+        raise ConfigError("comm is COMM_NULL: this rank is not in it and should not call")
+    if comm.Is_inter():
+        raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
+
+
+@dataclass(eq=False)
+class Kept:
+    """What is kept on a communicator, as an MPI attribute, and a lock for making it.
+
+    Attributes
+    ----------
+    value : object
+        Anything; None until it is made.
+    free : callable, optional
+        Called with the value when the communicator is freed.
+    """
+
+    value: Any = None
+    free: Callable[[Any], None] | None = None
+    making: threading.Lock = field(default_factory=threading.Lock)
+
+
+_keeping = threading.Lock()  # two threads may make their first calls at the same time
+
+
+def kept_on(comm: Any) -> Kept:
+    """What is kept on this communicator alone: a duplicate that the user makes has something of its own."""
+    with _keeping:
+        kept: Kept | None = comm.Get_attr(_keyval())
+        if kept is None:
+            kept = Kept()
+            comm.Set_attr(_keyval(), kept)
+        return kept
+
+
+@cache
+def _keyval() -> int:
+    mpi, _ = load_mpi()
+
+    def free(_comm: Any, _keyval: int, kept: Kept) -> None:
+        if kept.free is not None:
+            kept.free(kept.value)
+
+    return mpi.Comm.Create_keyval(delete_fn=free)  # type: ignore[no-any-return]
+
+
+def end_job(seconds: float) -> None:
+    """End all processes of the job, `seconds` from now. Not collective: whoever calls it ends everybody."""
+    mpi, _ = load_mpi()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        time.sleep(seconds)
+        mpi.COMM_WORLD.Abort(1)

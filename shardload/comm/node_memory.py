@@ -1,0 +1,70 @@
+"""Which memory do the ranks of a machine share? Made once, kept for the next call, made anew where more is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardload.comm.collectives import Collectives
+from shardload.comm.shared_memory import HANDLE_SIZE, Segment
+
+__all__ = ["NodeMemory"]
+
+
+class NodeMemory:
+    """The segments of the ranks of this machine.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+
+    Attributes
+    ----------
+    segments : dict of int to Segment
+        Of each rank of this machine, this one among them; empty where none is shared (yet).
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.segments: dict[int, Segment] = {}
+        self._nbytes = 0
+        self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
+
+    def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
+        """Memory of at least `nbytes` of every rank, by rank; empty where it cannot be shared. Collective over `ranks`."""
+        if len(ranks) == 1 or not self._can_share:
+            return {}
+        # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
+        state = np.array([nbytes > self._nbytes or not self.segments, nbytes], dtype=np.int64)
+        state = on_node.reduce(state, "max")
+        if state[0] and state[1]:
+            self._make(nbytes, ranks, on_node)
+        return self.segments
+
+    def forget(self) -> None:
+        """Use them no more: other ranks may still look into them."""
+        self.segments = {}
+
+    def _make(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> None:
+        self.segments = {}
+        own, problem = None, False
+        try:
+            own = Segment.create(max(nbytes, self._nbytes))
+        except (OSError, AttributeError):
+            problem = True
+        handles = on_node.gather(np.zeros(HANDLE_SIZE, dtype=np.int64) if own is None else own.handle)
+        found: dict[int, Segment] = {}
+        try:
+            for rank, handle in zip(ranks, handles, strict=True):
+                found[rank] = own if rank == self._rank and own is not None else Segment.attach(handle)
+        except (OSError, ValueError):
+            problem = True
+        failed = on_node.reduce(np.array([problem], dtype=np.int64), "max")
+        if own is not None:
+            own.seal()
+        self._can_share = not failed[0]
+        if self._can_share:
+            self.segments, self._nbytes = found, max(nbytes, self._nbytes)

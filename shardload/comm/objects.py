@@ -1,0 +1,50 @@
+"""How do the ranks of COMM_WORLD hand Python objects on? Pickled: for the demo, which compares loads with the usual way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shardload.comm.mpi import world, world_rank_and_size
+
+__all__ = ["ObjectRanks"]
+
+_NAP_SECONDS = 0.01
+
+
+class ObjectRanks:
+    """The ranks of COMM_WORLD, which all works without MPI as well: then there is one. Every method is collective.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank and how many there are.
+    """
+
+    def __init__(self) -> None:
+        self._comm = world()
+        self.rank, self.size = world_rank_and_size()
+
+    def wait(self) -> None:
+        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
+        if self._comm:
+            request = self._comm.Ibarrier()
+            while not request.Test():
+                time.sleep(_NAP_SECONDS)
+
+    def allgather(self, value: Any) -> Any:
+        """The object of every rank, on every rank."""
+        return self._comm.allgather(value) if self._comm else [value]
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The object of every rank, on rank 0; None elsewhere."""
+        return self._comm.gather(value) if self._comm else [value]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """For each rank its object of rank 0's list."""
+        return self._comm.scatter(values) if self._comm else (values or [None])[0]
+
+    def abort(self) -> None:
+        """End all ranks. Not collective."""
+        if self._comm:
+            self._comm.Abort(1)

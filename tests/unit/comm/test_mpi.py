@@ -1,0 +1,30 @@
+"""What does MPI say of itself, where there is one and where there is none?"""
+
+from __future__ import annotations
+
+import pytest
+
+from shardload.comm import mpi
+
+
+def test_where_there_is_mpi() -> None:
+    """Wrong if the doctor's facts were of another library, or a level of threads had another's name."""
+    module, problem = mpi.load_mpi()
+    if module is None:
+        assert problem and mpi.world() is None
+        return
+    assert mpi.world_rank_and_size() == (module.COMM_WORLD.Get_rank(), module.COMM_WORLD.Get_size())
+    assert mpi.library_version() == module.Get_library_version() != ""
+    assert module.Query_thread() == getattr(module, f"THREAD_{mpi.thread_level()}")
+
+
+def test_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    mpi.load_mpi.cache_clear()
+    monkeypatch.setenv("SHARDLOAD_MPI", "0")
+    try:
+        assert mpi.world() is None and mpi.world_rank_and_size() == (0, 1)
+        assert mpi.library_version() == mpi.thread_level() == "" and "SHARDLOAD_MPI=0" in mpi.mpi_problem()
+        with pytest.raises(Exception, match="expected an mpi4py communicator"):
+            mpi.check_communicator(object())
+    finally:
+        mpi.load_mpi.cache_clear()
