@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -27,7 +27,7 @@ from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
-from shardload.options import AUTO, DEFAULTS, FILE, FULL, OPTIONS, Progress
+from shardload.options import AUTO, DEFAULTS, FILE, FULL, Progress, options_of
 from shardload.planning.region import Region
 from shardload.planning.strategies import ROOT
 from shardload.transfer.messages import sendable
@@ -140,7 +140,7 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    options = _given("load", locals())
+    options = options_of("load", locals())
 
     return load_many([(path, mesh, spec, options)], comm).arrays[0]
 
@@ -190,7 +190,7 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    options = _given("plan", locals())
+    options = options_of("plan", locals())
     target = Target(mesh, spec, {"path": _describe_path(path)}, options)
 
     def make(calls: list[Call], found: str) -> list[ArrayLoad]:
@@ -242,7 +242,7 @@ def scatter(
     ConfigError, SourceError, PeerError
         On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
     """
-    options = _given("scatter", locals()) | {"readers": ROOT}
+    options = options_of("scatter", locals()) | {"readers": ROOT}
     error = None
     if verify in (FILE, FULL):
         error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
@@ -338,7 +338,7 @@ def verify(
     >>> print(shardload.verify(x, "data.h5"))  # doctest: +ELLIPSIS
     verified by full: ... CRC-32 of the array b4e473c9
     """
-    options = _given("verify", locals()) | {"verify": how}
+    options = options_of("verify", locals()) | {"verify": how}
     error, found, given = None, "nothing", cast(Any, x)
     if not isinstance(given, jax.Array):
         error = ConfigError(f"x is a {type(given).__name__}; expected a jax.Array")
@@ -390,11 +390,6 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
         job = request.job(request.plan(find, make))
         job.begin()
         return job.run()
-
-
-def _given(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a function's arguments that `Options` checks."""
-    return {option.name: arguments[option.name] for option in OPTIONS.values() if call in option.calls and option.kept_as}
 
 
 def _find_with_values(path: Any, call: Call) -> list[str | None]:

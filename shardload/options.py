@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "TIMEOUT", "Option", "Options", "Progress",
-    "filter_names", "pad_value",
+    "filter_names",
+    "options_of", "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -244,6 +246,16 @@ OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option
 # For signatures: ``staging: str | int = DEFAULTS.staging``.
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
 _KEPT = tuple(option for option in _DECLARED if option.kept_as)
+_NAMES = frozenset(option.name for option in _KEPT)
+# Gone through in every call: each with its field, so that nothing is looked up twice.
+_CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
+_TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
+_TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _ALL}
+
+
+def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a function's arguments that `Options` checks."""
+    return {name: arguments[name] for name in _TAKEN[call]}
 
 
 @dataclass(frozen=True)
@@ -305,7 +317,7 @@ class Options:
 
         return Limits(self.staging_nbytes, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
 
-    @property
+    @cached_property
     def access(self) -> Access:
         """What may be done to obtain values."""
         from shardload.formats.access import Access
@@ -326,10 +338,10 @@ class Options:
         ConfigError
             Naming the option, what was found and what is possible.
         """
-        unknown = given.keys() - {option.name for option in _KEPT}
+        unknown = given.keys() - _NAMES
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-        return cls(**{option.kept_as: option.check(given.get(option.name, option.default)) for option in _KEPT})
+        return cls(**{field: check(given.get(name, default)) for name, field, check, default in _CHECKS})
 
     def check_shared(self, other: Options) -> None:
         """ConfigError where the options of another array of the same call differ in what is the call's as a whole."""
@@ -343,7 +355,7 @@ class Options:
 
     def describe(self) -> dict[str, str]:
         """What every rank must pass alike, as text."""
-        return {option.name: option.text(getattr(self, option.kept_as)) for option in _KEPT if option.text is not None}
+        return {name: text(getattr(self, field)) for name, field, text in _TEXTS}
 
 
 def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:

@@ -108,7 +108,7 @@ class OpenSources:
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        self._n = Counter(self._file_of(load) for load in loads)
+        self._n = Counter(self._file_of(load) for load in loads) if len(loads) > 1 else Counter[Any]()
         self._files: dict[Any, OpenFile] = {}
 
     @staticmethod
@@ -121,7 +121,7 @@ class OpenSources:
         """The source of an array; it must be what its plan was made for."""
         if isinstance(load.handle, MemorySource):
             return load.handle
-        key = self._file_of(load)
+        key = self._file_of(load) if self._n else None
         if key is None or self._n[key] == 1:
             source = load._open(load.handle)
             self._opened.push(partial(_close, source))

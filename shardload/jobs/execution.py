@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -189,10 +190,12 @@ class Job:
 
     # --- what this rank does
 
-    @property
+    @cached_property
     def staging(self) -> Staging:
         """How the memory under the cap is used, by all arrays together."""
         layouts = [load.layout for load in self.loads]
+        if len(layouts) == 1:
+            return layouts[0].staging(self._options.staging_nbytes)
         n_threads = max(layout.n_threads for layout in layouts)
         return plan_staging([(made.schedule, made.source) for made in layouts], self._options.staging_nbytes, n_threads)
 

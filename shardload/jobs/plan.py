@@ -50,9 +50,15 @@ class Layout:
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
+    _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # known already: loads of a kind share a layout
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used where this array is loaded alone."""
+        if cap_nbytes not in self._staging:
+            self._staging[cap_nbytes] = self._plan_staging(cap_nbytes)
+        return self._staging[cap_nbytes]
+
+    def _plan_staging(self, cap_nbytes: int) -> Staging:
         return plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
 
 
