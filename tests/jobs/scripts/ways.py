@@ -24,7 +24,8 @@ from shardload.transfer import channels
 from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.tuning import as_large, as_usual
 
-AS_THEY_ARE = ("test_memory",)  # whose arrays are large, and have chunks of a byte
+# Large arrays, with chunks of a byte; and exchanges that choose their own way. What these move is not counted.
+AS_THEY_ARE = ("test_memory", "test_exchange")
 counts: Counter[str] = Counter()
 
 # What there must be many of on every rank, and none of on any.
