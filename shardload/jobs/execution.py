@@ -26,7 +26,7 @@ import numpy as np
 
 from shardload.arrays.verification import VerifyReport
 from shardload.comm.group import Group, Invocation, group_of
-from shardload.comm.shared_memory import Bell
+from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, StallError
 from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, check_same, to_sums
@@ -155,9 +155,9 @@ class Job:
         """Load the arrays. The report counts from `started`, by `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
         tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        buffers = self._make_buffers(self.staging)
+        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
         mine = _Outcome([OwnArray(load, self.group.rank) for load in self.loads])
-        self._do_own(mine, tags, buffers)
+        self._do_own(mine, tags, segments)
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors():
@@ -211,30 +211,35 @@ class Job:
         schedules = [load.layout.schedule for load in self.loads]
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
 
-    def _make_buffers(self, staging: Staging) -> Buffers:
-        """Buffers for all arrays: in memory that the ranks of a machine share, where that is worth it."""
+    @property
+    def _slots_nbytes(self) -> int:
+        """Bytes of the slots of this rank, which has none if it reads nothing."""
         is_owner = any(load.layout.schedule.is_owner(self.group.rank) for load in self.loads)
-        nbytes = staging.n_slots * aligned(staging.slot_nbytes) if is_owner else 0
-        segments = self.group.shared_memory(nbytes) if self._shares else {}
-        segment = segments.get(self.group.rank)
+        return self.staging.n_slots * aligned(self.staging.slot_nbytes) if is_owner else 0
+
+    def _make_buffers(self, segments: Mapping[int, Segment]) -> Buffers:
+        """Buffers for all arrays: in memory that the ranks of a machine share, where there is some."""
+        staging, segment = self.staging, segments.get(self.group.rank)
+        in_segment = segment is not None and self._slots_nbytes > 0
         return Buffers(
-            Slots(staging.n_slots, staging.slot_nbytes, segment.data if segment is not None and nbytes else None),
+            Slots(staging.n_slots, staging.slot_nbytes, segment.data if segment is not None and in_segment else None),
             Slots(staging.n_pack, staging.pack_nbytes),
             segments,
             Bell() if segment is None else segment.bell,
         )
 
-    def _do_own(self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers) -> None:
+    def _do_own(self, mine: _Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
         opened = ExitStack()
         try:
             self.group.watch.enter("open")
-            advance = None
+            buffers, advance = None, None
             with mine.keeping_errors():
+                buffers = self._make_buffers(segments)
                 advance = self._get_ready(mine.arrays, opened, buffers)
             if not self._is_direct:
                 self.group.agree(mine.error)  # a rank that cannot read or receive must say so before anything is sent
-            if mine.error is None:
+            if mine.error is None and buffers is not None:
                 with mine.keeping_errors():
                     self._fill(mine, tags, buffers, advance)
         except BaseException:

@@ -11,7 +11,7 @@ from shardload.planning.region import Region
 
 __all__ = ["cast_into"]
 
-_CAST_SIZE = 1 << 16  # elements: checking a cast takes temporaries of this size, not of a block's
+_CAST_SIZE = 1 << 14  # elements: checking a cast takes temporaries of this size, not of a block's
 _NEEDS_X64 = ", which needs jax.config.update('jax_enable_x64', True)"
 
 Array = np.ndarray[Any, Any]

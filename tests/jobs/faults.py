@@ -61,7 +61,7 @@ class Row:
     seconds: float
 
 
-def start(folder: Path, *what: str, timeout: float = 240, mpi: str = "mpich", fresh: bool = True) -> Job:
+def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", fresh: bool = True) -> Job:
     """Run the script."""
     command = ["-W", "error", SCRIPT, folder, *what]
     return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, fresh=fresh)

@@ -38,7 +38,7 @@ from mpi4py import MPI
 # Where modules are installed: those stay. All others are the project's, the tests' or a program's own.
 INSTALLED = tuple({str(Path(path).resolve()) + os.sep for path in (sys.prefix, sys.base_prefix)})
 # A program that patches one of these without taking it back must not be met by the next one.
-WATCHED = (h5py, jax, np, os, socket, threading, time, zarr)
+WATCHED = (MPI, h5py, jax, np, os, socket, threading, time, zarr)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
 
 

@@ -222,7 +222,7 @@ def test_the_damaged_chunk_is_named(mistakes: dict[str, list[Said]], what: str) 
 
 @pytest.fixture(scope="module", params=["mpich", "openmpi"])
 def by_messages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
-    return make_mistakes(tmp_path_factory.mktemp("messages"), *ALONE, mpi=request.param, timeout=240, env=MESSAGES)
+    return make_mistakes(tmp_path_factory.mktemp("messages"), *ALONE, mpi=request.param, timeout=90, env=MESSAGES)
 
 
 @pytest.mark.parametrize("case", ALONE)
@@ -237,7 +237,7 @@ NOTED = [case for case in ALONE if case not in ONLY_MESSAGES]
 @pytest.fixture(scope="module", params=[("mpich", {}), ("openmpi", BOTH)], ids=["notes", "both"])
 def by_notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Said]]:
     mpi, env = request.param
-    return make_mistakes(tmp_path_factory.mktemp("notes"), *NOTED, mpi=mpi, timeout=240, env=env)
+    return make_mistakes(tmp_path_factory.mktemp("notes"), *NOTED, mpi=mpi, timeout=90, env=env)
 
 
 @pytest.mark.parametrize("case", NOTED)

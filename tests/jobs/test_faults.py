@@ -25,6 +25,7 @@ def test_a_rank_that_is_killed_ends_the_job(tmp_path: Path, phase: str) -> None:
     before = ours_in_shared_memory()
     job = faults.dies(tmp_path, phase)
     assert job.returncode != 0 and "went on" not in job.stdout, job.tail()
+    assert "Traceback" not in job.stderr, job.tail()
     assert "outlived mpiexec" not in job.stderr, job.stderr
     assert ours_in_shared_memory() <= before
 

@@ -67,7 +67,7 @@ def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str) -> N
     began = time.monotonic()
     with pytest.raises(AssertionError, match="HUNG") as caught:
         run_job(script, 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark})
-    assert time.monotonic() - began < 300
+    assert time.monotonic() - began < 60
     text = str(caught.value)
     for rank in range(3):
         assert re.search(rf"--- rank {rank} stdout\n.*\nabout to hang", text)

@@ -98,7 +98,7 @@ def test_initialize_too_late(field: str) -> None:
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     """Wrong if that process waited in JAX's shutdown for the others, and they for it in their load: five minutes long."""
-    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "dies"], 4, timeout=240, mpi=mpi, env=ENV)
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "dies"], 4, timeout=90, mpi=mpi, env=ENV)
     assert job.returncode != 0
     assert "RuntimeError: only here" in job.rank_stderr[1], job.tail()
 
@@ -258,7 +258,7 @@ def test_sigterm_ends_a_process_wherever_it_is(field: str) -> None:
             assert process.stdout is not None and process.stdout.readline() == "waits\n"
         for process in started:
             process.terminate()
-        assert [process.wait(240) for process in started] == [-signal.SIGTERM] * 3
+        assert [process.wait(60) for process in started] == [-signal.SIGTERM] * 3
     finally:
         for process in started:
             process.kill()
@@ -270,7 +270,7 @@ def test_a_process_that_leaves_without_mpi(field: str) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     started = [start(field, ["leaves", address, "2", str(k)], {"SHARDLOAD_MPI": "0"}) for k in range(2)]
     try:
-        out, _ = started[0].communicate(timeout=240)
+        out, _ = started[0].communicate(timeout=90)
         (said,) = lines(out)
         assert said["type"] == "StallError" and said["text"].startswith("rank 1 has come to the end of its program")
         assert started[0].returncode == 1

@@ -14,7 +14,7 @@ import pytest
 from tests.jobs.launch import ROOT, Job, run_job
 
 SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
-SECONDS = 240
+SECONDS = 90
 END = "these processes can make no call together any more: end the job"
 PROCESS, FILE = "Look whether that process still runs", "Look whether the file can be read there"
 

@@ -77,7 +77,7 @@ BY_FILE = {
 }
 # One element of a large array: a few boxes miss it.
 BY_FULL = {"one element read wrongly": ("VerifyError", "element (9, 200, 300) is -1282348.0")}
-# A rank waits for what nobody sends, or fails in the middle of an exchange. Each in a job of its own.
+# A rank waits for what nobody sends, or fails in the middle of an exchange. Each in a call of its own.
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
 
@@ -201,6 +201,6 @@ def test_every_defect_is_looked_at(found: Travelled) -> None:
 def test_defect_that_leaves_a_rank_waiting(tmp_path: Path, case: str, where: tuple[str, str]) -> None:
     """Wrong if the rank waited for ever: all must raise, whoever is at fault."""
     mpi, way = where
-    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=240).values():
+    for said in meet_defects(tmp_path, case, mpi=mpi, way=way, timeout=90).values():
         assert len({(one["type"], one["text"]) for one in said}) == 1
         assert said[0]["type"] in ("PeerError", "ShardloadError")

@@ -260,7 +260,7 @@ def die(phase: str, rank: str) -> None:
     where, name = PHASES[phase]
     if comm.rank == int(rank):
         setattr(where, name, on_call(getattr(where, name), 1, lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    load(timeout=None) if "timeout" in shardload.api.__kwdefaults__ else load()
+    load(timeout=None)
     print("went on", flush=True)
 
 

@@ -290,7 +290,7 @@ def test_zarr_read_in_parts(tmp_path: Path, most: int, more: dict[str, Any], mon
 
 
 def test_chunks_that_are_too_many_to_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardload.formats.hdf5.integrity._MOST_LISTED", 1)
+    monkeypatch.setattr("shardload.formats.hdf5.missing._MOST_LISTED", 1)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         made = file.create_dataset("x", (9, 8), "u1", chunks=(2, 3))
         made[2:5, 3:] = 1
