@@ -117,14 +117,16 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
                 failed[entry] = f"{entry} ({found})"
                 continue
             try:
-                if is_claimed(found):
-                    _warn(failed)
-                    return found, list(failed.values())
-            except Exception as error:
+                is_its_own = is_claimed(found)
+            except (Exception, SystemExit) as error:  # whatever the module of another package does
                 let_interruption_pass(error)
                 if not entry.package or isinstance(error, MemoryError):
                     raise
                 failed[entry] = f"{entry} (when it was asked: {type(error).__name__}: {error})"
+                continue
+            if is_its_own:
+                _warn(failed)
+                return found, list(failed.values())
     return None, list(failed.values())
 
 
@@ -143,7 +145,9 @@ def load(entry: Entry) -> Format | str:
         made = found() if isinstance(found, type) and issubclass(found, Format) else found
         if not isinstance(made, Format):
             raise TypeError(f"{entry.target} is a {type(made).__name__}; expected a shardload.formats.Format")
-    except Exception as error:  # whatever the module of another package does
+        if not isinstance(getattr(made, "name", None), str):
+            raise TypeError(f"{entry.target} has no name; expected a text such as name = 'HDF5'")
+    except (Exception, SystemExit) as error:  # whatever the module of another package does
         let_interruption_pass(error)
         if isinstance(error, MemoryError) or not (entry.package or isinstance(error, ImportError)):
             raise

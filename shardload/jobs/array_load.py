@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError
+from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Source
 from shardload.formats.lookup import open_file, open_source
 from shardload.formats.memory import MemorySource
@@ -91,8 +92,8 @@ class ArrayLoad:
         handle = self.handle if self.origin is None else self.origin
         return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
 
-    def _open(self, handle: Any) -> Source:
-        return _as_planned(open_source(handle, self.info.dataset, self.options.access), self.info)
+    def _open(self, handle: Any, access: Access | None = None) -> Source:
+        return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self.info)
 
 
 class OpenSources:
@@ -110,6 +111,15 @@ class OpenSources:
         self._opened = opened
         self._n = Counter(self._file_of(load) for load in loads) if len(loads) > 1 else Counter[Any]()
         self._files: dict[Any, OpenFile] = {}
+        self._n_untrusted = sum(load.options.access.untrusted is not None for load in loads)
+
+    def _access(self, load: ArrayLoad) -> Access:
+        """What the caller allows; helper processes of several arrays share the memory that those of one may take."""
+        access = load.options.access
+        if access.untrusted is None or self._n_untrusted < 2:
+            return access
+        nbytes = access.untrusted.memory_nbytes // self._n_untrusted
+        return replace(access, untrusted=replace(access.untrusted, memory_nbytes=nbytes))
 
     @staticmethod
     def _file_of(load: ArrayLoad) -> Any:
@@ -123,12 +133,12 @@ class OpenSources:
             return load.handle
         key = self._file_of(load) if self._n else None
         if key is None or self._n[key] == 1:
-            source = load._open(load.handle)
+            source = load._open(load.handle, self._access(load))
             self._opened.push(partial(_close, source))
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(load.handle, load.options.access)
+            file = self._files[key] = open_file(load.handle, self._access(load))
             self._opened.push(partial(_close, file))
         return _as_planned(file.open(load.info.dataset), load.info)
 

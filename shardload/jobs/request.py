@@ -146,18 +146,21 @@ class Request:
             What is wrong with other arguments on this rank.
         """
         calls: list[Call] | None = None
+        asked: Invocation | None = None
         tuning = default_tuning()
         try:
             calls = [target.check(processes, tuning) for target in targets]
             for call in calls[1:]:
                 calls[0].options.check_shared(call.options)
+            asked = _invocation(kind, targets, calls)
         except ConfigError as found:
             error = error or found
         except Exception as found:  # an argument that nobody thought of: the others wait for this rank all the same
             let_interruption_pass(found)
             error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
+        if asked is None:
+            calls, asked = None, _invocation(kind, targets, None)
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
-        asked = _invocation(kind, targets, calls)
         if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
                 yield cls(None, comm, asked, calls, error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,21 @@ class BlockTasks:
 
     def _view(self, block: Block) -> Array | None:
         """The values themselves, where they are in memory already and can be sent from there."""
+        if not self._has_views:
+            return None
         selection = self._layout.selection
-        view = None if self._layout.casts else self._source.view(selection.to_file(block.region))
-        return selection.drop_axes(view) if view is not None and sendable(view) else None
+        view = self._source.view(selection.to_file(block.region))
+        return None if view is None else selection.drop_axes(view)
+
+    @cached_property
+    def _has_views(self) -> bool:
+        """Whether all blocks can be sent from where they are.
+
+        Asked of the whole array, because the parts of some blocks must not overtake those of others: parts of a view are packed
+        when there is room, those of a slot leave at once.
+        """
+        whole = None if self._layout.casts else self._source.view(self._layout.selection.region)
+        return whole is not None and sendable(whole)
 
     def _fill(self, staged: StagedBlock, counters: Counters) -> Array:
         if staged.slot is None:

@@ -31,6 +31,21 @@ GROUP = importlib.import_module("shardload.comm.group")
 # --- what a path can be -----------------------------------------------------------------------------------------------
 
 
+class Wordless(float):
+    """A number of which Python can print nothing, as of an array that has been deleted."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("there is nothing to print")
+
+
+def test_an_argument_that_cannot_be_described(comm: Any) -> None:
+    """Wrong if a rank failed while it wrote down its arguments, before the others meet it."""
+    pad = Wordless(0.0) if comm.rank == comm.size - 1 else 0.0
+    call = partial(shardload.load, ramp(cube()), mesh_of(), P("a"), pad=pad)
+    same_error(comm, call, ConfigError, "the arguments could not be read: RuntimeError: there is nothing to print")
+    check(shardload.load(ramp(cube()), mesh_of(), P("a")), ramp(cube()), mesh_of(), P("a"))
+
+
 @pytest.mark.parametrize("readers", READERS)
 def test_path_forms(files: dict[str, str], readers: Any) -> None:
     """Wrong if one way of naming an array named another one."""

@@ -102,6 +102,15 @@ def test_memory_layout(comm: Any, layout: Callable[[Array], Array], dtype: str) 
         check(x, expected, mesh, spec, spec)
 
 
+def test_some_blocks_are_thin(comm: Any, tune: Callable[..., Any]) -> None:
+    """Wrong if blocks of one row, whose strides go forward, were sent as they are, before those that must be packed."""
+    tune(worth_sharing_nbytes=0)
+    values, mesh, spec = ramp((60, 7, 720))[:, ::-1], mesh_of(), P(None, None, ("a", "b"))
+    for readers in ("root", "parallel"):
+        check(shardload.load(values, mesh, spec, readers=readers, staging="60KiB"), values, mesh, spec, readers)
+    check(shardload.scatter(values if comm.rank == 0 else None, mesh, spec, staging="60KiB"), values, mesh, spec)
+
+
 @pytest.mark.parametrize("layout", [np.copy, moved, backwards])
 def test_padding_and_cast(comm: Any, layout: Callable[[Array], Array]) -> None:
     """Wrong if the views were sent as they are although the values must change."""

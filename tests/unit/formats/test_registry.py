@@ -158,3 +158,33 @@ def test_what_a_text_would_allow_is_refused() -> None:
 
 def test_names_and_priorities() -> None:
     assert str(Entry.of("npy.3", "a:B", "c 1")) == "'npy' of c 1" and str(Entry("HDF5", 1, "a:B")) == "'HDF5'"
+
+
+def test_a_warning_of_one_package_is_no_failure_of_another(install: Install, file: str) -> None:
+    """Wrong where warnings are errors: a format that works would count as one that failed when it was asked."""
+    install("xyz_broken", "broken.9", before="import a_library_that_is_not_installed")
+    install("xyz_works", "works")
+    with pytest.raises(RuntimeWarning, match="xyz_broken"):  # warnings are errors in these tests
+        find_array(file)
+    assert find_array(file).format == "xyz_works"
+
+
+def test_a_package_that_ends_the_process_is_named(install: Install, file: str) -> None:
+    install("xyz_exits", "exits", before="raise SystemExit(3)")
+    with pytest.raises(SourceError, match="SystemExit: 3"):
+        find_array(file)
+
+
+NAMELESS = """
+class Nameless(Format):
+    def claims_path(self, path): return True
+    def list_arrays(self, path, access=None): return []
+    def open_path(self, path, dataset, access=None): raise KeyError(dataset)
+"""
+
+
+def test_a_format_without_a_name_is_not_used(install: Install, file: str) -> None:
+    """Wrong if the list of formats, in the message on a file that nobody reads, failed on it."""
+    install("xyz_nameless", "nameless", target="Nameless", before=NAMELESS)
+    with pytest.raises(SourceError, match="has no name; expected a text"):
+        find_array(file)
