@@ -237,4 +237,4 @@ class JaxCollectives:
 
 
 def _gone(error: Exception) -> PeerError:
-    return PeerError(f"the processes of JAX could not agree, since one of them is gone or far behind: {error}")
+    return PeerError(f"the processes of JAX could not agree, because one of them has ended or is far behind: {error}")

@@ -143,7 +143,7 @@ def _see_off() -> weakref.WeakSet[Departures]:
 
 
 def leave_at_exit(mpi: Any, seconds: float) -> None:
-    """When the interpreter exits, end this process, and with MPI the whole job: else it would wait for a stalled rank.
+    """End this process, and with MPI the whole job, when the interpreter exits. It would otherwise wait for a stalled rank.
 
     Parameters
     ----------

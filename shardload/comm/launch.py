@@ -47,7 +47,7 @@ _UNNOTICED = {
 }
 _NO_MPI_HERE = (
     "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and every process will read for itself. "
-    "If that is meant, say so with SHARDLOAD_MPI=0"
+    "If this is intended, set SHARDLOAD_MPI=0"
 )
 _NO_MPI = (
     "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
@@ -58,7 +58,7 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
 
-_WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
+_WITHOUT = "To run without MPI, where every process reads for itself, set SHARDLOAD_MPI=0"
 
 
 def initialize(
@@ -117,7 +117,7 @@ def initialize(
     if (coordinator_address, num_processes, process_id) != (None, None, None):
         if coordinator_address is None or num_processes is None or process_id is None:
             raise ConfigError(
-                "initialize() was given only a part of where JAX starts: pass coordinator_address='host:port', num_processes= "
+                "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
         port = coordinator_address.rpartition(":")[2]

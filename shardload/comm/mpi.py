@@ -36,7 +36,7 @@ __all__ = [
 def load_mpi() -> tuple[Any, str]:
     """mpi4py's MPI module and ""; or None and the reason. The first call imports mpi4py, which starts MPI."""
     if mpi_is_off(os.environ):
-        return None, "SHARDLOAD_MPI=0 says to do without"
+        return None, "SHARDLOAD_MPI=0 turns it off"
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -84,7 +84,7 @@ def check_communicator(comm: Any) -> None:
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
-        raise ConfigError("comm is COMM_NULL: this rank is not in it and should not call")
+        raise ConfigError("comm is COMM_NULL: this rank is not in it and must not make this call")
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
 

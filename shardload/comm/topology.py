@@ -49,7 +49,7 @@ class Machine:
 
 
 def pretended_ranks_per_node() -> int:
-    """The value of SHARDLOAD_RANKS_PER_NODE: so many ranks count as a machine, to measure or test traffic between machines."""
+    """SHARDLOAD_RANKS_PER_NODE: the number of ranks to treat as one machine, to measure or test traffic between machines."""
     text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
     return int(text) if text.isdigit() else 0
 

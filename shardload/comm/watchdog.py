@@ -45,7 +45,7 @@ from shardload.errors import StallError
 __all__ = ["Mailbox", "Watchdog", "beat_seconds"]
 
 _log = logging.getLogger("shardload")
-_BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # beats in a timeout; upper limit of a beat
+_BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # beats in a timeout; longest beat (of up to 5000 ranks)
 _RANKS_A_SECOND = 1000  # ranks whose beats the monitor can handle beside its own work
 _SILENT_BEATS = 3  # beats without a message: one may have to wait for the monitor's next beat
 _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes first
@@ -200,7 +200,7 @@ class Watchdog:
                 self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
 
     def close(self) -> None:
-        """End a call. After a long call, this rank learns here whether the others have given up on it."""
+        """End a call. If the call took long, this rank learns here whether the others have given it up."""
         if self._n_beats and self._timeout is not None:
             self._hear(answers=False)
         self._due = math.inf

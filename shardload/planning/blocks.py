@@ -130,8 +130,8 @@ def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:
 def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
     """Elements from the start of one run of a box to the start of the next.
 
-    A run is what the box has of the last axis that is cut and all axes after it. The step is one along the last axis before
-    these of which the box has more than one element.
+    A run is what the box has of the last axis that is cut and all axes after it. The next run is one step further along the
+    last earlier axis of which the box has more than one element.
 
     >>> run_stride((8, 8, 8), (4, 8, 8)), run_stride((8, 8, 8), (8, 4, 8)), run_stride((8, 8, 8), (8, 8, 4))
     (512, 64, 8)

@@ -98,7 +98,7 @@ class Naming:
         if isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:
-            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or make it anew"
+            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
         return SourceError(
             text,
             path=info.path,
