@@ -1,8 +1,9 @@
-"""What do ranks say to each other? The only place that knows MPI.
+"""How do ranks communicate? The only package that uses MPI.
 
-Open `group` first: the ranks of one call. `agreement` is what they tell each other, `collectives` the messages for that, and
-`error_codec` how an error travels. `transport` carries the values of an exchange. `topology`, `node_memory` and `shared_memory`
-are what the ranks of a machine have in common. `mpi` loads mpi4py, `objects` hands on Python objects. `watchdog` finds out who
-holds the others up, `stall_report` says so, and `heartbeat` carries their messages; `tracebacks` decides which rank shows an
-error, `backoff` how long a rank that waits sleeps. `launch`, `coordinator` and `environment` start JAX on all ranks.
+Open `group` first: it is the ranks of one call. `agreement` lets them agree on small values and errors, `collectives` are the
+messages for that, and `error_codec` turns an error into text. `transport` carries the values of an exchange. `topology`,
+`node_memory` and `shared_memory` serve the ranks of one machine. `mpi` loads mpi4py, `objects` sends Python objects.
+`watchdog` detects which rank holds up the others, `stall_report` writes the message, and `heartbeat` sends it. `tracebacks`
+decides which rank shows an error, `backoff` how long a waiting rank sleeps. `launch`, `coordinator` and `environment` start JAX
+on all ranks.
 """

@@ -1,10 +1,10 @@
-"""Do the ranks agree? Small texts and integers, the same on every rank afterwards.
+"""Do the ranks agree? Exchanges small texts and integers, which are then the same on every rank.
 
-The one rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
+The rule for errors: a rank that fails says so at the next `agree`, and there every rank raises the same error.
 
-The one rule for calls: each begins with the same two messages (`begin`, `all_same`), which say what is called. Ranks that make
-different calls, or the same calls in another order, meet there, before any other message could be taken for another call's.
-A rank makes them for every call that it is asked for, also for one that it refuses, so that the ranks stay in step.
+The rule for calls: each call begins with the same two messages (`begin`, `all_same`), which say what is called. So ranks that
+make different calls, or the same calls in another order, find out before any other message could be taken for one of another
+call. A rank sends these messages for every call, also for one that it refuses, so that the ranks stay in step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _HEAD_NBYTES = 4096
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a rank is asked to do together with the others. All must be asked for the same.
+    """A call of this package on one rank, as text. It must be the same on all ranks.
 
     Attributes
     ----------
     kind : str
-        The function that was called: ``"load"``, ``"execute"``. It decides which values there are.
+        The function that was called: ``"load"``, ``"execute"``. It determines the keys of `values`.
     title : str
         The call, for people: ``"load of 'data.h5'"``.
     values : mapping of str to str
@@ -48,21 +48,21 @@ class Invocation:
 
     @property
     def digest(self) -> int:
-        """Of all of it, 64 bits."""
+        """64-bit digest of kind and values."""
         return digest_of(json.dumps([self.kind, *self.values.items()]))
 
     def also(self, **values: str) -> Invocation:
-        """The same with more values."""
+        """A copy with more values."""
         return Invocation(self.kind, self.title, {**self.values, **values})
 
 
 class Agreement:
-    """What ranks tell each other, over any `Collectives`. Every method that says so must be reached by all of them.
+    """Agreement of ranks, over any `Collectives`. All ranks must call every method that is marked as collective.
 
     Attributes
     ----------
     rank, size : int
-        This rank and how many there are.
+        This rank, and the number of ranks.
     """
 
     rank: int
@@ -70,35 +70,35 @@ class Agreement:
     _collectives: Collectives
 
     def begin(self, asked: Invocation, find: Callable[[], str]) -> str | None:
-        """The first message of every call: what rank 0 was asked for, and what `find` returns there. Collective.
+        """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
-        If `find` raises there, that error on every rank. None where rank 0 was asked for something else: the next message
-        (`all_same`) tells all.
+        Returns that text. If `find` raises on rank 0, every rank raises that error. Returns None if rank 0 made another call;
+        the next message (`all_same`) tells all ranks.
         """
         found = self._tell(find, 0, f"{asked.digest:016x}")
         return None if found is None else self._told(found, 0)
 
     def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """One integer of every rank, on every rank. Collective."""
+        """Gather one integer from every rank, on every rank. Collective."""
         mine = np.array([value], dtype=np.int64)
         return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
 
     def sum_ints(self, values: list[int]) -> list[int]:
-        """Sums over the ranks, on every rank. Collective."""
+        """Sum each value over the ranks. Collective."""
         total = np.array(values, dtype=np.int64)
         if self.size > 1:
             total = self._collectives.reduce(total, "sum")
         return [int(v) for v in total]
 
     def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The least of each value over the ranks, on every rank. Collective."""
+        """The minimum of each value over the ranks. Collective."""
         return values if self.size == 1 else self._collectives.reduce(values, "min")
 
     def send_text(self, text: str | None, root: int) -> str:
-        """A text of `root`, on every rank. Collective."""
+        """Send a text of `root` to every rank. Collective."""
         if self.size == 1:
             return text or ""
-        # The first message has the length and, where it fits, all of the text: one broadcast for nearly every text.
+        # The first message has the length and, if it fits, the whole text: most texts take one broadcast.
         data = np.frombuffer((text or "").encode("utf-8", "surrogatepass") if self.rank == root else b"", dtype=np.uint8)
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
         room = _HEAD_NBYTES - 8
@@ -114,16 +114,16 @@ class Agreement:
         return whole.tobytes().decode("utf-8", "surrogatepass")
 
     def gather_text(self, text: str) -> list[str]:
-        """A text of every rank, on every rank. Collective."""
+        """Gather a text from every rank, on every rank. Collective."""
         return [self.send_text(text, root) for root in range(self.size)]
 
     def tell(self, make: Callable[[], str], root: int) -> str:
-        """What `make` returns on `root`, on every rank; if it raises there, that error on every rank. Collective."""
+        """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
         found = self._tell(make, root, "")
         return "" if found is None else self._told(found, root)
 
     def _tell(self, make: Callable[[], str], root: int, mark: str) -> tuple[str, BaseException | None] | None:
-        """The text and, on `root`, what was raised; None where the mark of `root` is another."""
+        """The text and, on `root`, the exception; None if the mark of `root` differs."""
         if self.size == 1:
             try:
                 return "+" + make(), None
@@ -147,7 +147,7 @@ class Agreement:
     def _told(self, found: tuple[str, BaseException | None], root: int) -> str:
         text, error = found
         if text[0] == "-":
-            # What is wrong with the arguments is wrong on every rank; only `root` has looked.
+            # Wrong arguments are wrong on every rank, though only `root` has checked them.
             n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
             shared = from_json(text[1:], root, n_failed, self.size)
             shared.__cause__ = error
@@ -155,9 +155,9 @@ class Agreement:
         return text[1:]
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
-        """Raise the same error on every rank if any rank has one; else sum `counts` over the ranks. Collective.
+        """Raise the same error on every rank if any rank has one; else return the sums of `counts` over the ranks. Collective.
 
-        Of several errors the lowest failing rank's is raised. Where only some ranks failed, the text says which.
+        Of several errors, that of the lowest rank is raised. If only some ranks failed, the text says which.
         """
         failed, *sums = self.sum_ints([int(error is not None), *(counts or [])])
         if not failed:
@@ -174,41 +174,41 @@ class Agreement:
         raise self.shared(shared)
 
     def shared(self, error: ShardloadError) -> ShardloadError:
-        """An error that all ranks raise now: where nobody catches it, it is shown once. The error itself."""
+        """Mark an error that all ranks raise now, so that it is shown once if it is not caught. Return it."""
         share(error, self.rank, self.size)
         return error
 
     def all_same(self, asked: Invocation, is_fine: bool) -> bool:
-        """Whether all ranks are fine and were asked for the same. Collective; the second message of every call."""
+        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
         if self.size == 1:
             return is_fine
         all_fine, differs = self._compare([asked.digest], is_fine)
         return all_fine and not differs.size
 
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
-        """Both messages that every call begins with, where nothing is to be found. Raises as `agree_same` does. Collective."""
+        """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
         is_same = self.begin(asked, str) is not None
         if not self.all_same(asked, is_same and error is None):
             self.agree_same(asked, error)
 
     def _compare(self, digests: list[int], is_fine: bool) -> tuple[bool, np.ndarray[Any, np.dtype[np.intp]]]:
-        """Whether all ranks are fine, and which digests differ."""
+        """Return whether no rank has an error, and the indices of the digests that differ."""
         digest = np.array(digests, dtype=np.uint64)
-        # The least of each digest and of its complement: all ranks have the same one exactly when both are one's own.
+        # The minimum of each digest and of its complement: all ranks have the same digest exactly if both equal this rank's.
         sent = np.concatenate([[np.uint64(is_fine)], digest, ~digest])
         least = self._collectives.reduce(sent, "min")
         n = len(digest)
         return bool(least[0]), np.flatnonzero(least[1 : n + 1] != ~least[n + 1 :])
 
     def agree_same(self, asked: Invocation, error: BaseException | None = None) -> None:
-        """Raise on every rank if any rank has an error, or if the ranks were asked for different things. Collective.
+        """Raise on every rank if any rank has an error, or if the ranks make different calls. Collective.
 
-        Whatever they were asked for, the messages are the same until it is known.
+        The messages are the same for all calls until the ranks know whether they differ.
 
         Raises
         ------
         PeerError
-            Naming the two calls, or the first value that differs, and the first rank that differs from rank 0.
+            The text names the first rank that differs from rank 0, and the two calls or the first value that differs.
         """
         if self.size == 1:
             self.agree(error)
@@ -236,12 +236,12 @@ class Agreement:
         )
 
     def _first_other(self, mine: str, text: str) -> tuple[int, str, str]:
-        """The first rank with another value than rank 0, its text and that of rank 0. Collective."""
+        """The first rank whose value differs from that of rank 0, its text, and the text of rank 0. Collective."""
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         return other, self.send_text(text, other), self.send_text(text, 0)
 
 
 def digest_of(text: str) -> int:
-    """64 bits of a text."""
+    """64-bit digest of a text."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

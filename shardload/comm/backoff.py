@@ -1,4 +1,4 @@
-"""How long should whoever waits sleep before looking again? The longer, the longer nothing has happened.
+"""How long should a waiting rank sleep before it looks again? Longer, the longer nothing has happened.
 
 Pure.
 """
@@ -14,16 +14,16 @@ _MOST_DOUBLINGS = 30
 
 @dataclass(frozen=True)
 class Backoff:
-    """Sleeps that grow with the number of looks in which nothing had happened.
+    """Sleeps that grow with the number of looks in a row that found nothing.
 
     Attributes
     ----------
     n_awake : int
-        Looks before the first sleep.
+        Number of looks before the first sleep.
     first_seconds, longest_seconds : float
-        The first sleep, and the longest.
+        Length of the first sleep, and of the longest.
     n_before_doubling : int
-        Sleeps of one length before they double.
+        Number of sleeps of one length before the length doubles.
 
     Examples
     --------
@@ -38,7 +38,7 @@ class Backoff:
     n_before_doubling: int
 
     def seconds(self, n_idle: int) -> float:
-        """How long to sleep after so many looks, of which the first is 1; 0: not yet."""
+        """How long to sleep after look number `n_idle`, counted from 1; 0: do not sleep yet."""
         n_slept = n_idle - self.n_awake - 1
         if n_slept < 0:
             return 0.0

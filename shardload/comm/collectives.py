@@ -1,7 +1,7 @@
-"""How do all ranks learn what each of them knows? Small buffers, gathered, reduced or broadcast.
+"""How do ranks gather, reduce and broadcast small buffers?
 
-Two ways of the same three calls: over MPI, and over the service that coordinates the processes of JAX, for a job without MPI.
-Nothing here spins: a rank that waits sleeps.
+There are two implementations of the same three collectives: over MPI and, for a job without MPI, over the service that
+coordinates the processes of JAX. A rank that waits sleeps; it does not spin.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _log = logging.getLogger("shardload")
 _BACKOFF = Backoff(n_awake=16, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=16)
 _NOTICE_SECONDS = 20.0
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
-_LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX wants a number; a process that is gone is noticed long before
+_LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; a process that has died is noticed long before
 
-# What was given up while MPI might still write into its buffers (a stall, Ctrl-C): they are never freed.
+# Requests that were abandoned (a stall, Ctrl-C): MPI may still write into their buffers, so they are never freed.
 _abandoned: list[Any] = []
 
 Integers = np.ndarray[Any, Any]
@@ -36,36 +36,34 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Collectives(Protocol):
-    """What a group needs of the ranks together. Every method is collective."""
+    """The collectives that a group needs. Every method is collective."""
 
     def gather(self, mine: Integers) -> Integers:
-        """The values of every rank: shape ``(size, *mine.shape)``."""
+        """Return the values of every rank, of shape ``(size, *mine.shape)``."""
         ...
 
     def reduce(self, mine: Integers, op: str) -> Integers:
-        """The ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks."""
+        """Return the ``"sum"``, ``"min"`` or ``"max"`` of each value over the ranks."""
         ...
 
     def broadcast(self, data: Bytes, root: int) -> None:
-        """Fill `data` with that of `root`."""
+        """Fill `data` with the `data` of `root`."""
         ...
 
 
 class MpiCollectives:
-    """Over an MPI communicator.
+    """Collectives over an MPI communicator.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Of the ranks, for this use alone.
+        Communicator of the ranks, used for nothing else.
     mpi : module
         ``mpi4py.MPI``.
     look : callable
-        Called all the time while this rank waits; may raise, and then nobody can use the communicator again.
+        Called repeatedly while this rank waits. It may raise; then the communicator must not be used again.
     done : callable, optional
         Called after each collective.
-    generation : int
-        How many such objects the processes have made before: names in the store are used once.
     """
 
     def __init__(self, comm: Any, mpi: Any, look: Callable[[], None], done: Callable[[], None] | None = None) -> None:
@@ -88,7 +86,7 @@ class MpiCollectives:
         self._finish(lambda: self._comm.Ibcast(data, root), data)
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
-        self._look()  # or a group that is dead would be asked once more
+        self._look()  # raises if the group has stalled, before another collective is started
         request = start()
         try:
             _finish(request, self._look)
@@ -100,7 +98,7 @@ class MpiCollectives:
 
 
 def _finish(request: Any, look: Callable[[], None]) -> None:
-    """Wait without spinning: a rank that is late may need this very core. `look` is called all the time."""
+    """Wait without spinning: a late rank may need this core. `look` is called repeatedly."""
     idle = 0
     while not request.Test():
         look()
@@ -110,16 +108,16 @@ def _finish(request: Any, look: Callable[[], None]) -> None:
 
 
 def duplicate(comm: Any, timeout: float | None) -> Any:
-    """A duplicate of a communicator, for this use alone. Collective; StallError if not all come within `timeout` seconds."""
+    """A private duplicate of a communicator. Collective; StallError if some rank does not call within `timeout` seconds."""
     if timeout is None or comm.size == 1:
         return comm.Dup()
     started = time.monotonic()
-    is_said = comm.rank > 0  # one says it; which others wait, nobody knows
+    is_said = comm.rank > 0  # only rank 0 warns; it cannot know which ranks wait
 
     def look() -> None:
         nonlocal is_said
         waited = time.monotonic() - started
-        if waited > timeout:  # without a communicator of their own the ranks cannot tell each other more
+        if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
             raise StallError(text_before_first(timeout))
         if waited > _NOTICE_SECONDS and not is_said:
             is_said = True
@@ -131,26 +129,28 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
 
 
 def jax_processes() -> tuple[Any, int, int]:
-    """The client of JAX's own coordination, this process and how many there are. JAX has no public name for the first."""
-    from jax._src import distributed  # here: this module is read before JAX is started
+    """JAX's coordination client, the index of this process, and the number of processes. The client has no public name."""
+    from jax._src import distributed  # imported here because this module is imported before JAX is started
 
     state = distributed.global_state
     return (None, 0, 1) if state.client is None else (state.client, int(state.process_id), int(state.num_processes))
 
 
 class JaxCollectives:
-    """Over the key-value store of ``jax.distributed``: a few milliseconds a call, and no MPI.
+    """Collectives over the key-value store of ``jax.distributed``, without MPI. A call takes a few milliseconds.
 
     Parameters
     ----------
     client : object
         JAX's client of the store.
     rank, size : int
-        This process, and how many there are.
+        This process, and the number of processes.
     look : callable, optional
-        Called now and then while this process waits; may raise.
+        Called from time to time while this process waits; may raise.
     done : callable, optional
         Called after each collective.
+    generation : int
+        How many such objects the processes have made before: each name in the store is used only once.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class JaxCollectives:
         self._done()
 
     def _wait(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns or raises. JAX gives no sign of life while it waits, so that a thread does it."""
+        """Return or raise the result of `call`, which runs in a thread: JAX has no way to call `look` while it waits."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -222,7 +222,7 @@ class JaxCollectives:
         return future.result()
 
     def _next(self) -> str:
-        self._n += 1  # all processes count alike
+        self._n += 1  # the same on all processes
         return f"{self._place}/{self._n}"
 
     def _set(self, key: str, value: bytes) -> None:
@@ -230,11 +230,11 @@ class JaxCollectives:
         self._old.append(key)
 
     def _forget(self) -> None:
-        """Delete what this process set before: whoever is past a barrier has read all that was set before it."""
+        """Delete older keys of this process: every process that has passed a barrier has read all keys set before it."""
         for key in self._old[:-1]:
             self._client.key_value_delete(key)
         del self._old[:-1]
 
 
 def _gone(error: Exception) -> PeerError:
-    return PeerError(f"the processes of JAX could not agree, since one of them is gone or far behind: {error}")
+    return PeerError(f"the processes of JAX could not agree, because one of them has ended or is far behind: {error}")

@@ -1,7 +1,8 @@
-"""Where does JAX's coordinator listen, so that the processes of this job come to it and as few others as can be?
+"""On which address does JAX's coordinator listen, so that the processes of this job reach it, but as few others as possible?
 
-It asks nobody who he is. JAX would have it listen on all interfaces of its machine; here it listens on one: the loopback
-interface, if all processes are on one machine, and else the interface whose address the others find under its machine's name.
+The coordinator does not authenticate clients. By default JAX lets it listen on all interfaces of its machine. Here it listens
+on one: the loopback interface if all processes are on one machine, else the interface whose address the other processes find
+under the name of its machine.
 
 No MPI, no JAX.
 """
@@ -20,11 +21,11 @@ __all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "host_of"
 
 LOOPBACK = "127.0.0.1"
 _BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
-_LISTENER_SECONDS = 2.0  # then JAX waits, and says so if nobody comes
+_LISTENER_SECONDS = 2.0  # after that JAX itself waits, and reports a coordinator that does not answer
 
 
 def join(host: str, port: int | str) -> str:
-    """As JAX takes it.
+    """The address in the form that JAX expects.
 
     >>> join("n1", 61440), join("fd00::1", "61440")
     ('n1:61440', '[fd00::1]:61440')
@@ -42,17 +43,17 @@ def host_of(address: str) -> str:
 
 
 def addresses_of(host: str) -> list[str]:
-    """The addresses that this machine finds under a name, in the order in which it would try them; none: an empty list."""
+    """The addresses that this machine finds under a name, in the order in which it would try them; may be empty."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
     numbers = [str(address[0]) for *_, address in found]
-    return [number for number in dict.fromkeys(numbers) if "%" not in number]  # of one link alone
+    return [number for number in dict.fromkeys(numbers) if "%" not in number]  # "%": valid on one link only
 
 
 def first_here(addresses: Sequence[str]) -> str:
-    """The first of these addresses that is this machine's own; empty: none."""
+    """The first of these addresses that belongs to this machine; empty if none does."""
     for address in addresses:
         with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind((address, 0))
@@ -61,9 +62,9 @@ def first_here(addresses: Sequence[str]) -> str:
 
 
 def listening_host(host: str) -> str:
-    """The address on which process 0 listens if all were told to come to `host`; empty where it cannot be known from here.
+    """The address on which process 0 listens if all processes connect to `host`; empty if it cannot be known from here.
 
-    A machine often finds a loopback address under its own name where others find the one that they reach it by.
+    A machine often finds a loopback address under its own name, while others find the address that they can reach.
     """
     found = addresses_of(host)
     if host != "localhost" and not _is_number(host) and all(ipaddress.ip_address(one).is_loopback for one in found):
@@ -80,7 +81,7 @@ def _is_number(host: str) -> bool:
 
 
 def await_listener(address: str) -> None:
-    """Return when somebody listens there, or after a while: JAX itself would try once, and again a whole second later."""
+    """Return when a process listens there, or after a while. JAX itself would try once, and again after a whole second."""
     host, port = host_of(address), address.rpartition(":")[2]
     end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:

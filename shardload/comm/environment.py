@@ -1,4 +1,4 @@
-"""What started this process? What launchers and Slurm say in the environment, whether or not MPI was told.
+"""Which launcher started this process? Reads the environment variables of launchers and Slurm, independently of MPI.
 
 No MPI, no JAX.
 """
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 __all__ = ["SlurmStep", "free_port", "gpu_files", "is_free", "launched", "mpi_is_off", "slurm_step", "task"]
 
-# How many tasks a launcher started; Slurm's is the step's, because a batch script has SLURM_NTASKS too and is one process.
+# How many tasks a launcher started. For Slurm that of the step: a batch script has SLURM_NTASKS too, but is one process.
 _LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE", "srun": "SLURM_STEP_NUM_TASKS"}
-# The same launchers' numbers of a task.
+# The number of a task, as the same launchers count.
 _TASKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-# Where JAX's coordinator listens, as JAX itself chooses it: above the ports that the system gives to any connection.
+# Ports for JAX's coordinator, the same range as in JAX: above the ports that the system gives to outgoing connections.
 _PORTS = range(61440, 65536)
 
 
 def launched(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Which launcher says that it started several tasks, and how many; the innermost, where one started another.
+    """The launcher that started several tasks, and how many; the innermost if one launcher started another.
 
     >>> launched({"SLURM_STEP_NUM_TASKS": "4"}), launched({"SLURM_NTASKS": "4"}), launched({"PMI_SIZE": "1"})
     (('srun', 4), ('', 1), ('', 1))
@@ -41,7 +41,7 @@ def launched(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def task(environ: Mapping[str, str]) -> int:
-    """The number of this task as its launcher counts; 0 where there is none.
+    """The number of this task, as its launcher counts; 0 without a launcher.
 
     >>> task({"SLURM_PROCID": "3"}), task({"SLURM_PROCID": "0", "PMI_RANK": "2"}), task({})
     (3, 2, 0)
@@ -51,7 +51,7 @@ def task(environ: Mapping[str, str]) -> int:
 
 
 def mpi_is_off(environ: Mapping[str, str]) -> bool:
-    """Whether the user says that there is to be no MPI.
+    """True if the user has turned MPI off.
 
     >>> mpi_is_off({"SHARDLOAD_MPI": "0"}), mpi_is_off({})
     (True, False)
@@ -60,13 +60,13 @@ def mpi_is_off(environ: Mapping[str, str]) -> bool:
 
 
 def gpu_files() -> list[str]:
-    """The device files of this node's NVIDIA GPUs, whoever may use them."""
+    """The device files of all NVIDIA GPUs of this node, including those that this process may not use."""
     return [path for path in glob.glob("/dev/nvidia[0-9]*") if path[len("/dev/nvidia") :].isdigit()]
 
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """What srun says of the task that this process is."""
+    """The task of an srun step that this process is."""
 
     task: int
     n_tasks: int
@@ -78,7 +78,7 @@ class SlurmStep:
 def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     """The srun step that this process is a task of; None in a batch script, an ssh session, or without Slurm.
 
-    A batch script and a session by ssh have some of Slurm's variables too, but only a step has a number and a task in it.
+    Batch scripts and ssh sessions have some of Slurm's variables too, but only a step has a step number and a task number.
 
     >>> slurm_step({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
     True
@@ -100,14 +100,14 @@ def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     n_local = counts[node] if node < len(counts) else 1
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or socket.gethostname()
     host = "127.0.0.1" if n_local == n_tasks else _first_node(nodes)
-    # A port that all tasks derive alike, and two steps of a job differently.
+    # The port is the same for all tasks of a step, and different for two steps of a job.
     return SlurmStep(task, n_tasks, local, n_local, f"{host}:{_PORTS[(16 * job + step) % len(_PORTS)]}")
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has now.
+    """A port of this machine that is free now.
 
-    Not the one that the system would choose: that may be any connection's in the moment before it is used.
+    The port is not chosen by the system: it could give that port to an outgoing connection before it is used.
     """
     for port in random.SystemRandom().sample(_PORTS, 64):
         if is_free(port):
@@ -118,7 +118,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a process could listen at this port of this machine now, on all its addresses."""
+    """True if a process could listen at this port now, on all addresses of this machine."""
     both = socket.has_dualstack_ipv6()
     with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
@@ -132,7 +132,7 @@ def is_free(port: int) -> bool:
 
 
 def _first_node(nodes: str) -> str:
-    """The first host of Slurm's notation.
+    """The first host of a list in Slurm's notation.
 
     >>> [_first_node(text) for text in ("n1", "n[1-4]", "gpu-[007,9-12],cpu1", "a,b")]
     ['n1', 'n1', 'gpu-007', 'a']

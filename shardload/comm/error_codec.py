@@ -1,4 +1,4 @@
-"""How does one rank's error come to the others? As text, and back: the same type and the same words on every rank."""
+"""How does the error of one rank get to the others? As text, from which every rank makes an error of the same type and text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MORE: dict[type[ShardloadError], tuple[str, ...]] = {SourceError: ("path", "dat
 
 
 def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadError:
-    """The error itself, or a PeerError of `rank` in the place of one that is not ours."""
-    if _lacks_descriptors(error):  # whatever was made of it on the way: neither the file nor the call is to blame
+    """The error itself if it is a ShardloadError; otherwise a PeerError of `rank` in its place."""
+    if _lacks_descriptors(error):  # also as the cause of another error: neither the file nor the call is to blame
         text = f"{error} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
         return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, ShardloadError):
@@ -37,7 +37,7 @@ def _lacks_descriptors(error: BaseException | None) -> bool:
 
 
 def to_json(error: ShardloadError) -> str:
-    """An error as text. Never fails, whatever a source put into it: the other ranks are waiting."""
+    """An error as text. Never fails, whatever values the error has, because the other ranks are waiting."""
     kind = next(name for name, e in reversed(_ERRORS.items()) if isinstance(error, e))
     names = _MORE.get(_ERRORS[kind], ())
     more = {k: getattr(error, k) for k in names}
@@ -49,11 +49,11 @@ def _plain(value: object) -> object:
 
 
 def from_json(text: str, first: int, n_failed: int, size: int) -> ShardloadError:
-    """The error again; its text says which rank failed, unless all `size` of them did."""
+    """The error, made from its text. Its message says which rank failed, unless all `size` ranks did."""
     found = json.loads(text)
     kind, message, rank = found.pop("kind"), found.pop("text"), found.pop("rank")
     if n_failed == size:
-        rank = None  # everybody found it: it is no rank's in particular
+        rank = None  # all ranks found it: it belongs to no single rank
     else:
         more = f" (and on {n_failed - 1} more)" if n_failed > 1 else ""
         message = f"on rank {first} of {size}{more}: {message}"

@@ -1,11 +1,11 @@
-"""Who takes part in a call?
+"""Which ranks take part in a call?
 
-A `Group` is the ranks of one call. It owns a duplicate of the user's communicator (made once, kept on it as an MPI
-attribute), so that nothing here can ever match a message of the user's. It tells the ranks what each of them knows
-(`agreement`), lets one call at a time through, watches over its progress, and knows what the ranks run on.
+A `Group` is the ranks of one call. It owns a duplicate of the user's communicator (made once, and kept on the user's
+communicator as an MPI attribute), so that its messages can never match a message of the user. It lets the ranks agree
+(`agreement`), allows one call at a time, watches the progress of the call, and knows which machines the ranks run on.
 
-Without MPI a group is this process alone, and all is local; or, where JAX was started with
-several processes, these: they agree through JAX's own coordination, and can send each other nothing else.
+Without MPI a group is this process alone, or, if JAX was started with several processes, these processes. They agree through
+JAX's coordination service, and cannot send each other anything else.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["Group", "Invocation", "group_of"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_TAGS = 1 << 15  # three tags per load, up to the 32767 that every MPI grants
-_WATCH_TAG = _TAGS - 1  # which no load has
+_TAGS = 1 << 15  # three tags per load, up to 32767, which every MPI guarantees
+_WATCH_TAG = _TAGS - 1  # no load uses it
 
 
 def group_of(comm: Any = None, timeout: float | None = None) -> Group:
     """The group of a communicator (default: COMM_WORLD; without MPI: this process alone).
 
-    Collective over `comm` the first time, free afterwards. StallError if not all come within `timeout` seconds.
+    Collective over `comm` the first time, local afterwards. StallError if some rank does not call within `timeout` seconds.
     """
     if comm is None:
         comm = world()
@@ -51,7 +51,7 @@ def group_of(comm: Any = None, timeout: float | None = None) -> Group:
             return _without_mpi(client, process, n_processes) if n_processes > 1 else _alone()
     check_communicator(comm)
     kept = kept_on(comm)
-    with kept.making:  # of this communicator alone: to duplicate another one may take as long as its ranks need
+    with kept.making:  # a lock per communicator: duplicating another one may have to wait for its ranks
         if kept.value is None or (isinstance(kept.value, Group) and kept.value.is_torn):
             try:
                 made = Group(duplicate(comm, timeout))
@@ -77,7 +77,7 @@ _of_jax: dict[tuple[Any, int, int], list[Group]] = {}
 
 
 def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
-    """The group of JAX's processes: another one, of another name, after one that an interruption has left."""
+    """The group of JAX's processes. After an interrupted call it is a new group with a new name."""
     made = _of_jax.setdefault((client, process, n_processes), [])
     if not made or made[-1].is_torn:
         group = Group(None, (client, process, n_processes), generation=len(made))
@@ -87,16 +87,16 @@ def _without_mpi(client: Any, process: int, n_processes: int) -> Group:
 
 
 class Group(Agreement):
-    """The ranks of one call. Every method that says so is collective and must be reached by all of them.
+    """The ranks of one call. All ranks must call every method that is marked as collective.
 
     Attributes
     ----------
     rank, size : int
-        This rank and how many there are.
+        This rank, and the number of ranks.
     comm : mpi4py.MPI.Comm or None
-        The private duplicate; None for a process alone, and for processes of JAX without MPI.
+        The private duplicate. None for a single process, and for JAX processes without MPI.
     watch : Watchdog
-        Whether the ranks still move. Once it has found that they do not, every collective raises `StallError`.
+        Checks that the ranks make progress. After it has detected a stall, every collective raises `StallError`.
     """
 
     def __init__(self, comm: Any, processes: tuple[Any, int, int] | None = None, generation: int = 0) -> None:
@@ -106,7 +106,7 @@ class Group(Agreement):
         else:
             self.rank, self.size = (0, 1) if comm is None else (int(comm.rank), int(comm.size))
         mailbox = MpiMailbox(comm, self.mpi, _WATCH_TAG) if comm is not None and self.size > 1 else None
-        # When this process ends after a stall, so does the job: it would wait for the rank that is held up.
+        # After a stall, the end of this process ends the job: otherwise it would wait for the stalled rank.
         ends = leave_alone_at_exit if self.size == 1 else partial(leave_at_exit, None if comm is None else self.mpi)
         self._departures = Departures(self.rank, lambda: jax_processes()[0])
         self.watch = Watchdog(self.rank, self.size, mailbox, on_stall=ends, departed=self._departures.known)
@@ -122,30 +122,30 @@ class Group(Agreement):
         self._machine: Machine | None = None
         self._memory = NodeMemory(self.rank)
         self._one_call = threading.Lock()
-        self._caller = 0  # the thread that is in a call
+        self._caller = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
 
     def _over(self, comm: Any) -> MpiCollectives:
         return MpiCollectives(comm, None if comm is None else self.mpi, self.watch.look)
 
     def watch_departures(self, name: str = "") -> None:
-        """From now on ranks that come to the end of their program are known to those that wait for them.
+        """From now on, tell waiting ranks when a rank reaches the end of its program.
 
-        Collective, unless there is a `name` that all ranks know and no other group has.
+        Collective, unless a `name` is given, which must be the same on all ranks and differ from that of any other group.
         """
         if self.size > 1:
             name = name or self.send_text(uuid.uuid4().hex if self.rank == 0 else None, 0)
-            watch = weakref.ref(self.watch)  # which asks for them
+            watch = weakref.ref(self.watch)  # the watchdog references the departures: avoid a cycle
             self._departures.begin(name, lambda: 0 if (mine := watch()) is None else mine.n_agreed)
 
     @property
     def can_send(self) -> bool:
-        """Whether ranks can send each other values; without MPI they can only agree."""
+        """True if ranks can send each other values. Without MPI they can only agree."""
         return self.size == 1 or self.comm is not None
 
     @property
     def has_mpi(self) -> bool:
-        """Whether it is MPI that carries what the ranks tell each other."""
+        """True if the ranks communicate over MPI."""
         return self.comm is not None
 
     @property
@@ -154,7 +154,7 @@ class Group(Agreement):
         return load_mpi()[0]
 
     def send_now(self, values: Bytes, rank: int, tag: int) -> None:
-        """Send, and return when that is done: to measure how long it takes."""
+        """Send, and return when it is done. For measuring how long that takes."""
         self.comm.Send(values, rank, tag)
 
     def receive_now(self, into: Bytes, rank: int, tag: int) -> None:
@@ -163,21 +163,21 @@ class Group(Agreement):
 
     @contextmanager
     def call(self, timeout: float | None = None) -> Iterator[ConfigError | None]:
-        """One call at a time, from its first message to its last; gives what it is to be refused for, if it is.
+        """Allow one call at a time, from its first message to its last. Yields an error if the call must be refused.
 
-        A thread that comes while another one is in a call waits, and is then refused, in its turn: ranks could not tell the
-        two calls apart. It still makes the messages that every call begins with, so that all ranks refuse it, and none waits
-        for a call that another one has refused. A process that is alone has nobody to mistake them: it makes one call after
-        the other.
+        A thread that calls while another thread is in a call waits for it, and is then refused, because ranks could not tell
+        the two calls apart. A refused call still sends the messages that every call begins with, so that all ranks refuse it
+        and no rank waits for a call that another rank has refused. A single process cannot confuse calls: it makes one call
+        after the other.
 
-        A call that is interrupted (Ctrl-C, an exception of a signal handler) leaves the ranks at different messages; the next
-        call of all ranks makes a group anew.
+        An interrupted call (Ctrl-C, an exception of a signal handler) leaves the ranks at different messages. The next call of
+        all ranks then makes a new group.
 
         Raises
         ------
         ConfigError
-            If this very thread is in a call, if another one is for `timeout` seconds, or if an interrupted one has left this
-            group.
+            If this thread is in a call already, if another thread is in a call for `timeout` seconds, or if a call of this
+            group was interrupted.
         """
         if self._caller == threading.get_ident():
             raise ConfigError(
@@ -201,21 +201,21 @@ class Group(Agreement):
             if self.is_torn:
                 raise ConfigError("a call of this plan's ranks was interrupted: make the plan again, on all ranks")
             yield refusal
-        except ShardloadError as error:  # which all ranks raise together, though each may have found it by itself
-            if not isinstance(error, StallError) and not self.is_torn:  # of a stall the watch has decided who shows it
+        except ShardloadError as error:  # all ranks raise it, though each may have found it by itself
+            if not isinstance(error, StallError) and not self.is_torn:  # the watchdog has decided who shows a stall
                 self.shared(error)
             raise
-        except MissingChunksWarning:  # which all ranks raise, where warnings are errors
+        except MissingChunksWarning:  # all ranks raise it if warnings are errors
             raise
         except BaseException:
-            self.is_torn = self.size > 1  # a process alone has nobody to be out of step with
+            self.is_torn = self.size > 1  # a single process cannot be out of step
             raise
         finally:
             self._caller = 0
             self._one_call.release()
 
     def next_tags(self) -> tuple[int, int, int]:
-        """Three tags for the next exchange. All ranks count alike, so what an interrupted load left behind matches nothing."""
+        """Three tags for the next exchange, the same on all ranks. Messages of an interrupted load match none of them."""
         self._n_loads += 1
         tag = 3 * (self._n_loads % (_TAGS // 3))
         return tag, tag + 1, tag + 2
@@ -227,7 +227,7 @@ class Group(Agreement):
             if self.comm is None:
                 self._node = Node(None, (self.rank,))
             else:
-                self.gather_int(0)  # what comes now waits spinning and for ever: only when all are there
+                self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
                 pretended = pretended_ranks_per_node()
                 if pretended:
@@ -239,29 +239,30 @@ class Group(Agreement):
 
     @property
     def machine(self) -> Machine:
-        """What the ranks run on, the same on every rank. Collective the first time."""
+        """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
             node = self.node
             self._machine = find_machine(self, node, None if node.comm is None else self._over(node.comm))
         return self._machine
 
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
-        """Memory of at least `nbytes` of every rank on this machine, by rank; empty where it cannot be shared.
+        """Shared memory of every rank on this machine, by rank, at least `nbytes` each; empty if memory cannot be shared.
 
-        Collective over the node: all its ranks pass what they need of their own (0: nothing). Kept for the next load.
+        Collective over the node. Each of its ranks passes the bytes that it needs (0: none). The memory is kept for the next
+        load.
         """
         node = self.node
         return {} if node.comm is None else self._memory.at_least(nbytes, node.ranks, self._over(node.comm))
 
     def forget_shared_memory(self) -> None:
-        """After an interrupted exchange: other ranks may still look into this rank's memory, so it is not used again."""
+        """Stop using this rank's shared memory, after an interrupted exchange: other ranks may still read it."""
         self._memory.forget()
 
     def free(self) -> None:
-        """Give back what MPI made for this group."""
+        """Free the communicators of this group."""
         self._memory.forget()
         if self.is_torn:
-            return  # something may still be under way in it
+            return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:
             self._node.comm.Free()
         if self.comm is not None:

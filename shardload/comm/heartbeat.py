@@ -1,7 +1,10 @@
-"""How do ranks tell each other that they are alive, that a call is dead, or that they leave?
+"""How do ranks tell each other that they are alive, that a call has stalled, or that their program ends?
 
-Short texts over MPI for the first two. A rank that leaves is soon in JAX's shutdown, where it calls MPI no more, and it may
-leave while nobody waits: that is kept by JAX's coordinator, until somebody asks. Nothing here waits for anybody.
+1. The first two are short messages over MPI (`MpiMailbox`).
+2. A rank whose program ends is soon in JAX's shutdown, where it no longer calls MPI, and perhaps no rank waits yet. So it
+   leaves a note with JAX's coordinator, where other ranks can look it up later (`Departures`).
+
+No method waits for another rank.
 """
 
 from __future__ import annotations
@@ -23,22 +26,22 @@ import numpy as np
 __all__ = ["Departures", "MpiMailbox", "leave_alone_at_exit", "leave_at_exit"]
 
 _LONGEST_LEAVE_SECONDS = 15.0
-# MPICH takes in one message per call, of whatever kind; where nothing else calls MPI, ours may stand behind others.
+# MPICH receives one message per call, of any kind. If nothing else calls MPI, ours may be queued behind others.
 _PROBES = 64
 _FLUSH_SECONDS, _NAP_SECONDS = 0.25, 1e-3
 
 
 class MpiMailbox:
-    """A `Mailbox` (see `watch`) over an MPI communicator.
+    """A `Mailbox` (see `watchdog`) over an MPI communicator.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        Of the ranks.
+        Communicator of the ranks.
     mpi : module
         ``mpi4py.MPI``.
     tag : int
-        For this use alone.
+        Tag of the messages, used for nothing else.
     """
 
     def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
@@ -46,13 +49,13 @@ class MpiMailbox:
         self._under_way: list[tuple[Any, Any]] = []
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Send one. What it is sent from is kept until it is gone."""
+        """Send a message. Its buffer is kept until it has left."""
         self._forget()
         data = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
         self._under_way.append((self._comm.Isend(data, dest=rank, tag=self._tag), data))
 
     def receive(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Those that have come, and who sent each."""
+        """Iterate over the messages that have come, each with its sender."""
         status = self._mpi.Status()
         n_empty = 0
         while n_empty < _PROBES:
@@ -66,7 +69,7 @@ class MpiMailbox:
         self._forget()
 
     def flush(self) -> None:
-        """Call MPI until all that was sent has left, for a moment at most: who should take it may be held up."""
+        """Call MPI until all sent messages have left, but only for a moment: a receiver may hang."""
         end = time.monotonic() + _FLUSH_SECONDS
         self._forget()
         while self._under_way and time.monotonic() < end:
@@ -78,14 +81,14 @@ class MpiMailbox:
 
 
 class Departures:
-    """Which ranks of a group have come to the end of their program, and what they had done by then.
+    """Which ranks of a group have reached the end of their program, and how many collectives they had finished by then.
 
     Parameters
     ----------
     rank : int
         This rank.
     client : callable
-        JAX's client of its coordinator, or None.
+        Returns JAX's client of its coordinator, or None.
     """
 
     def __init__(self, rank: int, client: Callable[[], Any]) -> None:
@@ -97,16 +100,16 @@ class Departures:
         self._asking: threading.Thread | None = None
 
     def begin(self, name: str, n_agreed: Callable[[], int]) -> None:
-        """From now on this rank's end is told, and others' known.
+        """From now on, report the end of this rank, and look up that of others.
 
-        `name` is the group's, the same on all its ranks and no other group's; `n_agreed` how many collectives this rank has
-        finished.
+        `name` is the name of the group: the same on all its ranks, and different for each group. `n_agreed` returns how many
+        collectives this rank has finished.
         """
         self._place, self._n_agreed = f"shardload/left/{name}/", n_agreed
         _see_off().add(self)
 
     def known(self) -> Mapping[int, int]:
-        """What was known when this was asked last; asks again. A coordinator that does not answer holds up a thread."""
+        """Return the result of the last look-up, and start another one in a thread, because the coordinator may not answer."""
         client = self._client() if self._place else None
         if client is not None and (self._asking is None or not self._asking.is_alive()):
             self._asking = threading.Thread(target=self._ask, args=(client,), name="shardload-departures", daemon=True)
@@ -114,21 +117,21 @@ class Departures:
         return self._found
 
     def _ask(self, client: Any) -> None:
-        with suppress(Exception):  # a coordinator that is gone is JAX's to speak of
+        with suppress(Exception):  # if the coordinator is gone, JAX reports it
             found = client.key_value_dir_get(self._place)
             self._found = {int(key.rpartition("/")[2]): int(value) for key, value in found}
 
     def leave(self) -> None:
-        """Say that this rank has come to its end. Once."""
+        """Report that this rank has reached the end of its program. Call it once."""
         client = self._client()
-        if client is not None and os.getpid() == self._pid:  # a fork's end is not this process's
+        if client is not None and os.getpid() == self._pid:  # the end of a forked process does not count
             with suppress(Exception):
                 client.key_value_set(f"{self._place}{self._rank}", str(self._n_agreed()))
 
 
 @cache
 def _see_off() -> weakref.WeakSet[Departures]:
-    """Those that are told when the interpreter ends: before JAX's own function is called, which was registered before."""
+    """Objects whose `leave` is called when the interpreter exits. JAX registered its exit function first, so it runs later."""
     present: weakref.WeakSet[Departures] = weakref.WeakSet()
 
     def leave() -> None:
@@ -140,23 +143,23 @@ def _see_off() -> weakref.WeakSet[Departures]:
 
 
 def leave_at_exit(mpi: Any, seconds: float) -> None:
-    """When the interpreter ends, end this process at once, and with MPI the whole job: else it would wait for who is held up.
+    """End this process, and with MPI the whole job, when the interpreter exits. It would otherwise wait for a stalled rank.
 
     Parameters
     ----------
     mpi : module or None
-        ``mpi4py.MPI``; None where there is no MPI.
+        ``mpi4py.MPI``; None without MPI.
     seconds : float
-        That the other ranks have then to learn of it and to say so.
+        Time that the other ranks get to learn of the stall and to report it.
     """
     atexit.register(_leave, mpi, seconds)  # the last to be registered is the first to be called
 
 
 def leave_alone_at_exit(_seconds: float) -> None:
-    """The same for a process alone, but only if a thread of it is then still held up in a read.
+    """Like `leave_at_exit`, for a single process, but only if one of its threads still hangs in a read at exit.
 
-    The end of the interpreter would wait for the HDF5 library, whose lock that thread has. Where the thread has got out of it,
-    the program ends as any other.
+    The interpreter would then wait at exit for the HDF5 library, whose lock that thread holds. If the read has returned, the
+    program ends normally.
     """
     atexit.register(_leave_if_held_up)
 
@@ -174,6 +177,6 @@ def _leave(mpi: Any, seconds: float) -> None:
     if not mpi.Is_finalized():
         end = time.monotonic() + min(_LONGEST_LEAVE_SECONDS, seconds + 2 * _FLUSH_SECONDS)
         while time.monotonic() < end:
-            mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # what this rank has sent may need a call to go on
+            mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # messages of this rank may need calls into MPI to progress
             time.sleep(_NAP_SECONDS)
         mpi.COMM_WORLD.Abort(1)

@@ -1,7 +1,7 @@
 """Do MPI and JAX see the same job?
 
-MPI ranks and JAX processes are started by different means and know nothing of each other. `initialize` starts JAX from MPI;
-`rank_of_process` says which rank is which process, or, where the two do not match, which of them is wrong and what to type.
+MPI ranks and JAX processes are started in different ways and do not know of each other. `initialize` starts JAX from MPI.
+`rank_of_process` maps processes to ranks; if the two do not match, its error says which is wrong and what to type.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["initialize", "rank_of_process"]
 
 _log = logging.getLogger("shardload")
 
-# What to say where a launcher started several tasks, and MPI did not notice.
+# Messages for a launcher that started several tasks which MPI did not notice.
 _UNNOTICED = {
     "srun": (
         "srun started {n} tasks, but MPI was not told: add --mpi=pmix (Open MPI) or --mpi=pmi2 (MPICH, Intel MPI) to srun; "
@@ -47,7 +47,7 @@ _UNNOTICED = {
 }
 _NO_MPI_HERE = (
     "MPI cannot be loaded (%s): JAX starts from Slurm's variables alone, and every process will read for itself. "
-    "If that is meant, say so with SHARDLOAD_MPI=0"
+    "If this is intended, set SHARDLOAD_MPI=0"
 )
 _NO_MPI = (
     "no MPI library can be loaded ({problem}). On a cluster load the site's MPI module and build mpi4py against it "
@@ -56,9 +56,9 @@ _NO_MPI = (
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
-_LAST_WORDS_SECONDS = 1.0  # of the other ranks, which may be about to say the same
+_LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
 
-_WITHOUT = "To do without MPI, every process reading for itself: SHARDLOAD_MPI=0"
+_WITHOUT = "To run without MPI, where every process reads for itself, set SHARDLOAD_MPI=0"
 
 
 def initialize(
@@ -69,39 +69,39 @@ def initialize(
     local_device_ids: list[int] | None = None,
     preemption: bool = False,
 ) -> None:
-    """Start JAX's distributed runtime the way this job was launched, and check that all of it sees the same job.
+    """Start JAX's distributed runtime to match how this job was launched, and check that MPI and JAX see the same job.
 
-    1. Given a coordinator: as told, without a look at MPI or Slurm.
+    1. With `coordinator_address`: as the arguments say, without looking at MPI or Slurm.
     2. Under MPI (mpiexec, mpirun, ``srun --mpi=pmi2`` or ``pmix``): one JAX process per rank, process index equal to the rank.
-    3. Under srun where there is no MPI (``SHARDLOAD_MPI=0``; or none can be loaded, of which task 0 warns): one JAX process
-       per task.
-    4. A process alone: nothing to start.
+    3. Under srun without MPI (``SHARDLOAD_MPI=0``; or no MPI can be loaded, and task 0 warns): one JAX process per task.
+    4. In a single process: nothing to start.
 
-    JAX's coordinator, in process 0, asks nobody who he is: it listens on the loopback interface if all processes are on one
-    machine, and else on the one interface that the others come by. ``JAX_COORDINATOR_BIND_ADDRESS`` says otherwise.
+    JAX's coordinator, in process 0, does not authenticate clients. So it listens on the loopback interface if all processes are
+    on one machine, else on the one interface that the others reach. ``JAX_COORDINATOR_BIND_ADDRESS`` overrides this.
 
-    SIGTERM, which ``scancel``, ``timeout`` and batch systems send, ends a process at once, unless the script has a handler of
-    its own.
+    SIGTERM, which ``scancel``, ``timeout`` and batch systems send, ends a process at once, unless the script has its own
+    handler.
 
-    Under MPI an exception that nobody catches ends the whole job from then on, after its traceback; the other processes would
-    wait for that one.
+    Under MPI, an uncaught exception ends the whole job from now on, after its traceback; otherwise the other processes would
+    wait for that process.
 
-    A process takes all GPUs that it alone sees (``--gpus-per-task``), and else its share of those that the processes of a
-    node see together. Does nothing where JAX was started already. Call it before anything that uses JAX devices.
+    If a process sees GPUs that no other process sees (``--gpus-per-task``), it takes all of them; otherwise it takes its share
+    of the GPUs that the processes of a node see together. Does nothing if JAX was started already. Call it before anything that
+    uses JAX devices.
 
-    Collective: yes, over COMM_WORLD (or the processes that are to be).
+    Collective: yes, over COMM_WORLD (or over the processes to be started).
 
     Parameters
     ----------
     coordinator_address : str, optional
-        ``"host:port"`` of process 0; `num_processes` and `process_id` go with it.
+        ``"host:port"`` of process 0. Requires `num_processes` and `process_id`.
     num_processes, process_id : int, optional
-        How many processes there are, and which one this is.
+        The number of processes, and the index of this one.
     local_device_ids : list of int, optional
-        GPUs of this process, of those that it sees; by default decided as above.
+        GPUs that this process uses, of those that it sees; by default chosen as above.
     preemption : bool
-        Whether JAX's preemption service is to be started: it takes SIGTERM for a notice, which a program must ask for
-        (``jax.experimental.multihost_utils.reached_preemption_sync_point``); SIGTERM then ends nothing.
+        Whether to start JAX's preemption service. SIGTERM then ends no process: it is a notice that the program must ask for
+        (``jax.experimental.multihost_utils.reached_preemption_sync_point``).
 
     Raises
     ------
@@ -117,7 +117,7 @@ def initialize(
     if (coordinator_address, num_processes, process_id) != (None, None, None):
         if coordinator_address is None or num_processes is None or process_id is None:
             raise ConfigError(
-                "initialize() was given only a part of where JAX starts: pass coordinator_address='host:port', num_processes= "
+                "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
         port = coordinator_address.rpartition(":")[2]
@@ -162,7 +162,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
             local_device_ids = _device_share(local_rank, local_size, bool((seen[:, 0] == visible).all()), os.environ)
     except ConfigError as found:
         error = found
-    group.agree(error)  # before any of them waits for the others in JAX
+    group.agree(error)  # before any rank waits for the others in JAX
     try:
         _start(address, group.size, group.rank, local_device_ids, preemption, bind)
     except ConfigError as found:
@@ -172,7 +172,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
 
 
 def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
-    """Where the processes come to, and where process 0 listens (None: on all interfaces). Collective.
+    """The address that the processes connect to, and that on which process 0 listens (None: all interfaces). Collective.
 
     `is_beside_0`: whether this rank is on the machine of rank 0.
     """
@@ -180,7 +180,7 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
     elsewhere = int(group.gather_int(group.size if is_beside_0 else group.rank).min())
     if elsewhere == group.size:
         return (join(LOOPBACK, port),) * 2
-    # What rank 0 finds under its own name is often an address of its own use.
+    # The address that rank 0 finds under its own name is often one that only rank 0 can use.
     known = addresses_of(host)
     seen = group.send_text(" ".join(known) if group.rank == elsewhere else None, elsewhere).split()
     found = group.send_text(first_here(seen) if group.rank == 0 else None, 0)
@@ -188,12 +188,12 @@ def _meeting_place(group: Group, is_beside_0: bool) -> tuple[str, str | None]:
         if group.rank == 0:
             _say_on_all(host, port)
         return join(host, port), None
-    # The name where it serves: it is what a proxy's exceptions know.
+    # Prefer the name if it works: exceptions of a proxy (no_proxy) list names.
     return join(host if found in known else found, port), join(found, port)
 
 
 def _listen_at(address: str, process: int) -> str | None:
-    """Where process 0 listens if all were told to come to `address`; None: on all interfaces, or this is another process."""
+    """Where process 0 listens if all processes connect to `address`; None: on all interfaces, or not process 0."""
     if process:
         return None
     host, port = host_of(address), address.rpartition(":")[2]
@@ -205,7 +205,7 @@ def _listen_at(address: str, process: int) -> str | None:
 
 
 def _say_on_all(host: str, port: str) -> None:
-    """Say that there is nothing better, unless the user has said what is."""
+    """Warn that the coordinator listens on all interfaces, unless the user has set an address."""
     if not os.environ.get(_BIND):
         _log.warning(
             "JAX's coordinator will listen on all interfaces of this machine, at port %s, and anybody who reaches it can end "
@@ -215,17 +215,17 @@ def _say_on_all(host: str, port: str) -> None:
 
 
 def _end_job_on_error() -> None:
-    """Have an exception that nobody catches end the job.
+    """Let an uncaught exception end the job.
 
-    Otherwise the process waits at its exit, in JAX's shutdown, for the others, minutes long, and they wait for it in the next
-    collective call. Not in an interactive session, and not where somebody has a hook of their own.
+    Otherwise the process would wait for the others at its exit, in JAX's shutdown, for minutes, and they would wait for it in
+    the next collective call. Not in an interactive session, and not if another exception hook was set.
     """
     if not is_pythons_own():
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show(kind, error, trace)
-        if not isinstance(error, StallError):  # which ends the job by itself, when the others have heard of it
+        if not isinstance(error, StallError):  # a stall ends the job by itself, when the other ranks know of it
             end_job(_LAST_WORDS_SECONDS)
 
     sys.excepthook = hook
@@ -240,7 +240,7 @@ def _start(
     else:
         _refuse_taken_port(address)
     if os.environ.get(_BIND):
-        bind = None  # JAX itself looks there
+        bind = None  # JAX itself reads this variable
     try:
         with _preemption_service(preemption):
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
@@ -253,7 +253,7 @@ def _start(
 
 @contextmanager
 def _preemption_service(wanted: bool) -> Iterator[None]:
-    """Have JAX start its preemption service, or not: it catches SIGTERM, and waits until a program asks for it."""
+    """Make JAX start its preemption service, or not. The service catches SIGTERM, and waits until the program asks for it."""
     if hasattr(jax.config, _PREEMPTION):
         jax.config.update(_PREEMPTION, wanted)
         yield
@@ -274,7 +274,7 @@ def _nothing() -> None: ...
 
 
 def _refuse_taken_port(address: str) -> None:
-    """ConfigError where somebody else has the port: JAX would end this process by a segmentation fault."""
+    """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
     port = address.rpartition(":")[2]
     if port.isdecimal() and 0 < int(port) < 65536 and not is_free(int(port)):
         raise ConfigError(
@@ -285,7 +285,7 @@ def _refuse_taken_port(address: str) -> None:
 
 
 def _check_started(comm: Any) -> None:
-    """JAX runs already: are its processes the ranks?"""
+    """Check that the processes of a JAX that runs already are the ranks."""
     from jax._src import distributed  # `jax.process_count()` would start the devices
 
     n_processes = distributed.global_state.num_processes or 1
@@ -314,10 +314,10 @@ def _choose_cpu_collectives() -> None:
 
 
 def _device_share(local_rank: int, local_size: int, see_alike: bool | None, environ: Mapping[str, str]) -> list[int] | None:
-    """Which GPUs of those it sees a process takes; None for all of them (or where there are none).
+    """The GPUs that a process takes, of those that it sees; None for all of them (or if there are none).
 
-    `see_alike`: whether all processes of this node have the same CUDA_VISIBLE_DEVICES; None where nobody knows. Where they
-    differ, or there is only one process, each has its own. Else each takes its share, in order.
+    `see_alike`: whether all processes of this node have the same CUDA_VISIBLE_DEVICES; None if that is unknown. If they
+    differ, or there is only one process, each process takes all it sees. Otherwise each takes its share, in order.
 
     >>> _device_share(2, 4, True, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     [2]
@@ -330,7 +330,7 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     n = len(gpu_files()) if visible is None else len([v for v in visible.split(",") if v])
-    if n == 0 or (n == 1 and see_alike is None):  # one GPU, and nobody knows better: --gpus-per-task=1
+    if n == 0 or (n == 1 and see_alike is None):  # one GPU: probably --gpus-per-task=1
         return None
     if n % local_size:
         raise ConfigError(
@@ -346,7 +346,7 @@ def _cpu_only() -> bool:
 
 
 def _unnoticed() -> str:
-    """What a launcher says of several tasks, where MPI says there is one; empty where all is well."""
+    """The message for a launcher that started several tasks while MPI sees one; empty if the launcher started one."""
     launcher, n = launched(os.environ)
     return _UNNOTICED[launcher].format(n=n) if launcher else ""
 
@@ -369,7 +369,7 @@ def _singletons(n_processes: int) -> str:
 
 
 def rank_of_process(group: Group) -> dict[int, int]:
-    """The rank, in `group`, of each JAX process in it. Collective the first time.
+    """The rank in `group` of each JAX process. Collective the first time.
 
     Raises
     ------

@@ -1,7 +1,7 @@
-"""Is there MPI, and what does it say of itself? The only module that imports mpi4py.
+"""Is there MPI, and which library is it? The only module that imports mpi4py.
 
-Importing mpi4py starts MPI, so that waits until somebody needs it. Where no MPI library can be loaded, or the user says to do
-without, everything here says so, and nothing fails.
+Importing mpi4py starts MPI, so it is imported only when it is needed. If no MPI library can be loaded, or the user has turned
+MPI off, the functions here return that, and do not fail.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 
 @cache
 def load_mpi() -> tuple[Any, str]:
-    """mpi4py's MPI module, or None and why not. Importing it starts MPI, so it waits until somebody needs it."""
+    """mpi4py's MPI module and ""; or None and the reason. The first call imports mpi4py, which starts MPI."""
     if mpi_is_off(os.environ):
-        return None, "SHARDLOAD_MPI=0 says to do without"
+        return None, "SHARDLOAD_MPI=0 turns it off"
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -47,30 +47,30 @@ def load_mpi() -> tuple[Any, str]:
 
 
 def world() -> Any:
-    """COMM_WORLD as an ``mpi4py.MPI.Comm``, or None where no MPI library can be loaded."""
+    """COMM_WORLD as an ``mpi4py.MPI.Comm``; None if no MPI library can be loaded."""
     mpi, _ = load_mpi()
     return None if mpi is None else mpi.COMM_WORLD
 
 
 def mpi_problem() -> str:
-    """Why MPI cannot be loaded; empty where it can."""
+    """Why MPI cannot be loaded; empty if it can."""
     return load_mpi()[1]
 
 
 def world_rank_and_size() -> tuple[int, int]:
-    """Of COMM_WORLD; ``(0, 1)`` where no MPI library can be loaded."""
+    """Rank in and size of COMM_WORLD; ``(0, 1)`` if no MPI library can be loaded."""
     comm = world()
     return (0, 1) if comm is None else (int(comm.rank), int(comm.size))
 
 
 def library_version() -> str:
-    """What the MPI library says that it is; empty where there is none."""
+    """Name and version of the MPI library, in its own words; empty without MPI."""
     mpi, _ = load_mpi()
     return "" if mpi is None else str(mpi.Get_library_version())
 
 
 def thread_level() -> str:
-    """What MPI promises to programs with threads: ``"SINGLE"`` to ``"MULTIPLE"``; empty where there is no MPI."""
+    """The level of thread support of MPI, ``"SINGLE"`` to ``"MULTIPLE"``; empty without MPI."""
     mpi, _ = load_mpi()
     if mpi is None:
         return ""
@@ -79,24 +79,24 @@ def thread_level() -> str:
 
 
 def check_communicator(comm: Any) -> None:
-    """ConfigError unless this is a communicator that ranks can agree over."""
+    """Raise ConfigError unless `comm` is an intracommunicator that includes this rank."""
     mpi, _ = load_mpi()
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise ConfigError(f"comm is {comm!r}; expected an mpi4py communicator such as MPI.COMM_WORLD")
     if comm == mpi.COMM_NULL:
-        raise ConfigError("comm is COMM_NULL: this rank is not in it and should not call")
+        raise ConfigError("comm is COMM_NULL: this rank is not in it and must not make this call")
     if comm.Is_inter():
         raise ConfigError("comm is an intercommunicator; expected an ordinary one such as MPI.COMM_WORLD")
 
 
 @dataclass(eq=False)
 class Kept:
-    """What is kept on a communicator, as an MPI attribute, and a lock for making it.
+    """A value that is kept on a communicator, as an MPI attribute, and a lock for making it.
 
     Attributes
     ----------
     value : object
-        Anything; None until it is made.
+        The value; None until it is made.
     free : callable, optional
         Called with the value when the communicator is freed.
     """
@@ -110,7 +110,7 @@ _keeping = threading.Lock()  # two threads may make their first calls at the sam
 
 
 def kept_on(comm: Any) -> Kept:
-    """What is kept on this communicator alone: a duplicate that the user makes has something of its own."""
+    """The value that is kept on this communicator. A duplicate that the user makes has its own."""
     with _keeping:
         kept: Kept | None = comm.Get_attr(_keyval())
         if kept is None:
@@ -131,7 +131,7 @@ def _keyval() -> int:
 
 
 def end_job(seconds: float) -> None:
-    """End all processes of the job, `seconds` from now. Not collective: whoever calls it ends everybody."""
+    """End all processes of the job, `seconds` from now. Not collective: one rank that calls it ends all."""
     mpi, _ = load_mpi()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""Which memory do the ranks of a machine share? Made once, kept for the next call, made anew where more is needed."""
+"""Which memory do the ranks of a machine share? It is made once, kept for the next call, and made anew if more is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NodeMemory"]
 
 
 class NodeMemory:
-    """The segments of the ranks of this machine.
+    """The shared memory segments of the ranks of this machine.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class NodeMemory:
     Attributes
     ----------
     segments : dict of int to Segment
-        Of each rank of this machine, this one among them; empty where none is shared (yet).
+        The segment of each rank of this machine, including this rank; empty if none is shared (yet).
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,10 +34,10 @@ class NodeMemory:
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
 
     def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
-        """Memory of at least `nbytes` of every rank, by rank; empty where it cannot be shared. Collective over `ranks`."""
+        """Shared memory of at least `nbytes` of every rank, by rank; empty if it cannot be shared. Collective over `ranks`."""
         if len(ranks) == 1 or not self._can_share:
             return {}
-        # A rank whose exchange was interrupted has forgotten its segments: then all make new ones.
+        # A rank whose exchange was interrupted has dropped its segments: then all ranks make new ones.
         state = np.array([nbytes > self._nbytes or not self.segments, nbytes], dtype=np.int64)
         state = on_node.reduce(state, "max")
         if state[0] and state[1]:
@@ -45,7 +45,7 @@ class NodeMemory:
         return self.segments
 
     def forget(self) -> None:
-        """Use them no more: other ranks may still look into them."""
+        """Drop the segments without reusing them, because other ranks may still read them."""
         self.segments = {}
 
     def _make(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> None:

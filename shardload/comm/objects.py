@@ -1,4 +1,4 @@
-"""How do the ranks of COMM_WORLD hand Python objects on? Pickled: for the demo, which compares loads with the usual way."""
+"""How do the ranks of COMM_WORLD send Python objects? Pickled. For the demo, which compares loads with the usual way."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NAP_SECONDS = 0.01
 
 
 class ObjectRanks:
-    """The ranks of COMM_WORLD, which all works without MPI as well: then there is one. Every method is collective.
+    """The ranks of COMM_WORLD; without MPI, a single rank. Every method is collective.
 
     Attributes
     ----------
     rank, size : int
-        This rank and how many there are.
+        This rank, and the number of ranks.
     """
 
     def __init__(self) -> None:
@@ -26,22 +26,22 @@ class ObjectRanks:
         self.rank, self.size = world_rank_and_size()
 
     def wait(self) -> None:
-        """A barrier that sleeps: a rank that spins would take the core from rank 0, which is busy."""
+        """A barrier that sleeps: a spinning rank would take the core from rank 0, which is busy."""
         if self._comm:
             request = self._comm.Ibarrier()
             while not request.Test():
                 time.sleep(_NAP_SECONDS)
 
     def allgather(self, value: Any) -> Any:
-        """The object of every rank, on every rank."""
+        """Gather the objects of all ranks, on every rank."""
         return self._comm.allgather(value) if self._comm else [value]
 
     def gather(self, value: Any) -> list[Any] | None:
-        """The object of every rank, on rank 0; None elsewhere."""
+        """Gather the objects of all ranks, on rank 0; None on other ranks."""
         return self._comm.gather(value) if self._comm else [value]
 
     def scatter(self, values: list[Any] | None) -> Any:
-        """For each rank its object of rank 0's list."""
+        """Return this rank's object from the list of rank 0."""
         return self._comm.scatter(values) if self._comm else (values or [None])[0]
 
     def abort(self) -> None:

@@ -1,12 +1,12 @@
-"""How can processes of one machine hand values over without sending them? Memory that one makes and the others look into.
+"""How can processes of one machine pass values on without sending them? One process makes memory that the others can read.
 
-A `Segment` is anonymous memory behind a file descriptor (memfd): it has no name in /dev/shm, so it needs no room there,
-nothing is left behind however a job ends, and it is gone when the last process that mapped it is. The others open it through
-/proc by the maker's process and descriptor, and believe it only when they find the maker's random token in it. Where any of
-this is not possible (another system, containers with process tables of their own) the ranks send messages instead.
+A `Segment` is anonymous memory behind a file descriptor (memfd). It has no name in /dev/shm, so it needs no room there and
+leaves nothing behind however a job ends. It is freed when the last process that mapped it ends. Other processes open it through
+/proc, by the process and descriptor of its maker, and accept it only if they find the maker's random token in it. If any of
+this is not possible (another system, containers with separate process tables), the ranks send messages instead.
 
-A `Bell` wakes a process that has nothing to do: its own threads ring it, and the processes that attached to its segment. So
-nobody has to look again and again whether something has come.
+A `Bell` wakes a process that has nothing to do. Its own threads ring it, and so do the processes that attached to its segment.
+So no process has to poll.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ import numpy as np
 __all__ = ["HANDLE_SIZE", "Bell", "Segment"]
 
 HANDLE_SIZE = 5
-_TOKEN_NBYTES = 4096  # a page of its own, so that the data begins on one
+_TOKEN_NBYTES = 4096  # a whole page, so that the data begins on a page boundary
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Bell:
-    """A pipe whose bytes mean nothing but "look": one end to ring, and in the process that made it one to wait at.
+    """A pipe whose bytes only mean "look": one end to ring and, in the process that made it, one end to wait at.
 
-    Rung before anybody waits, it is still heard. Rung often, it is heard once.
+    A ring before the wait is not lost. Several rings wake the process once.
     """
 
     def __init__(self, ringing: int | None = None) -> None:
@@ -45,12 +45,12 @@ class Bell:
         self.close = weakref.finalize(self, _close, ringing, self._waiting)
 
     def ring(self) -> None:
-        """Wake whoever waits, from any thread or process."""
-        with suppress(BlockingIOError, BrokenPipeError):  # full: it is ringing; broken: the other is gone, and MPI will say so
+        """Wake the process that waits. Can be called from any thread or process."""
+        with suppress(BlockingIOError, BrokenPipeError):  # full: it rings already; broken: the process ended (MPI reports it)
             os.write(self.descriptor, b"!")
 
     def wait(self, seconds: float | None) -> None:
-        """Return when it has been rung since the last call, or after `seconds`."""
+        """Return when the bell has been rung since the last call, or after `seconds`."""
         if self._waiting is None:
             raise ValueError("another process waits at this bell")
         if self._poll.poll(None if seconds is None else max(1, round(seconds * 1000))):
@@ -70,7 +70,7 @@ class Segment:
     Attributes
     ----------
     data : ndarray of uint8
-        The memory, the same in all of them (at different addresses).
+        The memory, the same in all processes (at different addresses).
     handle : ndarray of int64, shape (HANDLE_SIZE,)
         What another process needs to `attach`: process, descriptor, bytes, token, descriptor of the bell.
     bell : Bell
@@ -89,12 +89,12 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """Make one. OSError (or AttributeError where there is no memfd) if this system cannot."""
+        """Make a segment. OSError if this system cannot (AttributeError if it has no memfd)."""
         descriptor = os.memfd_create("shardload", os.MFD_CLOEXEC)
         try:
             size = _TOKEN_NBYTES + nbytes
             os.ftruncate(descriptor, size)
-            os.posix_fallocate(descriptor, 0, size)  # all pages now, in one call, instead of one by one under the first load
+            os.posix_fallocate(descriptor, 0, size)  # all pages in one call, instead of one by one during the first load
             memory = mmap.mmap(descriptor, size)
             bell = Bell()
         except BaseException:
@@ -107,7 +107,7 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: np.ndarray[Any, np.dtype[np.int64]]) -> Segment:
-        """Look into one that another process made. OSError if that is not possible, or if it is not that one."""
+        """Map the segment of another process. OSError if that is not possible, or if it is a different segment."""
         process, number, nbytes, token, ringing = (int(v) for v in handle)
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -123,7 +123,7 @@ class Segment:
         return cls(memory, handle, None, bell)
 
     def seal(self) -> None:
-        """Close the descriptor: nobody else can attach from now on."""
+        """Close the descriptor: no other process can attach from now on."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

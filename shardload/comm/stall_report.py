@@ -1,4 +1,4 @@
-"""What is said when nothing moves any more? Who is late, with what, and what to do. The same text on every rank.
+"""Which message does a stall give? It says which ranks are late, at what, and what to do. It is the same on every rank.
 
 Pure.
 """
@@ -31,16 +31,16 @@ _ALL = "All ranks must make the same calls: look for an `if` around it, or for w
 
 @dataclass(frozen=True)
 class RankState:
-    """Where a rank is.
+    """The state of a rank.
 
     Attributes
     ----------
     call, count : int
-        Number of the call, and what has been done in it.
+        Number of the call, and a count of the progress in it.
     phase : str
-        What the rank is at.
+        Phase of the call.
     reading : str
-        What it is reading from the file; empty: nothing.
+        What the rank is reading from the file; empty: nothing.
     """
 
     call: int
@@ -50,27 +50,27 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """The phase, or that it reads."""
+        """The phase; "read" if the rank is reading."""
         return "read" if self.reading else self.phase
 
 
 def text_of(
     what: str, timeout: float, absent: Sequence[int], lost: Mapping[int, RankState], heard: Mapping[int, RankState]
 ) -> str:
-    """The decision on a call.
+    """The error message of a stalled call.
 
     Parameters
     ----------
     what : str
-        That it does.
+        What the call does.
     timeout : float
-        Seconds in which nothing has moved.
+        Seconds without progress.
     absent : sequence of int
-        Ranks that never said anything in this call.
+        Ranks that were never heard of in this call.
     lost : mapping of int to RankState
-        Ranks that say nothing any more, and where they were.
+        Ranks that are not heard of any more, with their last states.
     heard : mapping of int to RankState
-        The others.
+        The other ranks, with their states.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def notice_of(
     heard: Mapping[int, RankState],
     timeout: float | None,
 ) -> str:
-    """What is said long before a decision.
+    """The warning long before a call fails.
 
     >>> print(notice_of("'f.h5'", 20, [1, 2], {}, {0: RankState(1, 1, "metadata")}, 900))  # doctest: +ELLIPSIS
     nothing has moved for 20 s (call: 'f.h5'): ranks 1, 2 did not come to this call, ...; 1 other rank waits (phase:
@@ -122,17 +122,17 @@ def notice_of(
 
 
 def notice_without_monitor(what: str, seconds: float, timeout: float | None) -> str:
-    """The same, where it is rank 0 that does not come."""
+    """The warning if rank 0 does not come."""
     return f"nothing was heard of rank 0 for {seconds:g} s (call: {what}): it did not come to this call. {_until(timeout)}"
 
 
 def notice_before_first(seconds: float, timeout: float | None) -> str:
-    """The same, where some ranks have not made their first call: nobody knows which."""
+    """The warning if some ranks have not made their first call: it is not known which."""
     return f"not all ranks of this communicator have made their first call within {seconds:g} s. {_until(timeout)}"
 
 
 def notice_apart(what: str, seconds: float) -> str:
-    """The same, among processes that cannot tell each other where they are."""
+    """The warning of processes that cannot send each other their states."""
     return f"this process has waited for others for {seconds:g} s (call: {what}). All processes must make the call"
 
 
@@ -142,7 +142,7 @@ def _until(timeout: float | None, has_silent: bool = True) -> str:
 
 
 def text_of_departed(what: str, ranks: Sequence[int]) -> str:
-    """The decision where programs have come to their end.
+    """The error message if programs of other ranks have ended.
 
     >>> print(text_of_departed("'f.h5'", [1, 3]))  # doctest: +ELLIPSIS
     ranks 1, 3 have come to the end of their program, and never make the call in which others wait for them: 'f.h5'. ...
@@ -154,7 +154,7 @@ def text_of_departed(what: str, ranks: Sequence[int]) -> str:
 
 
 def text_without_monitor(what: str, timeout: float) -> str:
-    """The decision of those who hear nothing of rank 0, which should give it."""
+    """The error message of ranks that do not hear from rank 0, the monitor."""
     return (
         f"nothing was heard of rank 0, which watches over the others, for {timeout:g} s (call: {what}): it did not come to "
         f"this call, is held up in it, or is gone. {_advice(True, False)}"
@@ -162,7 +162,7 @@ def text_without_monitor(what: str, timeout: float) -> str:
 
 
 def text_before_first(timeout: float) -> str:
-    """The decision where some ranks never made their first call: nobody knows which."""
+    """The error message if some ranks never made their first call: it is not known which."""
     return (
         f"not all ranks of this communicator have made their first call within {timeout:g} s: some did not come to it, are "
         f"held up, or are gone. {_advice(True, False)}"

@@ -1,4 +1,4 @@
-"""What do the ranks of a group run on?"""
+"""On which machines and cores do the ranks of a group run?"""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks of a group run on.
+    """The machines and cores that the ranks of a group run on.
 
     Attributes
     ----------
     leaders : tuple of int
-        For each rank the lowest rank on its machine: equal for ranks on the same one.
+        For each rank the lowest rank on its machine: equal for ranks on the same machine.
     n_threads : int
-        Cores that a rank has for itself (the least of all ranks; 1 where ranks share cores).
+        Cores that a rank has for itself (minimum over the ranks; 1 if ranks share cores).
     n_cores : int
-        Cores that the ranks of a machine have together (the least of all machines).
+        Cores that the ranks of a machine have together (minimum over the machines).
     """
 
     leaders: tuple[int, ...]
@@ -44,27 +44,27 @@ class Machine:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks on the fullest machine."""
+        """Number of ranks on the machine that has most."""
         return max(Counter(self.leaders).values())
 
 
 def pretended_ranks_per_node() -> int:
-    """SHARDLOAD_RANKS_PER_NODE: every so many ranks count as a machine, to measure or test what happens between."""
+    """SHARDLOAD_RANKS_PER_NODE: the number of ranks to treat as one machine, to measure or test traffic between machines."""
     text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
     return int(text) if text.isdigit() else 0
 
 
 def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> Machine:
-    """What the ranks run on. Collective.
+    """Find out what the ranks run on. Collective.
 
-    `on_node` agrees among the ranks of this machine; None where they cannot send each other anything.
+    `on_node` are the collectives of the ranks of this machine; None if ranks cannot send each other messages.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
     n_alike = 1
     if on_node is not None:
         digest = np.array([digest_of(repr(cores)) >> 1], dtype=np.int64)
         everyone = on_node.gather(digest)[:, 0]
-        n_alike = int((everyone == digest[0]).sum())  # ranks bound to cores of their own share them with nobody
+        n_alike = int((everyone == digest[0]).sum())  # ranks that are bound to different cores do not share them
     leaders = ranks.gather_int(node.ranks[0])
     if on_node is None and ranks.size > 1:
         hosts = ranks.gather_int(digest_of(socket.gethostname()) >> 1)

@@ -1,11 +1,11 @@
 """Which rank shows the traceback of an error that all ranks raise?
 
-An error that the ranks have agreed on is the same everywhere: four ranks would print it four times, each with the calls that
-led to it. Rank 0 shows it in full, and so does a rank with a cause of its own, which nobody else has seen. The others say one
-line; of many ranks most say nothing. ``SHARDLOAD_TRACEBACKS=all`` has all of them show all.
+An error that the ranks have agreed on is the same everywhere: four ranks would print it four times, each with a traceback. So
+rank 0 shows it in full, and so does a rank whose error has a cause of its own, which no other rank has seen. Other ranks print
+one line; if there are many ranks, most print nothing. With ``SHARDLOAD_TRACEBACKS=all`` all ranks show everything.
 
-Only what Python itself prints of an exception that nobody catches is cut: a hook that somebody else has set, as IPython does,
-and whoever handles the exception, see it whole.
+Only the text that Python itself prints for an uncaught exception is cut. Code that handles the exception, and a hook that was
+set by others (IPython), get all of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardload.errors import ShardloadError
 
 __all__ = ["is_pythons_own", "share", "show", "text_of"]
 
-_MOST_LINES = 8  # ranks that say a line
-_AGREED = "_shardload_rank"  # the rank that an agreed error is raised on, where that does not show it
+_MOST_LINES = 8  # ranks that print a line
+_AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it in full
 
 
 def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None) -> None:
-    """Note that all `size` ranks raise this error, here on `rank`; from then on uncaught exceptions are printed by `show`.
+    """Mark an error that all `size` ranks raise, here on `rank`. From now on uncaught exceptions are printed by `show`.
 
-    `shows`: whether this rank shows it in full. By default rank 0, the rank in the error, or one with a cause of its own.
+    `shows`: whether this rank shows it in full. By default these do: rank 0, the error's rank, a rank with a cause of its own.
     """
     if shows is None:
         cause = error.__cause__
@@ -37,24 +37,24 @@ def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None
 
 
 def is_pythons_own() -> bool:
-    """Whether exceptions that nobody catches are printed by Python, or by `show`, and end the program."""
+    """True if uncaught exceptions are printed by Python or by `show`, and end the program."""
     is_own = sys.excepthook in (sys.__excepthook__, show)
     return is_own and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
 def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception that nobody caught: ``sys.excepthook``."""
+    """Print an uncaught exception. Used as ``sys.excepthook``."""
     text = text_of(error)
     if text is None and not hasattr(error, _AGREED):
         sys.__excepthook__(kind, error, trace)
     else:
-        # At once: other ranks write to the same terminal.
+        # In one write, because other ranks write to the same terminal.
         sys.stderr.write("".join(traceback.format_exception(kind, error, trace)) if text is None else text)
         sys.stderr.flush()
 
 
 def text_of(error: BaseException | None) -> str | None:
-    """What this rank says of an exception; None: all of it."""
+    """The text that this rank prints for an exception; None: all of it."""
     if error is None or os.environ.get("SHARDLOAD_TRACEBACKS") == "all":
         return None
     rank = getattr(error, _AGREED, None)
@@ -66,7 +66,7 @@ def text_of(error: BaseException | None) -> str | None:
 
 
 def _cut(error: BaseException, found: traceback.TracebackException) -> bool:
-    """Take from what an exception was raised from, or in the handling of, the calls that led to an agreed error."""
+    """Remove the traceback of an agreed error from the causes and contexts of an exception. Return True if there was one."""
     is_cut = False
     for cause, shown in ((error.__cause__, found.__cause__), (error.__context__, found.__context__)):
         if cause is None or shown is None:

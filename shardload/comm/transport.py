@@ -1,10 +1,10 @@
-"""What is under way between this rank and the others in one exchange?
+"""Which messages does one exchange send and receive, and which of them are still pending?
 
-Three kinds of messages, each with a tag of its own: values, receipts and control messages. NumPy arrays go in and come out;
-nothing here waits, and nothing here knows what the values are. Ranks of one machine can also look into each other's memory
-(`Segment`): a control message says where.
+There are three kinds of messages, each with its own tag: values, receipts and control messages. All are NumPy arrays. Nothing
+here waits, and nothing here knows what the values mean. Ranks of one machine can also read each other's memory (`Segment`); a
+control message says where.
 
-The only place that an exchange calls MPI from.
+This is the only module through which an exchange calls MPI.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Transport:
-    """The messages of one exchange, with what to do when each is done; the buffers that MPI reads or writes live as long.
+    """The pending messages of one exchange: each with its buffer, which is kept alive, and a callback for when it is done.
 
     Parameters
     ----------
     group : Group
-        The ranks.
+        The ranks that take part.
     tags : tuple of int
-        Of this exchange alone (`Group.next_tags`): for values, receipts and control messages.
+        Tags of this exchange for values, receipts and control messages (`Group.next_tags`).
     segments : mapping of int to Segment
-        The memory of each rank of this machine, this one among them; empty where none is shared.
+        The shared memory of each rank of this machine, including this rank; empty if none is shared.
 
     Attributes
     ----------
     rank : int
         This rank.
     n_data : int
-        Messages with values that are under way.
+        Number of pending messages with values.
     """
 
     def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
@@ -57,24 +57,24 @@ class Transport:
         self.n_data = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is under way."""
+        """True if any message is pending."""
         return bool(self._requests)
 
     def shares_memory(self, rank: int) -> bool:
-        """Whether this rank and another one can look into each other's memory."""
+        """True if this rank and `rank` can read each other's memory."""
         return rank in self._segments
 
     # --- values and receipts
 
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
-        """Send values without gaps. They stay as they are until they have left, which is when `on_done` is called."""
+        """Send values without gaps. They must not change until they have left; then `on_done` is called."""
         message, _ = message_of(self._mpi, values)
         self._add_data(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
     def receive(self, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
-        """Receive the next values of a rank into a view with any strides; what to call for them not to come any more.
+        """Receive the next values of a rank into a view with any strides. Return a function that cancels it.
 
-        `on_done` is called when they are there, and also when they have been cancelled.
+        `on_done` is called when the values have arrived, and also when the receive was cancelled.
         """
         message, datatype = message_of(self._mpi, into)
         request = self._comm.Irecv(message, source=rank, tag=self._data_tag)
@@ -92,7 +92,7 @@ class Transport:
         self._add(self._comm.Irecv(receipt, source=rank, tag=self._receipt_tag), on_done, receipt)
 
     def test(self) -> bool:
-        """Deal with what is done; whether anything was."""
+        """Call `on_done` of the messages that are done. Return True if there were any."""
         if not self._requests:
             return False
         done = self._mpi.Request.Testsome(self._requests)
@@ -122,14 +122,14 @@ class Transport:
     # --- control messages and shared memory
 
     def tell(self, rank: int, message: Integers) -> None:
-        """Send a control message, and wake the rank where it is of this machine."""
+        """Send a control message, and wake the rank if it is on this machine."""
         self._add(self._comm.Isend(message, dest=rank, tag=self._control_tag), _nothing, message)
         segment = self._segments.get(rank)
         if segment is not None:
             segment.bell.ring()
 
     def told(self) -> Iterator[tuple[int, Integers]]:
-        """The control messages that have come, and who sent each."""
+        """Iterate over the control messages that have come, each with its sender."""
         mpi, status = self._mpi, self._status
         while (message := self._comm.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
             found = np.empty(status.Get_count(mpi.INT64_T), dtype=np.int64)
@@ -137,22 +137,22 @@ class Transport:
             yield status.Get_source(), found
 
     def place_of(self, view: Array) -> int:
-        """Where values lie in the memory that this rank shares: bytes from its beginning."""
+        """The offset of values in this rank's shared memory, in bytes."""
         return int(view.ctypes.data) - self._base
 
     def look(self, rank: int, shape: tuple[int, ...], dtype: np.dtype[Any], place: int, strides: list[int]) -> Array:
-        """Values in another rank's memory. ValueError or TypeError if that is not inside it."""
+        """A view of values in another rank's memory. ValueError or TypeError if it is not inside that memory."""
         return np.ndarray(shape, dtype, self._segments[rank].data, place, strides)
 
     def remains(self) -> tuple[Any, ...]:
-        """What MPI may still use after an interruption."""
+        """The requests and buffers that MPI may still use after an interruption."""
         return (self._requests, self._keep)
 
 
 def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:
-    """An mpi4py message that is `view`, and its datatype to be freed after posting (None: plain bytes).
+    """An mpi4py message for `view`, and its datatype, which must be freed after posting (None: plain bytes).
 
-    The datatype is made from the view's own strides, so any region of any buffer travels without packing.
+    The datatype is made from the strides of the view, so any region of any buffer can be sent or received without packing.
     """
     if view.flags.c_contiguous:
         return [_memory(mpi, view, view.nbytes), view.nbytes, mpi.BYTE], None

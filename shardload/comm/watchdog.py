@@ -1,20 +1,21 @@
-"""Does anything still move? If not: who is late, and with what?
+"""Do the ranks still make progress? If not, which rank is late, and at what?
 
-Every rank calls `Watchdog.look` at each turn of each of its waits, which costs a look at the clock. Then, beat by beat:
+Every rank calls `Watchdog.look` in each iteration of each wait, which costs a look at the clock. In intervals, called beats:
 
-1. A rank that waits tells rank 0, the monitor, where it is: a count that grows with all that it does, its phase, and what it is
-   reading (which a thread may be held up in, while this rank itself still answers).
-2. The monitor answers each of these beats, and keeps what it has heard. If for `timeout` seconds of its own beats no rank's
-   count has grown, it says who is late, and sends that decision to all ranks.
-3. A rank whose beats are not answered for that long, and a few beats more, says that the monitor is late, also to all.
-4. A rank whose program has come to its end without making the call never will: as soon as that is known, that is the decision.
-5. Whoever gets or gives a decision raises it, now and at each later call: ranks that are in different places never agree again.
+1. A rank that waits sends rank 0, the monitor, its state: a count that grows with its progress, its phase, and what it is
+   reading (a thread may hang in that read while the rank itself still answers).
+2. The monitor answers each beat and stores the state. If no rank's count has grown for `timeout` seconds, counted in its own
+   beats, it decides which ranks are late, and sends the decision to all ranks.
+3. A rank whose beats are not answered for that long and a few beats more decides that the monitor is late, and tells all ranks.
+4. A rank that reached the end of its program without making the call will never make it. As soon as this is known, the call
+   fails.
+5. A rank that makes or receives a decision raises it, now and at each later call, because the ranks are out of step for good.
 
-Long before a decision, when nothing has moved for a while, it is said once who is waited for.
+Long before a decision, if there is no progress for a while, one warning names the ranks that the others wait for.
 
-Beats are counted instead of seconds, so that a process that was itself stopped for a while blames nobody for it. Nothing is
-sent before the first beat is due. What carries messages is a `Mailbox`; where ranks cannot send each other anything there is
-none, and each rank judges itself alone.
+Time is counted in beats, not seconds, so that a process that was itself stopped for a while blames no other. Nothing is sent
+before the first beat is due. A `Mailbox` carries the messages. If ranks cannot send each other messages, there is no mailbox,
+and each rank judges only itself.
 
 Pure: no MPI, no threads, no sleep.
 """
@@ -44,39 +45,39 @@ from shardload.errors import StallError
 __all__ = ["Mailbox", "Watchdog", "beat_seconds"]
 
 _log = logging.getLogger("shardload")
-_BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # in a timeout; at the longest
-_RANKS_A_SECOND = 1000  # whose beats the monitor can deal with beside its own work
-_SILENT_BEATS = 3  # a beat waits for the monitor's turn, and the monitor may just have had it
-_LATE_BEATS = 6  # more than the monitor needs: its own decision comes first
-_LEARN_BEATS = 3  # until all ranks that wait have surely looked
-_LONGEST_NAME = 500  # so that a beat is surely a short message
+_BEATS, _LONGEST_BEAT_SECONDS = 8, 5.0  # beats in a timeout; longest beat (of up to 5000 ranks)
+_RANKS_A_SECOND = 1000  # ranks whose beats the monitor can handle beside its own work
+_SILENT_BEATS = 3  # beats without a message: one may have to wait for the monitor's next beat
+_LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes first
+_LEARN_BEATS = 3  # until every waiting rank has looked
+_LONGEST_NAME = 500  # characters, so that a beat stays a short message
 _BEAT, _ALIVE, _STALLED, _SAID = "beat", "alive", "stalled", "said"
-_NOTICE_SECONDS = 20.0  # without progress, after which it is said who is waited for
-_MOST_APART = 2  # ranks that say so where they cannot tell each other: one of them may be the one that is waited for
-_MOST_TURNS = 16  # in which ranks say so that do not hear of rank 0, one after the other, for one of them to be the only one
-_NOTICE_BEATS = 2  # what was done is told at the next beat, and read at the monitor's next
+_NOTICE_SECONDS = 20.0  # without progress, until the warning
+_MOST_APART = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
+_MOST_TURNS = 16  # ranks that do not hear from rank 0 warn one beat after the other, so that one warning silences the others
+_NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
 
 Message = dict[str, Any]
 
 
 class Mailbox(Protocol):
-    """What carries messages between ranks. Nothing here waits for anybody."""
+    """Carries messages between ranks. No method waits for another rank."""
 
     def send(self, rank: int, message: Message) -> None:
-        """Send one."""
+        """Send a message."""
         ...
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """Those that have come, and who sent each."""
+        """Iterate over the messages that have come, each with its sender."""
         ...
 
     def flush(self) -> None:
-        """See to it that what was sent leaves, also if MPI is never called again."""
+        """Make sure that sent messages leave, even if MPI is never called again."""
         ...
 
 
 def beat_seconds(timeout: float | None, size: int) -> float:
-    """Seconds between two beats.
+    """The interval of beats, in seconds.
 
     >>> beat_seconds(900, 4), beat_seconds(8, 4), beat_seconds(900, 20_000), beat_seconds(None, 4)
     (5.0, 1.0, 20.0, 5.0)
@@ -86,20 +87,21 @@ def beat_seconds(timeout: float | None, size: int) -> float:
 
 
 class Watchdog:
-    """What one rank knows of the progress of all.
+    """Watches the progress of all ranks, on one of them.
 
     Parameters
     ----------
     rank, size : int
-        This rank and how many there are.
+        This rank, and the number of ranks.
     mailbox : Mailbox, optional
-        Carries messages; None where there is nobody to send to.
+        Carries messages; None if this rank cannot send any.
     clock : callable
-        Seconds, from any point on.
+        Returns seconds, from any origin.
     on_stall : callable, optional
         Called once, before the first `StallError` is raised, with the seconds that all ranks need to learn of it.
     departed : callable, optional
-        What is known of ranks whose program has come to its end: how many collectives each had finished then. Must not wait.
+        Returns, for each rank known to have reached the end of its program, how many collectives it had finished. Must not
+        wait.
     """
 
     def __init__(
@@ -116,13 +118,13 @@ class Watchdog:
         self._on_stall, self._departed = on_stall, departed
         self._n_agreed = 0
         self._stall: tuple[str, int | None] | None = None
-        self._shows = False  # ... and this rank shows where it was raised
+        self._shows = False  # whether this rank shows the traceback of the stall
         self._call, self._count, self._n_seen = 0, 0, 0
         self._what, self._phase = "initialize()", "begin"  # until a call says what it is
         self._timeout: float | None = None
         self._now: Callable[[], tuple[int, str]] = _nothing
-        self._states: dict[int, RankState] = {}  # the monitor's: the latest of each rank
-        self._heard: dict[int, int] = {}  # ... and at which of its beats it came
+        self._states: dict[int, RankState] = {}  # on the monitor: the latest state of each rank
+        self._heard: dict[int, int] = {}  # ... and the beat at which it came
         self._interval = self._due = 0.0
         self._n_beats = self._n_still = self._n_unanswered = self._n_gone = 0
         self._is_said = False
@@ -130,21 +132,21 @@ class Watchdog:
 
     @property
     def nap_seconds(self) -> float:
-        """Nobody should sleep longer between two looks, or beats come late."""
+        """Longest sleep between two looks, in seconds; with a longer one, beats would be late."""
         return self._interval / 4
 
     @property
     def is_stalled(self) -> bool:
-        """Whether there is a decision."""
+        """True if a stall was detected."""
         return self._stall is not None
 
     @property
     def n_agreed(self) -> int:
-        """Collectives of all ranks that this one has finished."""
+        """Number of collectives over all ranks that this rank has finished."""
         return self._n_agreed
 
     def agreed(self) -> None:
-        """A collective of all ranks is finished here."""
+        """Count a collective over all ranks that this rank has finished."""
         self._n_agreed += 1
 
     def begin(self, what: str, timeout: float | None) -> None:
@@ -153,7 +155,7 @@ class Watchdog:
         Raises
         ------
         StallError
-            If an earlier call ended so.
+            If an earlier call ended in a stall.
         """
         self._raise_stall()
         self._call += 1
@@ -163,17 +165,17 @@ class Watchdog:
         self._start_beats()
 
     def enter(self, phase: str) -> None:
-        """Say what comes now. That is progress."""
+        """Set the phase. This counts as progress."""
         self._phase = phase
         self._count += 1
 
     def moved(self) -> None:
-        """Something was done."""
+        """Count progress."""
         self._count += 1
 
     @contextmanager
     def attend(self, now: Callable[[], tuple[int, str]]) -> Iterator[None]:
-        """Ask `now` at each beat: a number that grows with what has been read, and what is being read (empty: nothing)."""
+        """Call `now` at each beat. It returns a number that grows with reading, and what is being read (empty: nothing)."""
         self._now, self._n_seen = now, 0
         try:
             yield
@@ -181,14 +183,14 @@ class Watchdog:
             self._now = _nothing
 
     def look(self) -> None:
-        """To be called all the time while this rank waits. StallError if there is a decision."""
+        """Call this in each iteration of a wait. StallError if a stall was detected."""
         if self._stall is not None:
             self._raise_stall()
         if self._clock() >= self._due:
             self._beat()
 
     def look_for_departed(self) -> None:
-        """The same in a wait in which others may move without a word to this rank: it judges only who has left."""
+        """Like `look`, for a wait in which other ranks may move without telling this one: it judges only departed ranks."""
         self._raise_stall()
         if self._clock() >= self._due:
             self._due = self._clock() + self._interval
@@ -198,7 +200,7 @@ class Watchdog:
                 self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
 
     def close(self) -> None:
-        """End a call well. Whoever comes out of one that has taken long learns here if the others have given it up."""
+        """End a call. If the call took long, this rank learns here whether the others have given it up."""
         if self._n_beats and self._timeout is not None:
             self._hear(answers=False)
         self._due = math.inf
@@ -244,17 +246,17 @@ class Watchdog:
         self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})
 
     def _judge_departed(self) -> None:
-        """Give up if a rank has left that would still have to make what this one waits for."""
+        """Give up if a rank has departed before it took part in the collective that this rank waits for."""
         known = {} if self._departed is None else self._departed()
-        # Who has finished as many collectives, or more, has done its part in the one that this rank is in.
+        # A rank that has finished more collectives than this rank has done its part in the current one.
         gone = sorted(rank for rank, n_agreed in known.items() if rank != self._rank and n_agreed <= self._n_agreed)
         self._n_gone = self._n_gone + 1 if gone else 0
         is_alone = self._rank == 0 or 0 in gone or self._mailbox is None
-        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # the monitor's word comes first, where there is one
+        if gone and (is_alone or self._n_gone > _LEARN_BEATS):  # if there is a monitor, it decides first
             self._give_up(text_of_departed(self._what, gone), gone[0], gone)
 
     def _say(self, make: Callable[[], str]) -> None:
-        """Say once in a call who is waited for; on one rank, where they can tell each other."""
+        """Warn once in a call which ranks are late; on one rank only, if ranks can send messages."""
         if self._is_said:
             return
         self._is_said = True
@@ -281,7 +283,7 @@ class Watchdog:
         self._raise_stall()
 
     def _note(self, rank: int, state: RankState) -> None:
-        """Keep what a rank says of itself."""
+        """Store the state that a rank reports."""
         self._heard[rank] = self._n_beats
         known = self._states.get(rank)
         if known is None or (state.call, state.count) > (known.call, known.count):
@@ -290,7 +292,7 @@ class Watchdog:
             self._states[rank] = state
 
     def _judge(self) -> None:
-        """Nothing has moved: say who is late."""
+        """Nothing has moved: decide which ranks are late."""
         if self._timeout is None:
             return
         absent, lost, heard = self._places()
@@ -298,7 +300,7 @@ class Watchdog:
         self._give_up(text_of(self._what, self._timeout, absent, lost, heard), late[0] if late else None)
 
     def _places(self) -> tuple[list[int], dict[int, RankState], dict[int, RankState]]:
-        """Ranks that never said anything in this call; where those were that say nothing any more; where the others are."""
+        """Ranks never heard of in this call, the last states of ranks that fell silent, and the states of the others."""
         ranks = range(self._size) if self._mailbox is not None else (self._rank,)
         lately = self._n_beats - _SILENT_BEATS
         heard = {r: self._states[r] for r in ranks if r in self._states and self._heard.get(r, lately - 1) >= lately}
@@ -306,7 +308,7 @@ class Watchdog:
         return [r for r in ranks if r not in heard and r not in lost], lost, heard
 
     def _give_up(self, text: str, late: int | None, silent: Sequence[int] = ()) -> None:
-        """Say it to all, and raise it; `silent` ranks will not."""
+        """Send the decision to all ranks, and raise it; `silent` ranks will not raise it."""
         self._shows = self._rank == next((rank for rank in range(self._size) if rank not in silent), 0)
         if self._mailbox is not None:
             for rank in range(self._size):

@@ -1,7 +1,7 @@
-"""Who owns which block of the file, and which part of which shard meets it? Integers alone.
+"""Which rank owns which block of the file, and which parts of shards lie in it? Integers only.
 
-Open `schedule` first. It is made of `grid` (an array cut into equal cells), `shards` (who holds what, by `rank_tables`),
-`blocks` (chunks that go together), `strategies` (who owns the blocks) and `parts` (what meets). `region` and `selection` are
-coordinates, `source_layout` is how the array lies in its file. `traffic` counts what a schedule moves, `cost` compares
-schedules, `staging` shares memory out. Imports NumPy and the standard library, nothing else.
+Open `schedule` first. It is made of `grid` (an array cut into equal cells), `shards` (which rank holds which shard, from
+`rank_tables`), `blocks` (groups of chunks), `strategies` (which rank owns which block) and `parts` (where blocks and shards
+meet). `region` and `selection` are coordinates, `source_layout` is how the array lies in its file. `traffic` counts what a
+schedule moves, `cost` compares schedules, `staging` divides the memory. Imports only NumPy and the standard library.
 """

@@ -1,4 +1,4 @@
-"""Which chunks form a block, and in how many contiguous runs does a region lie in the file?"""
+"""Which chunks form a block, and how many contiguous runs of the file is a region?"""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = [
     "run_stride",
 ]
 
-# Enough blocks per owner that the uneven last one costs at most a quarter, and that reading overlaps sending.
+# Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_OWNER = 4
 
-# Runs that start no further apart are read with what lies between them, as formats.hdf5.contiguous does.
+# Runs that start at most this far apart are read together with the gaps, as formats.hdf5.contiguous does.
 NEAR_NBYTES = 32 << 10
 
-ALIGNMENT = 64  # bytes: of what waits in a staging buffer, and of pieces
-_MOST_CHUNKS = 1 << 14  # in a block: each takes some hundred bytes of Python, beside its own
+ALIGNMENT = 64  # bytes: of values in a staging buffer, and of pieces
+_MOST_CHUNKS = 1 << 14  # in a block: each chunk takes some hundred bytes of Python objects, in addition to its own bytes
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment.
+    """The next multiple of `ALIGNMENT`.
 
     >>> aligned(0), aligned(1), aligned(64)
     (0, 64, 64)
@@ -39,7 +39,7 @@ def aligned(nbytes: int) -> int:
 
 
 def most_chunks(chunk_nbytes: int, max_nbytes: int) -> int:
-    """Chunks that a block of at most `max_nbytes` may meet: of each all is decoded, however little of it is wanted.
+    """How many chunks a block of at most `max_nbytes` may meet. Each is decoded as a whole, however little of it is wanted.
 
     >>> most_chunks(1000, 4096), most_chunks(1 << 30, 4096), most_chunks(1, 1 << 40)
     (4, 1, 16384)
@@ -48,7 +48,7 @@ def most_chunks(chunk_nbytes: int, max_nbytes: int) -> int:
 
 
 def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 20) -> tuple[int, ...]:
-    """Stand-in chunks for an array that has none: runs of the last axis, at most `row_nbytes` long.
+    """Shape of stand-in chunks for an array that has none: runs of the last axis, at most `row_nbytes` long.
 
     >>> plan_row_chunks((512, 512, 512), 4), plan_row_chunks((10**9,), 4)
     ((1, 1, 512), (262144,))
@@ -67,10 +67,10 @@ def plan_blocks(
     within: Sequence[int] | None = None,
     max_cells: int = 1 << 62,
 ) -> Grid:
-    """Group chunks into blocks: what a rank reads or writes at once.
+    """Group chunks into blocks, which a rank reads or writes at once.
 
-    A block is whole chunks, contiguous in the file's (C) order, at most `max_nbytes` (but at least one chunk), and small
-    enough that each owner has several.
+    A block consists of whole chunks, contiguous in the file's (C) order. It has at most `max_nbytes` (but at least one chunk),
+    and is small enough that each owner has several blocks.
 
     Parameters
     ----------
@@ -81,11 +81,11 @@ def plan_blocks(
     max_nbytes : int
         Cap on a block.
     n_owners : int, optional
-        How many ranks share the blocks; None where each takes its own shards.
+        Number of ranks that share the blocks; None if each rank reads its own shards.
     within : sequence of int, optional
-        Shape of the shards, where only the parts of blocks inside a shard are wanted: the caps then count those.
+        Shape of the shards, if only the part of a block inside a shard is wanted: the caps then count only that part.
     max_cells : int
-        Cap on the chunks that one block meets, where each costs something beside its bytes.
+        Cap on the number of chunks that one block meets, because each chunk has a cost beside its bytes.
 
     Examples
     --------
@@ -101,11 +101,11 @@ def plan_blocks(
         room = max(1, min(room, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
     grouped = [1] * len(counts)
     for axis in reversed(range(len(counts))):
-        # Chunks along this axis that one block can meet: all of them, or those that one shard reaches into.
+        # Chunks along this axis that one block can meet: all of them, or those that one shard meets.
         reach = counts[axis] if within is None else min(counts[axis], -(-extent[axis] // chunks.cell[axis]) + 1)
         if reach > room:
             n_groups = -(-counts[axis] // room)
-            grouped[axis] = -(-counts[axis] // n_groups)  # even groups, not full ones and a small last one
+            grouped[axis] = -(-counts[axis] // n_groups)  # even groups instead of full ones and a small last one
             break
         grouped[axis] = max(1, counts[axis])
         room //= max(1, reach)
@@ -114,7 +114,7 @@ def plan_blocks(
 
 
 def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:
-    """Contiguous runs of the file that a box of it is made of.
+    """The number of contiguous runs of the file that a box is made of.
 
     >>> count_runs((8, 8, 8), (4, 8, 8)), count_runs((8, 8, 8), (8, 4, 8)), count_runs((8, 8, 8), (8, 8, 4))
     (1, 8, 64)
@@ -128,9 +128,10 @@ def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:
 
 
 def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
-    """Elements from the start of one run of a box to the next: one step along the last axis before the last that is cut.
+    """Elements from the start of one run of a box to the start of the next.
 
-    A run is what the box has of that axis and all after it. An axis of which it has one element is no step.
+    A run is what the box has of the last axis that is cut and all axes after it. The next run is one step further along the
+    last earlier axis of which the box has more than one element.
 
     >>> run_stride((8, 8, 8), (4, 8, 8)), run_stride((8, 8, 8), (8, 4, 8)), run_stride((8, 8, 8), (8, 8, 4))
     (512, 64, 8)

@@ -1,12 +1,12 @@
-"""What does each way of reading cost, and which one should be taken?
+"""What does each way of reading cost, and which one should be chosen?
 
-Pure, like `schedule`: the same numbers on every rank, so every rank takes the same way. Counts come from `traffic`: exact where
-that costs little, else said to be bounds. Seconds are a model with round constants (see docs/design/auto.md): good for choosing
-between ways, not for promising a time.
+Pure, like `schedule`: the numbers are the same on every rank, so every rank chooses the same way. Counts come from `traffic`;
+they are exact if that is cheap, else marked as bounds. Seconds come from a model with round constants (see
+docs/design/auto.md), which is good for choosing between ways, not for predicting a time.
 
-1. Reading: bytes that the busiest rank decodes, by codec, or reads, and the runs that it reads them in.
-2. Handing over: one copy inside a node, messages between nodes, and a price per message of either kind.
-3. All of it at the rates of the cores that the ranks of a node share. The least seconds win, unless a simpler way is as good.
+1. Reading: the bytes that the busiest rank decodes (by codec) or reads, and the number of runs that it reads.
+2. Sending: one copy inside a node, messages between nodes, and a cost per message of either kind.
+3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from shardload.units import format_nbytes
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
 
-# All constants of the model; page cache warm. Rates are bytes per second of one core, and of decoded bytes.
+# All constants of the model, with a warm page cache. Rates are (decoded) bytes per second of one core.
 _CONTIGUOUS_RATE = 8e9  # positional reads
 _CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
 _OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
 _CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
 _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
-_RUN_SECONDS = 5e-8  # for one that is read with what lies before it, and copied out of that
+_RUN_SECONDS = 5e-8  # for a run that is read together with others and copied out
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
-_HANDOVER_SECONDS = 3e-5  # per block and rank on a node, of either end
+_HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
 _WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
-_PART_SECONDS = 3e-5  # per part between nodes, of either end
-# A way must be this much better than a simpler one to be taken: the model is no better than that.
+_PART_SECONDS = 3e-5  # per part between nodes, at each end
+# A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
 _SMALL_NBYTES = 1 << 16
@@ -50,28 +50,28 @@ class Cost:
     mode : str
         ``"root"``, ``"parallel"`` or ``"direct"``.
     n_readers : int
-        Ranks that read.
+        Number of ranks that read.
     chunks_decoded : int
-        Chunk decodes in the whole job (0 where the file has no chunks).
+        Number of chunk decodes in the whole job (0 if the file has no chunks).
     decoded_nbytes : int
         Bytes decoded or, without chunks, read, in the whole job.
     amplification : float
-        `decoded_nbytes` over the bytes of the array; 1.0 is each byte once.
+        `decoded_nbytes` divided by the bytes of the array; 1.0 means each byte once.
     messages, moved_nbytes : int
-        Messages between different ranks (inside a node one per block and rank, between nodes one per part, before long ones
-        are split) and the bytes in them.
+        Number of messages between different ranks (inside a node one per block and rank, between nodes one per part, before
+        long ones are split), and the bytes in them.
     is_exact : bool
-        Whether these two are exact; else they are upper bounds.
+        Whether these two are exact; otherwise they are upper bounds.
     reader_nbytes : int
-        Bytes decoded by the busiest rank (at most: the last blocks may be cut short).
+        Bytes decoded by the busiest rank (an upper bound: the last blocks may be smaller).
     peak_nbytes : int
         Host memory of the fullest rank: its pieces and its staging blocks.
     seconds : float
-        Estimate for the busiest rank, by the model.
+        Estimate of the model for the busiest rank.
     same_node : float
-        The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
+        Fraction of `moved_nbytes` that stays inside a node; 1.0 if nothing moves.
     runs : int
-        Contiguous runs of the file that the fullest rank reads by itself (0 where blocks are read, or chunks).
+        Contiguous runs of the file that the fullest rank reads by itself (0 if blocks or chunks are read).
     """
 
     mode: str
@@ -91,9 +91,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What is read: in all and by the busiest rank. Chunks are 0 where there are none.
+    """What is read, in total and by the busiest rank. The numbers of chunks are 0 if the file has none.
 
-    `span_nbytes` is from the start of one run to the next, where runs are read together with what lies between; else 0.
+    `span_nbytes` is the distance between the starts of two runs, if runs are read together with the gaps; otherwise 0.
     """
 
     n_readers: int
@@ -107,12 +107,12 @@ class _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What the ranks run on: rank ``r`` on node ``r // ranks_per_node``.
+    """The nodes that the ranks run on: rank ``r`` runs on node ``r // ranks_per_node``.
 
     Parameters
     ----------
     ranks_per_node : int, optional
-        Default: all on one.
+        Default: all ranks on one node.
     n_cores : int, optional
         Cores of a node. Default: one per rank.
     """
@@ -121,24 +121,24 @@ class Nodes:
     n_cores: int | None = None
 
     def spread(self, n_ranks: int) -> tuple[int, int]:
-        """Ranks on a node, and its cores, for a job of so many ranks."""
+        """The number of ranks and of cores of a node, for a job of `n_ranks` ranks."""
         per_node = min(n_ranks, self.ranks_per_node or n_ranks)
         return per_node, self.n_cores or per_node
 
 
 def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = None, *, staging_blocks: int = 2) -> Cost:
-    """Count what loading by a schedule costs.
+    """Compute what a load by this schedule costs.
 
     Parameters
     ----------
     schedule : Schedule
-        Who owns what.
+        Which rank owns which block.
     layout : SourceLayout
         How the array lies in its file.
     nodes : Nodes, optional
-        What the ranks run on.
+        The nodes that the ranks run on.
     staging_blocks : int
-        Blocks that an owner holds at once.
+        Number of blocks that an owner holds at once.
     """
     per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
     itemsize = schedule.itemsize
@@ -177,7 +177,7 @@ def _count_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
 
 
 def _count_direct_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
-    """Each rank what it holds: chunks that meet that, or the elements themselves, in runs."""
+    """Each rank reads what it holds: all chunks that meet it or, without chunks, its elements, in runs."""
     n_holders, fullest = count_held(schedule.shards)
     met, busiest = count_direct(schedule, layout)
     if layout.has_chunks:
@@ -190,7 +190,7 @@ def _count_direct_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
 
 
 def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
-    """Each block once, by its owner."""
+    """Each block is read once, by its owner."""
     blocks, chunks = schedule.blocks, layout.chunks
     n_owners = min(schedule.strategy.n_owners_of(schedule.n_ranks), max(1, blocks.n_cells))
     most = -(-blocks.n_cells // n_owners) * math.prod(blocks.cell)
@@ -203,18 +203,18 @@ def _count_shared_reading(schedule: Schedule, layout: SourceLayout) -> _Reading:
 
 
 def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, rate: float) -> float:
-    """How long the busiest reader takes, sharing the cores of its node with the readers there."""
+    """Seconds of the busiest reader, which shares the cores of its node with the other readers there."""
     busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
-    threads = max(1, cores // per_node)  # that one rank decodes with
+    threads = max(1, cores // per_node)  # decoding threads of one rank
     calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
     nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
     share = cores / max(1, busy)
-    # Calls are made one after the other (h5py has one lock); only decoding is shared out over threads.
+    # Calls are made one after the other (h5py has one lock); only decoding runs in several threads.
     return nbytes / rate / min(threads, share) + calls / min(1, share)
 
 
 def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
-    """What sending and receiving take beyond the copy that every piece takes: the busier end, its share of all."""
+    """Seconds of sending and receiving, in addition to the copy that every piece needs, at the busier end."""
     end = max(1, min(n_readers, n_holders))
     between = traffic.moved_nbytes * (1 - traffic.same_node)
     if not traffic.is_exact:
@@ -223,12 +223,12 @@ def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
 
 
 class Costs(Mapping[str, Cost]):
-    """The cost of each way, counted when it is first asked for: a small load takes little longer than the counting.
+    """The cost of each way. It is computed when it is first asked for, because a small load takes little longer than that.
 
     Parameters
     ----------
     count : mapping of str to callable
-        For each way, what counts its cost.
+        For each way, a function that computes its cost.
     """
 
     def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
@@ -248,16 +248,16 @@ class Costs(Mapping[str, Cost]):
 
 
 def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
-    """Which way to take, and why, in words for a person.
+    """Return the way to choose, and the reason as text.
 
-    The simplest way wins unless another is clearly better: direct needs no messages, parallel none that all come from one
-    rank. From the first to the last, a way is taken if it is better by a margin than the best one before it.
+    The simplest way wins unless another is clearly better. Direct is simplest, because it needs no messages; parallel is next,
+    because its messages do not all come from one rank. Each way must be better by a margin than the best one before it.
     """
     direct = costs[DIRECT]
     if direct.decoded_nbytes == 0:
         return DIRECT, "the array is empty"
     verb = "decode" if direct.chunks_decoded else "read"
-    if n_ranks == 1:  # which shares nothing with anybody, whatever it reads first
+    if n_ranks == 1:  # there is no other rank to share reads with
         return DIRECT, f"one process: it {verb}s what its devices hold, {direct.amplification:.3g}x the array"
     if direct.decoded_nbytes <= _SMALL_NBYTES:
         return DIRECT, f"so little data that each rank best {verb}s what it holds"
@@ -294,12 +294,12 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
 
 
 def _has_gaps(schedule: Schedule) -> bool:
-    """Where each shard is read by itself: whether some block has gaps in its piece, and cannot be read straight into it."""
+    """True if some block has gaps in its piece, so that it cannot be read straight into it. (Each shard is read by itself.)"""
     blocks, gapless = schedule.blocks, True
     axes = zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.shard_shape, strict=True)
     for size, cell, phase, extent in reversed(list(axes)):
         if not gapless and min(size, cell, extent) > 1:
             return True
-        # A block that ends inside a shard leaves a gap between the runs of the axes before; so does padding.
+        # A block that ends inside a shard leaves gaps between the runs along earlier axes; so does padding.
         gapless = gapless and size % max(1, extent) == 0 and not any(e % extent for e in range(cell - phase, size, cell))
     return False

@@ -1,7 +1,7 @@
 """How is an array cut into equal cells?
 
-By the file into chunks, by the owners into blocks, by the sharding into shards. Each axis is cut independently of the others,
-so whatever is asked of a cut is answered axis by axis, and a cut into a billion cells is as small as one into ten.
+One class describes the cuts into chunks, blocks and shards. Each axis is cut independently of the others, so every question is
+answered axis by axis, and a grid of a billion cells takes no more memory than one of ten.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Grid:
     Parameters
     ----------
     shape : tuple of int
-        The array, in elements.
+        Shape of the array.
     cell : tuple of int
-        One cell, in elements, at least 1 along each axis.
+        Shape of a cell, at least 1 along each axis.
     phase : tuple of int
         Elements of the first cell that lie before the array (a selection may begin inside a chunk); less than `cell`.
 
@@ -47,7 +47,7 @@ class Grid:
     cell: tuple[int, ...]
     phase: tuple[int, ...]
     counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Cells along each axis; 0 along an empty axis."""
+    """Number of cells along each axis; 0 along an empty axis."""
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.cell) == len(self.phase):
@@ -55,12 +55,12 @@ class Grid:
         if any(c < 1 or not 0 <= p < c or n < 0 for n, c, p in zip(self.shape, self.cell, self.phase, strict=True)):
             raise ValueError(f"grid of shape {self.shape} cannot have cell {self.cell} and phase {self.phase}")
         axes = zip(self.shape, self.cell, self.phase, strict=True)
-        # Asked for once per part of a plan, so counted once.
+        # Used for each part of a plan, so computed once.
         object.__setattr__(self, "counts", tuple(-(-(n + p) // c) if n else 0 for n, c, p in axes))
 
     @property
     def n_cells(self) -> int:
-        """Cells in all."""
+        """Number of cells."""
         return math.prod(self.counts)
 
     def region(self, number: int) -> Region:
@@ -107,7 +107,7 @@ class Grid:
 
 
 def strides(shape: Sequence[int]) -> list[int]:
-    """By how much the C-order number grows along each axis.
+    """By how much the C-order number grows per step along each axis.
 
     >>> strides((2, 3, 4))
     [12, 4, 1]
@@ -116,7 +116,7 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The place along each axis of a C-order number.
+    """The index along each axis of a C-order number.
 
     >>> unravel(17, (2, 3, 4))
     (1, 1, 1)

@@ -1,7 +1,7 @@
-"""What meets between the file and the pieces? Parts of blocks, in an order that every rank agrees on.
+"""Which parts do a block and the shards have in common? Lists of parts are in an order that every rank agrees on.
 
-Lists of parts can be long: they are made when they are looked at, so a block that a million ranks share is planned as fast as
-one that two share.
+A list of parts can be long. Its parts are made only when they are accessed, so a block that a million ranks share is planned as
+fast as a block that two ranks share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardload.planning.region import Region
 
 __all__ = ["Block", "Part", "Parts", "PartsByRank"]
 
-# Lists of parts up to this length are kept once they were gone through: they are gone through several times.
+# Lists of parts up to this length are kept after the first iteration, because they are iterated over several times.
 _MAX_KEPT = 4096
 
 
@@ -29,8 +29,8 @@ class Part:
     shard : int
         The shard whose piece they belong to.
     rank : int
-        The rank at the other end: of a block's parts the one that holds the piece, of a piece's parts the one that owns the
-        block.
+        The rank at the other end: in the list of a block, the rank that holds the piece; in the list of a piece, the rank that
+        owns the block.
     """
 
     region: Region
@@ -39,7 +39,7 @@ class Part:
 
 
 class Parts(Sequence[Part]):
-    """Parts in order, made when they are looked at and, where they are many, not kept. Equal to any sequence of the same parts.
+    """Parts in order, made when they are accessed; long lists are not kept. Equal to any sequence of the same parts.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Parts(Sequence[Part]):
 
 
 class PartsByRank(Mapping[int, Sequence[Part]]):
-    """The parts of each rank, ascending by rank; like `Parts`, made when they are looked at.
+    """The parts of each rank, ascending by rank. Like `Parts`, they are made when they are accessed.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class PartsByRank(Mapping[int, Sequence[Part]]):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block of the file, and the parts of pieces that meet it, in the order in which they travel."""
+    """One block of the file, and its parts, in the order in which they are sent."""
 
     region: Region
     parts: Sequence[Part]

@@ -1,8 +1,10 @@
-"""Which rank's devices stand where in a mesh, and so hold which shard?
+"""At which places of a mesh are the devices of each rank, and so which shards does it hold?
 
-Two tables answer the same questions. Where ranks hold equal boxes of devices in mesh order (every abstract mesh) the table is
-a formula, `BoxTable`, and nothing is as long as the mesh; a mesh of devices in any other order is an array, `ListTable`, of
-which an index by rank is made once.
+There are two implementations of the same `RankTable`:
+
+- `BoxTable` is a formula, for ranks that hold equal boxes of devices in mesh order (every abstract mesh). None of its data is
+  as long as the mesh.
+- `ListTable` is an array, for a mesh of devices in any other order. It makes an index by rank once.
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """The ranks of a mesh whose ranks hold equal boxes of devices: an array of ranks that is never written out.
+    """The ranks of a mesh in which each rank holds an equal box of devices: an array of ranks that is never allocated.
 
     The rank at place ``i`` is ``sum(i[m] // box[m] * stride[m])``.
 
     Parameters
     ----------
     shape : tuple of int
-        Devices along each mesh axis.
+        Number of devices along each mesh axis.
     box : tuple of int
-        Devices of one rank along each mesh axis; divides `shape`.
+        Number of devices of one rank along each mesh axis; divides `shape`.
     stride : tuple of int
-        By how much the rank grows from a box to the next one along each mesh axis.
+        Difference in rank between one box and the next along each mesh axis.
 
     Examples
     --------
@@ -51,7 +53,7 @@ class RankBoxes:
 
     @classmethod
     def in_order(cls, shape: Sequence[int], devices_per_rank: int = 1) -> RankBoxes | None:
-        """Ranks that hold `devices_per_rank` consecutive devices each; None where these are not equal boxes."""
+        """Ranks that hold `devices_per_rank` consecutive devices each; None if these are not equal boxes."""
         box, rest = [], devices_per_rank
         for n in reversed(shape):
             here = min(n, rest)
@@ -67,12 +69,12 @@ class RankBoxes:
 
     @property
     def ndim(self) -> int:
-        """Mesh axes."""
+        """Number of mesh axes."""
         return len(self.shape)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Boxes along each mesh axis."""
+        """Number of boxes along each mesh axis."""
         return tuple(n // b for n, b in zip(self.shape, self.box, strict=True))
 
     def transpose(self, order: Sequence[int]) -> RankBoxes:
@@ -80,14 +82,14 @@ class RankBoxes:
         return RankBoxes(*(tuple(values[m] for m in order) for values in (self.shape, self.box, self.stride)))
 
     def places(self, rank: int) -> list[range] | None:
-        """The box of places where a rank's devices stand, a range along each mesh axis; None for a rank without any."""
+        """The box of a rank's devices, as a range along each mesh axis; None for a rank without devices."""
         if not 0 <= rank < math.prod(self.counts):
             return None
         axes = zip(self.counts, self.box, self.stride, strict=True)
         return [range((i := rank // s % n) * b, i * b + b) for n, b, s in axes]
 
     def table(self) -> IntArray:
-        """Written out."""
+        """The ranks as an array."""
         ranks: IntArray = np.zeros((), dtype=np.int64)
         for n, b, s in zip(self.shape, self.box, self.stride, strict=True):
             ranks = np.add.outer(ranks, np.arange(n) // b * s)
@@ -95,30 +97,30 @@ class RankBoxes:
 
 
 class RankTable(Protocol):
-    """The ranks of the devices that hold each shard: a row for each shard, an entry in it for each device."""
+    """The ranks of the devices that hold each shard: a row for each shard, with an entry for each device."""
 
     n_replicas: int
-    """Devices that hold each shard."""
+    """Number of devices that hold each shard."""
 
     @property
     def n_holders(self) -> int | None:
-        """The ranks that hold a shard, where all shards have as many and that is plain to see; else None."""
+        """Number of ranks that hold a shard, if it is the same for all shards and cheap to find out; else None."""
         ...
 
     @property
     def n_holding(self) -> int:
-        """Ranks that hold anything."""
+        """Number of ranks that hold any shard."""
         ...
 
     @property
     def most_held(self) -> int:
-        """How many shards the rank holds that holds most."""
+        """Largest number of shards that one rank holds."""
         ...
 
     @property
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-        """Where every rank holds a box of shards: for each array axis, the sizes of the mesh axes that cut it and what a rank
-        has of each; else None.
+        """If every rank holds a box of shards: for each array axis, the sizes of the mesh axes that cut it, and the extents of
+        a rank's box along them; else None.
         """
         ...
 
@@ -127,7 +129,7 @@ class RankTable(Protocol):
         ...
 
     def holder(self, shard: int, k: int) -> int:
-        """The rank that comes at place `k` in `holders`."""
+        """The rank at index `k` of `holders`."""
         ...
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
@@ -135,33 +137,33 @@ class RankTable(Protocol):
         ...
 
     def spans(self) -> list[int]:
-        """Shards along each axis, from the first to the last one that a rank holds; of the rank that reaches furthest."""
+        """Along each axis, the number of shards from the first to the last one of a rank; the maximum over the ranks."""
         ...
 
     def ranks_at(self, shards: IntArray, replicas: IntArray | int) -> IntArray:
-        """The rank of the device that holds each of many shards as each of many replicas, element by element."""
+        """The rank of the device that holds a shard as a replica, for arrays of shards and replicas, element by element."""
         ...
 
     def holdings(self) -> tuple[IntArray, IntArray]:
-        """Each shard and a rank that holds it, once, however many devices of the rank do. As long as the mesh."""
+        """All pairs of a shard and a rank that holds it, each pair once. The arrays are as long as the mesh."""
         ...
 
     def written_out(self) -> IntArray:
-        """All of it, shape (shards, replicas)."""
+        """The table as an array of shape (shards, replicas)."""
         ...
 
     def describe(self) -> str:
-        """A short text that is equal on two ranks when their tables are."""
+        """A short text that is equal on two ranks if their tables are equal."""
         ...
 
 
 def table_of(cuts: Sequence[int], ranks: IntArray | RankBoxes) -> RankTable:
-    """The table of an array that is cut so.
+    """The table for an array with these cuts and ranks.
 
     Raises
     ------
     ValueError
-        If they do not fit together.
+        If the cuts and the ranks do not fit together.
     """
     n_shards = math.prod(cuts)
     if isinstance(ranks, RankBoxes):
@@ -173,12 +175,12 @@ def table_of(cuts: Sequence[int], ranks: IntArray | RankBoxes) -> RankTable:
 
 
 class BoxTable:
-    """By a formula.
+    """A `RankTable` that is a formula.
 
     Parameters
     ----------
     cuts : tuple of int
-        Shards along each array axis.
+        Number of shards along each array axis.
     ranks : RankBoxes
         A mesh whose first axes, in C order, are the shards, and whose other axes are the replicas.
     """
@@ -191,22 +193,22 @@ class BoxTable:
 
     @property
     def n_holders(self) -> int | None:
-        """As many for all shards."""
+        """The same for all shards."""
         return math.prod(self._ranks.counts[self._n_cut_axes :])
 
     @property
     def n_holding(self) -> int:
-        """A rank for each box."""
+        """One rank for each box."""
         return math.prod(self._ranks.counts)
 
     @property
     def most_held(self) -> int:
-        """As many for all ranks."""
+        """The same for all ranks."""
         return math.prod(self._ranks.box[: self._n_cut_axes])
 
     @cached_property
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """For each array axis, the sizes of the mesh axes that cut it and what a rank has of each."""
+        """See `RankTable`."""
         found, mesh = [], iter(zip(self._ranks.shape, self._ranks.box, strict=True))
         for n in self._cuts:
             axes: list[tuple[int, int]] = []
@@ -221,7 +223,7 @@ class BoxTable:
         return tuple(first + step for step in self._holder_steps)
 
     def holder(self, shard: int, k: int) -> int:
-        """The rank that comes at place `k` in `holders`."""
+        """The rank at index `k` of `holders`."""
         return self._first_holder(shard) + self._holder_steps[k]
 
     def _first_holder(self, shard: int) -> int:
@@ -231,7 +233,7 @@ class BoxTable:
 
     @cached_property
     def _holder_steps(self) -> tuple[int, ...]:
-        """How far the holders of a shard are from the first one."""
+        """Differences between the holders of a shard and the first holder."""
         ranks, k = self._ranks, self._n_cut_axes
         steps = [range(0, n * s, s) for n, s in zip(ranks.counts[k:], ranks.stride[k:], strict=True)]
         return tuple(sorted(map(sum, itertools.product(*steps))))
@@ -245,11 +247,11 @@ class BoxTable:
         return tuple(map(sum, itertools.product(*steps)))
 
     def spans(self) -> list[int]:
-        """Of any rank: all have boxes of the same shape."""
+        """The same for all ranks, because all boxes have the same shape."""
         return [sum((b - 1) * s for b, s in zip(boxes, strides(sizes), strict=True)) + 1 for sizes, boxes in self.boxes]
 
     def ranks_at(self, shards: IntArray, replicas: IntArray | int) -> IntArray:
-        """The rank of the device that holds each of many shards as each of many replicas."""
+        """The rank of the device that holds a shard as a replica, for arrays of shards and replicas."""
         mesh, k = self._ranks, self._n_cut_axes
         place: Any = np.asarray(shards), np.asarray(replicas)
         found: Any = 0
@@ -262,25 +264,25 @@ class BoxTable:
         return ranks
 
     def holdings(self) -> tuple[IntArray, IntArray]:
-        """Each shard and a rank that holds it."""
+        """All pairs of a shard and a rank that holds it."""
         return ListTable(self._cuts, self.written_out()).holdings()
 
     def written_out(self) -> IntArray:
-        """All of it."""
+        """The table as an array."""
         return self._ranks.table().reshape(math.prod(self._cuts), -1)
 
     def describe(self) -> str:
-        """The formula."""
+        """The formula as text."""
         return str(self._ranks)
 
 
 class ListTable:
-    """By an array.
+    """A `RankTable` that is an array.
 
     Parameters
     ----------
     cuts : tuple of int
-        Shards along each array axis.
+        Number of shards along each array axis.
     ranks : ndarray of int, shape (prod(cuts), n_replicas)
         For each shard (C order over `cuts`) the ranks of the devices that hold it.
     """
@@ -293,22 +295,22 @@ class ListTable:
 
     @property
     def n_holders(self) -> int | None:
-        """Plain to see where there are no replicas."""
+        """Known if there are no replicas."""
         return 1 if self.n_replicas == 1 else None
 
     @property
     def n_holding(self) -> int:
-        """Ranks that hold anything."""
+        """Number of ranks that hold any shard."""
         return int(np.count_nonzero(self._n_held))
 
     @property
     def most_held(self) -> int:
-        """How many shards the rank holds that holds most."""
+        """Largest number of shards that one rank holds."""
         return int(self._n_held.max(initial=0))
 
     @cached_property
     def _n_held(self) -> IntArray:
-        """How many shards each rank holds, up to the last rank that holds any."""
+        """Number of shards that each rank holds, up to the last rank that holds any."""
         return np.bincount(self.holdings()[1])
 
     def holders(self, shard: int) -> tuple[int, ...]:
@@ -317,7 +319,7 @@ class ListTable:
         return tuple(row) if len(row) == 1 else tuple(sorted(set(row)))
 
     def holder(self, shard: int, k: int) -> int:
-        """The rank that comes at place `k` in `holders`."""
+        """The rank at index `k` of `holders`."""
         return self.holders(shard)[k]
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
@@ -330,7 +332,7 @@ class ListTable:
 
     @cached_property
     def _by_rank(self) -> tuple[IntArray, IntArray]:
-        """The places of the table in the order of their ranks, and where each rank begins there."""
+        """The entries of the table sorted by rank, and where each rank begins among them."""
         places = self._ranks.ravel()
         if (places < 0).any():
             raise ValueError("rank table has a negative rank")
@@ -339,11 +341,11 @@ class ListTable:
         if counts.max(initial=0) > 1:
             return np.argsort(places, kind="stable"), first
         order = np.empty(len(places), dtype=np.int64)
-        order[first[places]] = np.arange(len(places))  # a rank per device: no need to sort
+        order[first[places]] = np.arange(len(places))  # one device per rank: no need to sort
         return order, first
 
     def spans(self) -> list[int]:
-        """Shards along each axis, from the first to the last one that a rank holds; of the rank that reaches furthest."""
+        """See `RankTable`."""
         shard, rank = self.holdings()
         order = np.argsort(rank, kind="stable")
         shard, first = shard[order], np.flatnonzero(np.diff(rank[order], prepend=-1))
@@ -354,12 +356,12 @@ class ListTable:
         return spans
 
     def ranks_at(self, shards: IntArray, replicas: IntArray | int) -> IntArray:
-        """The rank of the device that holds each of many shards as each of many replicas."""
+        """The rank of the device that holds a shard as a replica, for arrays of shards and replicas."""
         ranks: IntArray = self._ranks[shards, replicas]
         return ranks
 
     def holdings(self) -> tuple[IntArray, IntArray]:
-        """Each shard and a rank that holds it."""
+        """All pairs of a shard and a rank that holds it."""
         return self._holdings
 
     @cached_property
@@ -372,11 +374,11 @@ class ListTable:
         return shard, rows[shard, replica]
 
     def written_out(self) -> IntArray:
-        """All of it."""
+        """The table as an array."""
         return self._ranks
 
     def describe(self) -> str:
-        """Its CRC-32."""
+        """The CRC-32 of the array."""
         return f"{zlib.crc32(np.ascontiguousarray(self._ranks).data):08x}"
 
 

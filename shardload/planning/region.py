@@ -1,7 +1,7 @@
-"""Which elements?
+"""Which elements of an array are meant?
 
-A `Region` is a half-open box of array elements in absolute global coordinates. It is validated once, when it is made, and
-after that nothing clamps it and nothing in it is negative: two regions are the same elements exactly when they are equal.
+A `Region` is a half-open box of array elements in absolute global coordinates. It is validated once, when it is made. After
+that it is never clamped, and no coordinate is negative: two regions are the same elements exactly if they are equal.
 
 No I/O, no MPI, no JAX: integers in, integers out.
 """
@@ -60,10 +60,10 @@ class Region:
 
     @classmethod
     def from_index(cls, index: Sequence[slice], shape: Sequence[int]) -> Region:
-        """The region that a tuple of slices, as JAX hands to its callbacks, names in an array of `shape`.
+        """The region of an array of `shape` that a tuple of slices names; JAX passes such tuples to its callbacks.
 
-        ``slice(None)`` is the whole axis. A step other than 1, or bounds outside the axis, are refused: they cannot come
-        from a sharding, so they are a sign of something wrong.
+        ``slice(None)`` is the whole axis. A step other than 1 and bounds outside the axis are refused: they cannot come from a
+        sharding, so something is wrong.
 
         >>> Region.from_index((slice(None), slice(4, 8)), (3, 8))
         Region(start=(0, 4), stop=(3, 8))
@@ -101,7 +101,7 @@ class Region:
         return n
 
     def intersect(self, other: Region) -> Region | None:
-        """The elements in both, or None where there are none.
+        """The elements in both regions, or None if there are none.
 
         >>> Region((0,), (4,)).intersect(Region((4,), (8,))) is None
         True
@@ -116,7 +116,7 @@ class Region:
         return Region(start, stop)
 
     def contains(self, other: Region) -> bool:
-        """Whether every element of `other` is one of these."""
+        """True if every element of `other` is in this region."""
         for a, b, c, d in zip(self.start, other.start, other.stop, self.stop, strict=True):  # noqa: SIM110 - half the time
             if a > b or c > d:
                 return False
@@ -132,7 +132,7 @@ class Region:
         return tuple([slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, base, strict=True)])
 
     def split(self, max_size: int) -> Iterator[Region]:
-        """Cut into regions of at most `max_size` elements, in C order; most are whole runs of the leading axis.
+        """Cut into regions of at most `max_size` elements, in C order. Most of them are whole runs of the leading axis.
 
         >>> list(Region((0, 0), (3, 4)).split(8))
         [Region(start=(0, 0), stop=(2, 4)), Region(start=(2, 0), stop=(3, 4))]
@@ -151,12 +151,12 @@ class Region:
             yield from Region(start, stop).split(max_size)
 
     def __str__(self) -> str:
-        """As NumPy would index it: ``[0:4, 8:16]``."""
+        """The region as a NumPy index: ``[0:4, 8:16]``."""
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
 def padding_of(region: Region, true: Region | None) -> Iterator[Region]:
-    """What of a shard is padding, as regions that do not overlap; `true` is what the array has of it, None for nothing.
+    """The padding of a shard, as regions that do not overlap. `true` is the shard without padding, None if it has only padding.
 
     >>> [str(t) for t in padding_of(Region((0, 0), (4, 4)), Region((0, 0), (3, 2)))]
     ['[3:4, 0:4]', '[0:3, 2:4]']

@@ -1,15 +1,15 @@
-"""Which rank owns which block of the file, and which part of which shard meets it?
+"""Which rank owns which block of the file, and which parts of shards lie in it?
 
-Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files; ranks that hold the same integers hold the same schedule.
-It says who owns what, not in which direction values go: to load, they go from blocks to pieces; to save, from pieces to blocks.
+Pure: integers in, frozen dataclasses out. No JAX, no MPI, no files. Ranks with the same integers make the same schedule. A
+schedule does not say in which direction values go: a load moves them from blocks to pieces, a save from pieces to blocks.
 
-1. An array is cut three ways, each a `Grid`: by the file into chunks, by the owners into blocks (whole chunks, so that no
-   chunk is decoded twice; `blocks`), by the sharding into shards. Each axis is cut independently of the others.
-2. `Shards` is the sharding's cut together with the ranks that hold each shard.
-3. A `Strategy` says who owns the blocks: one rank, several, or every rank what it holds.
-4. `Schedule` says, for one rank at a time and at the cost of its own work alone, which blocks it owns and which parts meet
-   them (`owned_blocks`), and which parts of its pieces lie in the blocks of other ranks (`remote_parts`), in the order in
-   which those go through them.
+1. An array is cut in three ways, each a `Grid`: into the chunks of the file, into blocks for the owners (whole chunks, so that
+   no chunk is decoded twice; `blocks`), and into shards. Each axis is cut independently of the others.
+2. `Shards` is the cut into shards, with the ranks that hold each shard.
+3. A `Strategy` says which ranks own the blocks: one rank, several ranks, or every rank what it holds.
+4. `Schedule` answers for one rank at a time, at the cost of that rank's own work: which blocks it owns, with their parts
+   (`owned_blocks`), and which parts of its pieces lie in the blocks of other ranks (`remote_parts`), in the order in which
+   these ranks process them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who owns which block, and which part of which shard meets it.
+    """Which rank owns which block, and which parts of shards lie in it.
 
     Parameters
     ----------
@@ -63,13 +63,13 @@ class Schedule:
     shards : Shards
         The padded array cut into shards.
     itemsize : int
-        Bytes per element as they travel.
+        Bytes per element as they are sent.
     n_ranks : int
-        Ranks in the job.
+        Number of ranks in the job.
     strategy : Strategy
-        Who owns the blocks.
+        Which rank owns which block.
     max_message_nbytes : int
-        Cap on a message, beside `MAX_MESSAGE_NBYTES`.
+        Cap on a message, in addition to `MAX_MESSAGE_NBYTES`.
     """
 
     blocks: Grid
@@ -84,25 +84,25 @@ class Schedule:
 
     @property
     def is_direct(self) -> bool:
-        """Whether every rank takes its own shards, so that nothing travels."""
+        """True if every rank reads its own shards, so that nothing is sent."""
         return self.strategy.is_direct
 
     @property
     def max_block_size(self) -> int:
-        """Elements that no `Block` exceeds: a cell of the grid, or what a shard, or a rank, has of it where that is taken."""
+        """Upper bound on the elements of a `Block`: a cell of the grid, cut to `extent`."""
         return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.extent))
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Along each axis, what blocks are cut from: the array, a shard where each is taken by itself, or what a rank has."""
+        """Along each axis, the elements that are cut into blocks: those of the array, of one shard, or of what a rank holds."""
         return self.strategy.extent(self)
 
     def blocks_of(self, rank: int) -> range:
-        """The blocks that are a rank's alone."""
+        """The blocks that only this rank owns."""
         return self.strategy.blocks_of(self, rank)
 
     def owner(self, block: int) -> int:
-        """The rank whose alone a block is; -1 where every rank may take it."""
+        """The rank that owns a block; -1 if every rank may read it."""
         return self.strategy.owner(self, block)
 
     def owners(self, blocks: IntArray) -> IntArray:
@@ -110,25 +110,25 @@ class Schedule:
         return self.strategy.owners(self, blocks)
 
     def is_owner(self, rank: int) -> bool:
-        """Whether a rank has anything to do with the file."""
+        """True if a rank reads or writes the file."""
         return self.strategy.is_owner(self, rank)
 
     def true_region(self, shard: int) -> Region | None:
-        """The elements of a shard that the array really has: without padding; None where all of it is padding."""
+        """The elements of a shard without padding; None if all of it is padding."""
         return self.shards.region(shard).intersect(Region.whole(self.blocks.shape))
 
     def owned_blocks(self, rank: int) -> Iterator[Block]:
-        """The blocks that a rank owns, in file order, each with the parts that meet it: `Part.rank` holds the piece."""
+        """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
         return self.strategy.owned_blocks(self, rank)
 
     def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces in blocks of other ranks, by owner, in the order of the owner's blocks."""
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
         return self.strategy.remote_parts(self, rank)
 
     # --- for strategies
 
     def pairs_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """The (block, shard) pairs that meet, of the shards that a rank holds, in the order of blocks, then shards."""
+        """The pairs of a block and a shard of this rank that share elements, ordered by block, then shard."""
         blocks, shards = [], []
         for shard in self.shards.shards_of(rank):
             held = self.true_region(shard)
@@ -145,38 +145,38 @@ class Schedule:
         return block, shard_
 
     def part(self, block: list[tuple[int, int]], shard: int, rank: int) -> Part:
-        """What a block, by its bounds, and a shard that it meets have in common, where that is one message."""
+        """The part that a block (given by its bounds) and a shard have in common, if it is one message."""
         met = list(zip(block, self.shards.grid.bounds(shard), strict=True))
         start = tuple([max(a, c) for (a, _), (c, _) in met])
         return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), shard, rank)
 
     @cached_property
     def is_never_split(self) -> bool:
-        """Whether a part is one message, however large it is."""
+        """True if every part fits into one message."""
         part = map(min, self.blocks.cell, self.blocks.shape, self.shards.shard_shape)
         return math.prod(part) * self.itemsize <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
 
     def messages(self, block: Region, shard: int) -> Iterator[Region]:
-        """What a block and a shard have in common, cut into messages."""
+        """The region that a block and a shard have in common, cut into messages."""
         region = block.intersect(self.shards.region(shard))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if region is None else region.split(max(1, cap // self.itemsize))
 
 
 def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbytes: int) -> Schedule:
-    """Every rank takes what it holds; what several shards of a rank need is read once, where reading it apart costs more.
+    """Every rank reads what it holds. Blocks are read once for all shards of a rank if reading each shard by itself costs more.
 
-    That is so where a chunk may lie in two shards, and where runs are so near each other that what lies between is read too.
-    Else each shard is read by itself: without a copy where it lies in the file as in memory, and the first is there early.
+    That is so if a chunk may lie in two shards, or if runs are so close that the gaps between them are read too. Otherwise each
+    shard is read by itself: without a copy if it lies in the file as in memory, and the first shard is complete early.
 
     Parameters
     ----------
     layout : SourceLayout
         How the array lies in its file.
     shards : Shards
-        Which rank holds which.
+        Which rank holds which shard.
     n_ranks : int
-        Ranks in the job.
+        Number of ranks in the job.
     max_nbytes : int
         Cap on a block.
     """
@@ -206,16 +206,16 @@ def plan_schedules(
     n_owners: int | None = None,
     modes: Sequence[str] = MODES,
 ) -> dict[str, Schedule]:
-    """The schedule of each strategy, by its name, in the order of `modes`.
+    """The schedule of each strategy, by the strategy's name, in the order of `modes`.
 
     Parameters
     ----------
     layout, shards, n_ranks, max_nbytes
         As for `plan_direct`.
     n_owners : int, optional
-        How many ranks share the blocks where several do; default: all.
+        Number of ranks that own blocks in mode ``"parallel"``; default: all.
     modes : sequence of str
-        Which strategies: of ``"root"``, ``"parallel"``, ``"direct"``.
+        Names of strategies: ``"root"``, ``"parallel"``, ``"direct"``.
     """
     owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks))
 
@@ -232,6 +232,6 @@ def plan_schedules(
 
 
 def _cut_blocks(layout: SourceLayout, max_nbytes: int, **how: Any) -> Grid:
-    """Blocks that fit into a staging buffer of so many bytes, with the chunks that they meet."""
+    """Blocks that fit into a staging buffer of `max_nbytes`, with all chunks that they meet."""
     max_cells = most_chunks(layout.chunk_size * layout.wide_itemsize, max_nbytes) if layout.has_chunks else 1 << 62
     return plan_blocks(layout.chunks, layout.wide_itemsize, max_nbytes=max_nbytes, max_cells=max_cells, **how)

@@ -1,7 +1,6 @@
 """Which elements of a file's array did the caller ask for?
 
-A `Selection` turns regions of the selected array into regions of the file. `select_axes` reads it off an index as NumPy
-writes it.
+A `Selection` converts regions of the selected array to regions of the file. `select_axes` makes one from a NumPy-style index.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ __all__ = ["Selection", "select_axes"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which elements of a file's array make up the array that was asked for.
+    """The elements of a file's array that make up the selected array.
 
     Parameters
     ----------
     region : Region
-        The box of the file's array that is used, in the file's coordinates.
+        The selected box, in the coordinates of the file's array.
     kept : tuple of int
-        The file's axes that the selected array keeps, in order; an axis picked by an integer is dropped.
+        The file's axes that the selected array keeps, in order; an axis that is indexed by an integer is dropped.
     """
 
     region: Region
@@ -58,7 +57,7 @@ class Selection:
         return Region(tuple(start), tuple(stop))
 
     def drop_axes(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A view of an array with the file's axes (dropped ones of length 1), without those that are dropped.
+        """A view of an array with the file's axes, without the dropped axes (which have length 1).
 
         >>> select_axes((slice(10, 20), 3), (100, 8)).drop_axes(np.zeros((5, 1))).shape
         (5,)
@@ -75,15 +74,15 @@ Index = slice | SupportsIndex | EllipsisType
 
 
 def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -> Selection:
-    """Read a NumPy-style basic index (slices with step 1, integers, one ``...``) over an array of `shape`.
+    """Make a selection from a NumPy-style basic index (slices with step 1, integers, one ``...``) of an array of `shape`.
 
-    Negative numbers count from the end, and a slice that reaches past the end stops there, as in NumPy. An integer out of
-    range is an error, as in NumPy. What NumPy would read another way (steps, masks, lists, new axes) is refused.
+    As in NumPy, negative numbers count from the end, a slice that reaches past the end stops there, and an integer out of range
+    is an error. Other NumPy indices (steps, masks, lists, new axes) are refused.
 
     Raises
     ------
     ValueError, IndexError
-        With the axis, what was found and what is possible.
+        If the index is not supported. The text names the axis, what was found and what is possible.
 
     Examples
     --------

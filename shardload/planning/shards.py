@@ -1,8 +1,8 @@
 """Which rank holds which shard?
 
-1. A mesh of ranks says whose device stands at each place of the mesh (`rank_tables`).
-2. `plan_shards` brings the mesh's axes into the order of the array axes that they cut. Then a place is a shard and a replica.
-3. `Shards` answers for one shard (`holders`) or one rank (`shards_of`) at the cost of the answer.
+1. A mesh of ranks gives the rank of the device at each place of the mesh (`rank_tables`).
+2. `plan_shards` puts the mesh axes into the order of the array axes that they cut. Each place is then a shard and a replica.
+3. `Shards` answers for one shard (`holders`) or one rank (`shards_of`), at a cost proportional to the answer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Shards:
     Parameters
     ----------
     shape_global : tuple of int
-        The global array, padded where it was padded, so that every cut divides its axis.
+        The global array, including padding, so that every cut divides its axis.
     cuts : tuple of int
-        Shards along each axis.
+        Number of shards along each axis.
     ranks : ndarray of int, shape (prod(cuts), n_replicas), or RankBoxes
-        For each shard (C order over `cuts`) the ranks of the devices that hold it, a row entry per device. As RankBoxes: a
-        mesh whose first axes, in C order, are the shards, and whose other axes are the replicas.
+        For each shard (C order over `cuts`) a row with the ranks of the devices that hold it. As RankBoxes: a mesh whose first
+        axes, in C order, are the shards, and whose other axes are the replicas.
     """
 
     shape_global: tuple[int, ...]
@@ -46,21 +46,21 @@ class Shards:
     def __post_init__(self) -> None:
         if any(n % c for n, c in zip(self.shape_global, self.cuts, strict=True)):
             raise ValueError(f"shape {self.shape_global} is not divided by cuts {self.cuts}")
-        _ = self.table  # ValueError where the ranks do not fit
+        _ = self.table  # raises ValueError if the ranks do not fit
 
     @cached_property
     def table(self) -> RankTable:
-        """Who holds what, and how many of what there are."""
+        """The table of ranks and shards."""
         return table_of(self.cuts, self.ranks)
 
     @property
     def n_shards(self) -> int:
-        """Shards in all."""
+        """Number of shards."""
         return math.prod(self.cuts)
 
     @property
     def n_replicas(self) -> int:
-        """Devices that hold each shard."""
+        """Number of devices that hold each shard."""
         return self.table.n_replicas
 
     @cached_property
@@ -84,7 +84,7 @@ class Shards:
 
     @property
     def most_held(self) -> int:
-        """How many shards the rank holds that holds most."""
+        """Largest number of shards that one rank holds."""
         return self.table.most_held
 
     def shards_of(self, rank: int) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class Shards:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Elements along each axis, from the first to the last one that a rank holds; of the rank that reaches furthest."""
+        """Along each axis, the elements from the first to the last one that a rank holds; the maximum over the ranks."""
         return tuple(n * e for n, e in zip(self.table.spans(), self.shard_shape, strict=True))
 
 
@@ -105,7 +105,7 @@ def plan_shards(shape_global: Sequence[int], axes: Sequence[Sequence[int]], rank
     shape_global : sequence of int
         The array, every axis a multiple of the product of its mesh axes.
     axes : sequence of sequence of int
-        For each array axis the mesh axes that cut it, major first; empty for an axis that is not cut.
+        For each array axis the mesh axes that cut it, major axis first; empty for an axis that is not cut.
     ranks : ndarray of int, shape of the mesh, or RankBoxes
         The rank of the device at each place of the mesh.
 

@@ -1,4 +1,4 @@
-"""How does the array that is loaded lie in its file? What planning, reading and verifying know of it."""
+"""How does the loaded array lie in its file? Planning, reading and verification use this description."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["SourceLayout"]
 
 @dataclass(frozen=True, slots=True)
 class SourceLayout:
-    """The array that is loaded, as a part of one in a file.
+    """The loaded array, as a selection of an array in a file.
 
     Parameters
     ----------
     selection : Selection
-        Which elements of the file's array make up the one that is loaded.
+        The elements of the file's array that make up the loaded array.
     chunks : Grid
-        The loaded array cut into the file's chunks; where the file has none, into stand-ins: any part can be read by itself.
+        The loaded array cut into the file's chunks. If the file has none, into stand-ins: any part can be read by itself.
     chunk_shape : tuple of int or None
-        One chunk as it is in the file, with the axes that the selection drops; None where the file has no chunks.
+        Shape of a chunk in the file, including the axes that the selection drops; None if the file has no chunks.
     file_dtype, dtype : dtype
-        In the file (in native byte order), and as they are wanted.
+        Type in the file (in native byte order), and type of the loaded array.
     codec : str
-        How chunks are encoded: ``"none"``, ``"gzip+shuffle"``.
+        Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
     """
 
     selection: Selection
@@ -49,7 +49,7 @@ class SourceLayout:
         dtype: np.dtype[Any],
         codec: str = "none",
     ) -> SourceLayout:
-        """With the grid of chunks that a selection of a file's array has.
+        """Make the layout, with the grid of chunks that a selection of a file's array has.
 
         >>> from shardload.planning.selection import select_axes
         >>> f4 = np.dtype("f4")
@@ -65,25 +65,25 @@ class SourceLayout:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether `chunks` are the file's."""
+        """True if the file has chunks, so that `chunks` are not stand-ins."""
         return self.chunk_shape is not None
 
     @property
     def casts(self) -> bool:
-        """Whether values are cast on their way."""
+        """True if values are cast while they are loaded."""
         return self.dtype != self.file_dtype
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes per element of the wider of both types."""
+        """Bytes per element of the wider of the two types."""
         return max(self.dtype.itemsize, self.file_dtype.itemsize)
 
     @property
     def chunk_size(self) -> int:
-        """Elements of one chunk in the file; 0 where it has none."""
+        """Number of elements of one chunk in the file; 0 without chunks."""
         return 0 if self.chunk_shape is None else math.prod(self.chunk_shape)
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of one decoded chunk; 0 where there are none."""
+        """Bytes of one decoded chunk; 0 without chunks."""
         return self.chunk_size * self.file_dtype.itemsize

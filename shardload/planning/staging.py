@@ -1,6 +1,6 @@
-"""How is the staging cap shared out between threads that decode, buffers that blocks wait in, and buffers for messages?
+"""How is the staging cap divided between decoding threads, staging buffers for blocks, and buffers for messages?
 
-Pure: from integers to integers. One set of buffers and threads serves all arrays of a job, one after the other, so every size
+Pure: integers in, integers out. One set of buffers and threads serves all arrays of a job, one after the other, so every size
 is that of the array that needs most.
 """
 
@@ -28,11 +28,11 @@ class Staging:
     Attributes
     ----------
     n_threads : int
-        Chunks decoded at a time.
+        Number of chunks that are decoded at a time.
     n_slots, slot_nbytes : int
-        Buffers that blocks wait in.
+        Number and size of the staging buffers for blocks.
     n_pack, pack_nbytes : int
-        Buffers that parts with gaps are packed into for messages.
+        Number and size of the buffers into which parts with gaps are packed for messages.
     """
 
     n_threads: int
@@ -43,14 +43,14 @@ class Staging:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks that are held at once."""
+        """Number of blocks that are held at once."""
         return self.n_slots + self.n_pack
 
 
 @dataclass(frozen=True)
 class _Need:
-    """What one array needs. `by_chunks` and `by_blocks`: bytes of scratch memory of a thread, where it decodes chunk by chunk
-    (as stored, as decompressed, as decoded, as cast), and where it reads blocks by the library (in the file's dtype).
+    """What one array needs. `by_chunks` and `by_blocks` are bytes of scratch memory of a thread: if it decodes chunk by chunk
+    (buffers for stored, decompressed, decoded and cast values), and if the library reads whole blocks (in the file's dtype).
     """
 
     n_chunks: int
@@ -61,7 +61,7 @@ class _Need:
 
 
 def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: int, n_threads: int = 1) -> Staging:
-    """The sizes for all arrays of a job under one cap.
+    """The sizes of buffers for all arrays of a job under one cap.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     cap_nbytes : int
         Bytes of staging memory of a rank.
     n_threads : int
-        Cores that a rank has.
+        Number of cores of a rank.
 
     Examples
     --------
-    Gzip planes of 1 MiB, of which blocks of four are handed over, in 32 MiB; alone, and beside an array of smaller ones:
+    Gzip planes of 1 MiB, in blocks of four, with a cap of 32 MiB; alone, and together with an array of smaller chunks:
 
     >>> import numpy as np
     >>> from shardload.planning.selection import select_axes
@@ -103,7 +103,7 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
 
 
 def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
-    """Bytes without which several arrays cannot share buffers: one of each kind, and one thread's scratch memory."""
+    """Fewest bytes with which several arrays can share buffers: one buffer of each kind, and scratch memory of one thread."""
     needs = [_need(schedule, layout) for schedule, layout in arrays]
     return max(n.slot_nbytes for n in needs) + max(n.pack_nbytes for n in needs) + _scratch_nbytes(needs)
 
@@ -123,20 +123,20 @@ def _need(schedule: Schedule, layout: SourceLayout) -> _Need:
 
 
 def _scratch_nbytes(needs: Sequence[_Need]) -> int:
-    """Of a thread: each of its buffers grows to what some array needs. An array is read in one way, several in both."""
+    """Scratch memory of a thread. Each buffer grows to the largest need of any array; several arrays may need both kinds."""
     by_chunks: int = sum(max(sizes) for sizes in zip(*(need.by_chunks for need in needs), strict=True))
     by_blocks = max(need.by_blocks for need in needs)
     return max(by_chunks, by_blocks) if len(needs) == 1 else by_chunks + by_blocks
 
 
 def chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
-    """Chunks that a block meets at most: a whole one, or what a rank needs of it, which may begin inside a chunk."""
+    """Largest number of chunks that a block meets, or the part of it that a rank needs, which may begin inside a chunk."""
     axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
     return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
 
 
 def least_staging(layout: SourceLayout) -> int:
-    """Bytes without which not even one chunk at a time can be read, decoded and sent; 0 where there are no chunks.
+    """Fewest bytes with which one chunk at a time can be read, decoded and sent; 0 without chunks.
 
     >>> import numpy as np
     >>> from shardload.planning.selection import select_axes

@@ -1,11 +1,15 @@
 """Which rank owns which block of the file?
 
-Three strategies answer it. `Root`: one rank owns all blocks. `Parallel`: some ranks own a run of blocks each. In both each
-block has one owner, and parts travel between it and the ranks that hold the pieces. `Direct`: every rank takes from the file
-what it holds; nothing travels, and a chunk that several ranks need is decoded by each of them.
+There are three strategies:
 
-A strategy is a few integers. What it is asked it answers for one rank at a time, at the cost of that rank's own work: the owner
-of a block is a formula, so no rank ever lists what the others do.
+- `Root`: one rank owns all blocks.
+- `Parallel`: several ranks own a contiguous range of blocks each.
+- `Direct`: every rank reads what it holds. Nothing is sent, and a chunk that several ranks need is decoded by each of them.
+
+In the first two each block has one owner, and parts are sent between the owner and the ranks that hold the pieces.
+
+A strategy is a few integers. It answers for one rank at a time, at the cost of that rank's own work: the owner of a block is a
+formula, so no rank ever lists the work of the others.
 """
 
 from __future__ import annotations
@@ -35,31 +39,31 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Strategy(Protocol):
-    """Who owns what. The schedule that it is asked about has the blocks and the shards."""
+    """Which rank owns which block. The blocks and shards are those of the schedule that is passed."""
 
     mode: ClassVar[str]
-    """Its name."""
+    """Name of the strategy."""
     is_direct: ClassVar[bool]
-    """Whether every rank takes its own shards, so that nothing travels."""
+    """True if every rank reads its own shards, so that nothing is sent."""
 
     def check(self, n_ranks: int) -> None:
-        """ValueError unless so many ranks can do that."""
+        """Raise ValueError unless the strategy works for `n_ranks` ranks."""
         ...
 
     def n_owners_of(self, n_ranks: int) -> int:
-        """How many of so many ranks may take blocks."""
+        """How many of `n_ranks` ranks may own blocks."""
         ...
 
     def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """Along each axis, what blocks are cut from: the array, a shard, or all that a rank has."""
+        """Along each axis, the elements that are cut into blocks: those of the array, of one shard, or of what a rank holds."""
         ...
 
     def is_owner(self, schedule: Schedule, rank: int) -> bool:
-        """Whether a rank has anything to do with the file."""
+        """True if a rank reads or writes the file."""
         ...
 
     def owner(self, schedule: Schedule, block: int) -> int:
-        """The rank whose alone a block is; -1 where every rank may take it."""
+        """The rank that owns a block; -1 if every rank may read it."""
         ...
 
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
@@ -67,11 +71,11 @@ class Strategy(Protocol):
         ...
 
     def blocks_of(self, schedule: Schedule, rank: int) -> range:
-        """The blocks that are a rank's alone: the inverse of `owner`."""
+        """The blocks that only this rank owns: the inverse of `owner`."""
         ...
 
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """A rank's blocks in file order, each with the parts that meet it."""
+        """A rank's blocks in file order, each with its parts."""
         ...
 
     def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
@@ -88,18 +92,18 @@ class OneOwnerEach(ABC):
 
     @abstractmethod
     def owner_rank(self, owner: int, n_ranks: int) -> int:
-        """The rank of an owner, counted from 0: grows with the owner."""
+        """The rank of an owner (owners are counted from 0); increases with the owner."""
 
     @abstractmethod
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
-        """The inverse: which owner a rank is; None where it is none."""
+        """The inverse: the owner that a rank is; None if it is no owner."""
 
     def n_owners_of(self, n_ranks: int) -> int:
-        """The owners."""
+        """The number of owners."""
         return self.n_owners
 
     def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """All of the array."""
+        """The shape of the array."""
         return schedule.blocks.shape
 
     def owner(self, schedule: Schedule, block: int) -> int:
@@ -116,20 +120,20 @@ class OneOwnerEach(ABC):
         return range(0) if owner is None else range(owner * n // self.n_owners, (owner + 1) * n // self.n_owners)
 
     def is_owner(self, schedule: Schedule, rank: int) -> bool:
-        """Whether a rank has blocks."""
+        """True if a rank owns blocks."""
         return len(self.blocks_of(schedule, rank)) > 0
 
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """Each of the rank's blocks, with the parts of all pieces that meet it."""
+        """The rank's blocks, each with the parts of all pieces that meet it."""
         for block in self.blocks_of(schedule, rank):
             yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block))
 
     def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of the rank's pieces, but for those in its own blocks."""
+        """The parts of the rank's pieces, except those in its own blocks."""
         blocks = schedule.blocks
         block, shard = schedule.pairs_of(rank)
         owner = self.owners(schedule, block)
-        # Owners ascend with blocks, so what one owner has is a run.
+        # Owners ascend with blocks, so the pairs of one owner are contiguous.
         starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
         stops = [*starts, len(owner)][1:]
         runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
@@ -181,7 +185,7 @@ class Root(OneOwnerEach):
     Parameters
     ----------
     root : int
-        Which.
+        The rank that owns them.
     """
 
     mode: ClassVar[str] = ROOT
@@ -189,7 +193,7 @@ class Root(OneOwnerEach):
     n_owners: int = field(default=1, init=False, repr=False)
 
     def check(self, n_ranks: int) -> None:
-        """ValueError unless there is such a rank."""
+        """Raise ValueError if there is no such rank."""
         if not 0 <= self.root < n_ranks:
             raise ValueError(f"rank {self.root} of {n_ranks} ranks cannot own the blocks")
 
@@ -208,28 +212,28 @@ class Root(OneOwnerEach):
 
 @dataclass(frozen=True)
 class Parallel(OneOwnerEach):
-    """Several ranks share the blocks: spread evenly over the ranks, and so over the nodes.
+    """Several ranks share the blocks. The owners are spread evenly over the ranks, and so over the nodes.
 
     Parameters
     ----------
     n_owners : int
-        How many.
+        Number of owners.
     """
 
     mode: ClassVar[str] = PARALLEL
     n_owners: int
 
     def check(self, n_ranks: int) -> None:
-        """ValueError unless there are as many ranks."""
+        """Raise ValueError if there are fewer ranks than owners."""
         if not 1 <= self.n_owners <= n_ranks:
             raise ValueError(f"{self.n_owners} of {n_ranks} ranks cannot own the blocks")
 
     def owner_rank(self, owner: int, n_ranks: int) -> int:
-        """Every so-manieth rank."""
+        """Owner ``k`` is rank ``k * n_ranks // n_owners``."""
         return owner * n_ranks // self.n_owners
 
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
-        """The owner whose rank it is."""
+        """The owner that has this rank; None if none does."""
         owner = -(-rank * self.n_owners // n_ranks)  # the first one whose rank is not below this one
         return owner if owner < self.n_owners and self.owner_rank(owner, n_ranks) == rank else None
 
@@ -241,12 +245,12 @@ class Parallel(OneOwnerEach):
 
 @dataclass(frozen=True)
 class Direct:
-    """Every rank takes what it holds.
+    """Every rank reads what it holds.
 
     Parameters
     ----------
     is_merged : bool
-        Whether it takes a block once for all of its shards, or once for each.
+        Whether a rank reads a block once for all of its shards, or once for each shard.
     """
 
     mode: ClassVar[str] = DIRECT
@@ -254,22 +258,22 @@ class Direct:
     is_merged: bool = False
 
     def check(self, n_ranks: int) -> None:
-        """Any number of ranks will do."""
+        """Works for any number of ranks."""
 
     def n_owners_of(self, n_ranks: int) -> int:
-        """All."""
+        """All ranks."""
         return n_ranks
 
     def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """A shard where each is taken by itself, else what a rank has."""
+        """The shape of a shard; if merged, the extent of what a rank holds."""
         return schedule.shards.reach if self.is_merged else schedule.shards.shard_shape
 
     def is_owner(self, schedule: Schedule, rank: int) -> bool:
-        """Whether a rank holds anything."""
+        """True if a rank holds any shard."""
         return bool(schedule.shards.shards_of(rank))
 
     def owner(self, schedule: Schedule, block: int) -> int:
-        """-1: every rank may take it."""
+        """-1: every rank may read it."""
         return -1
 
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
@@ -277,11 +281,11 @@ class Direct:
         return np.full(blocks.shape, -1)
 
     def blocks_of(self, schedule: Schedule, rank: int) -> range:
-        """None."""
+        """No block has an owner."""
         return range(0)
 
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """What a rank needs of each block."""
+        """The regions of blocks that a rank needs."""
         if self.is_merged:
             yield from self._merged(schedule, rank)
             return
@@ -293,7 +297,7 @@ class Direct:
                     yield Block(region, (Part(region, shard, rank),))
 
     def _merged(self, schedule: Schedule, rank: int) -> Iterator[Block]:
-        """Each block once, with a part for each shard that it meets. Between the parts there may be gaps."""
+        """Each block once, with a part for each shard that it meets. There may be gaps between the parts."""
         block, shard = (found.tolist() for found in schedule.pairs_of(rank))
         for number, pairs in itertools.groupby(zip(block, shard, strict=True), key=operator.itemgetter(0)):
             bounds = schedule.blocks.bounds(number)
@@ -303,5 +307,5 @@ class Direct:
             yield Block(Region(start, stop), parts)
 
     def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
-        """None: nothing travels."""
+        """Empty: nothing is sent."""
         return {}

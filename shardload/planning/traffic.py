@@ -1,11 +1,11 @@
-"""What does a schedule make the job do, in whole numbers?
+"""How much does a schedule make the job read and send?
 
 Pure, like `schedule`. An axis is cut independently of the others, so most counts are products of counts along the axes, and
-cost the same for eight ranks and for a million. Only who sends to itself or to its own node depends on all axes at once: that
-is counted pair by pair where there are few pairs of a block and a shard, and else estimated from a fixed sample of elements.
+cost the same for eight ranks and for a million. Only the amount that stays on its rank or node depends on all axes at once. It
+is counted pair by pair if there are few pairs of a block and a shard, otherwise estimated from a fixed sample of elements.
 
-* `count_held`: how many ranks hold anything, and how much does the fullest hold?
-* `count_direct`: how many chunks are decoded where each rank reads what it holds?
+* `count_held`: how many ranks hold any shard, and how many shards does the fullest rank hold?
+* `count_direct`: how many chunks are decoded if each rank reads what it holds?
 * `count_traffic`: how many messages and bytes go between ranks, and how much of that stays inside a node?
 """
 
@@ -24,10 +24,10 @@ from shardload.planning.strategies import Direct
 
 __all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
 
-# Above this many (block, shard, device) triples messages are bounds and shares are sampled, so that planning stays fast.
+# Above this many (block, shard, device) triples, counts are bounds and fractions are sampled, so that planning stays fast.
 _MAX_TRIPLES = 1 << 14
 _N_SAMPLES = 1 << 12
-# Ranks whose shards do not form a grid, above which the chunks that several of their shards share are not looked for.
+# Above this many ranks whose shards do not form a grid, chunks that several of their shards share are counted several times.
 _MAX_ODD_RANKS = 256
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
@@ -35,22 +35,22 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What goes between different ranks.
+    """What is sent between different ranks.
 
     Attributes
     ----------
     handovers : int
-        Pairs of a block and another rank of the same node that needs some of it: one message each.
+        Number of pairs of a block and another rank of the same node that needs some of it: one message each.
     parts : int
-        Parts that go to another node (before long ones are split): one message each.
+        Number of parts that go to another node (before long ones are split): one message each.
     moved_nbytes : int
         Bytes in both.
     same_node : float
-        The share of `moved_nbytes` that stays inside a node; 1.0 where nothing moves.
+        Fraction of `moved_nbytes` that stays inside a node; 1.0 if nothing moves.
     stays : float
-        The share of all parts whose block and piece are on one rank, and which do not move.
+        Fraction of all parts (by size) that do not move, because their block and piece are on one rank.
     is_exact : bool
-        Whether all these are exact. Else counts are upper bounds, in which nothing stays, and shares are estimates.
+        Whether all these are exact. Otherwise counts are upper bounds (as if nothing stayed), and fractions are estimates.
     """
 
     handovers: int
@@ -62,7 +62,7 @@ class Traffic:
 
 
 def count_held(shards: Shards) -> tuple[int, int]:
-    """Ranks that hold anything, and how many shards the fullest of them holds."""
+    """The number of ranks that hold any shard, and the number of shards that the fullest rank holds."""
     return shards.table.n_holding, shards.most_held
 
 
@@ -70,10 +70,10 @@ def count_held(shards: Shards) -> tuple[int, int]:
 
 
 def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
-    """Chunks (or elements, without chunks) that all ranks together, and the busiest one, read by themselves.
+    """Number of chunks (elements, without chunks) that all ranks together, and the busiest rank, read in mode ``"direct"``.
 
-    Exact, but for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid: for
-    those ranks each shard counts by itself, which is an upper bound.
+    Exact, except for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid: for
+    these ranks each shard is counted by itself, which gives an upper bound.
     """
     shards, chunks = schedule.shards, layout.chunks
     axes = zip(schedule.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
@@ -94,7 +94,7 @@ def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
 
 
 def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, has_chunks: bool) -> tuple[IntArray, IntArray]:
-    """Along one axis: the first chunk (or element) that each of the cuts meets, and the one after the last."""
+    """Along one axis: the first chunk (or element) that each shard meets, and the one after the last."""
     low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
     high = np.minimum(low + extent, size)
     if not has_chunks:
@@ -104,7 +104,7 @@ def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, h
 
 
 def _outer(lengths: list[IntArray]) -> IntArray:
-    """Products of a number along each axis, flat, in C order."""
+    """Products of the numbers along each axis, flat, in C order."""
     counts: IntArray = np.ones((), dtype=np.int64)
     for along in lengths:
         counts = np.multiply.outer(counts, along)
@@ -112,7 +112,7 @@ def _outer(lengths: list[IntArray]) -> IntArray:
 
 
 def _union(first: IntArray, last: IntArray) -> IntArray:
-    """How many chunks each row of intervals, in ascending order, has in all."""
+    """Number of chunks in the union of each row of intervals, which are in ascending order."""
     before = np.maximum.accumulate(last, axis=-1)[..., :-1]
     met: IntArray = (last - first)[..., 0] + np.maximum(0, last[..., 1:] - np.maximum(first[..., 1:], before)).sum(axis=-1)
     return met
@@ -124,7 +124,7 @@ def _direct_in_boxes(
     n_holders: int,
     is_merged: bool,
 ) -> tuple[int, int]:
-    """A rank's box of shards is a product along the axes, so the sum of all is a product of sums, the largest one of maxima."""
+    """A rank's box is a product over the axes, so the total is a product of sums and the largest count a product of maxima."""
     total, busiest = n_holders, 1
     for (first, last), (sizes, box) in zip(per_cut, boxes, strict=True):
         # The axes of the mesh, each as the ranks along it and the places of one of them; ranks first.
@@ -138,7 +138,7 @@ def _direct_in_boxes(
 
 
 def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> IntArray:
-    """For each rank that holds anything: the chunks that it meets, each once, whichever of its shards they are in."""
+    """For each rank that holds any shard: the number of chunks that its shards meet, each counted once."""
     shard, rank = shards.table.holdings()
     order = np.argsort(rank, kind="stable")
     shard, n_held = shard[order], np.bincount(rank)
@@ -151,7 +151,7 @@ def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> I
             along = np.sort(index, axis=1)
             total *= _union(first[along], last[along])
             n_places *= 1 + (np.diff(along, axis=1) != 0).sum(axis=1)
-        odd = np.flatnonzero(n_places != n)  # shards that are not all of a grid: seen one by one, where they are few
+        odd = np.flatnonzero(n_places != n)  # shards that do not form a grid: counted one by one if few
         if len(odd) > _MAX_ODD_RANKS:
             total[odd] = _outer([last - first for first, last in per_cut])[rows[odd]].sum(axis=1)
         else:
@@ -161,12 +161,12 @@ def _met_by_ranks(per_cut: list[tuple[IntArray, IntArray]], shards: Shards) -> I
 
 
 def _places(numbers: IntArray, shards: Shards) -> list[IntArray]:
-    """Where shards stand along each axis."""
+    """The index of shards along each axis."""
     return [numbers // math.prod(shards.cuts[axis + 1 :]) % n for axis, n in enumerate(shards.cuts)]
 
 
 def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArray]) -> int:
-    """Chunks in any of a few boxes, which stand anywhere: between the bounds of all of them, each cell is in a box or not."""
+    """Number of chunks in the union of a few boxes anywhere. The bounds of all boxes cut it into cells, in a box or not."""
     bounds = [(first[i], last[i]) for (first, last), i in zip(per_cut, index, strict=True)]
     edges = [np.unique(np.concatenate(axis)) for axis in bounds]
     is_met = np.zeros([max(0, len(e) - 1) for e in edges], dtype=bool)
@@ -176,11 +176,11 @@ def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArr
     return int(sizes[is_met.ravel()].sum())
 
 
-# --- the other ways
+# --- root and parallel
 
 
 def count_traffic(schedule: Schedule, ranks_per_node: int) -> Traffic:
-    """Count what a schedule whose blocks have owners sends, where rank ``r`` runs on node ``r // ranks_per_node``."""
+    """Count what a schedule whose blocks have owners sends, if rank ``r`` runs on node ``r // ranks_per_node``."""
     shards = schedule.shards
     if schedule.is_direct or schedule.blocks.n_cells == 0:
         return Traffic(0, 0, 0, 1.0, 1.0, True)
@@ -200,7 +200,7 @@ def _axes(schedule: Schedule) -> list[tuple[int, int, int, int]]:
 
 
 def _n_axis_pairs(size: int, cell: int, phase: int, extent: int) -> int:
-    """Along one axis: how many pairs of a block and a shard share elements. One more than the boundaries of either cut."""
+    """Along one axis: the number of (block, shard) pairs that share elements. One more than the boundaries of both cuts."""
     n_edges = (-(-(size + phase) // cell) - 1) + (-(-size // extent) - 1)
     common = math.gcd(cell, extent)
     if phase % common:
@@ -221,7 +221,7 @@ def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray
 
 
 def _count_triples(schedule: Schedule, ranks_per_node: int) -> Traffic:
-    """Look at each block, shard and device."""
+    """Count exactly, over each block, shard and device."""
     block: Any = np.zeros((), dtype=np.int64)
     shard, size = block, block + 1
     for axis, n_blocks, n_cut in zip(_axes(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
@@ -248,10 +248,10 @@ def _count_triples(schedule: Schedule, ranks_per_node: int) -> Traffic:
 
 
 def _sample_shares(schedule: Schedule, ranks_per_node: int) -> tuple[float, float]:
-    """Of all parts, by their size: the share that stays on its rank, and of the others the share that stays on its node.
+    """The fraction of all parts (by size) that stays on its rank, and the fraction of the others that stays on its node.
 
-    The same elements on every rank: a Kronecker sequence with the powers of the generalised golden ratio (M. Roberts, "The
-    unreasonable effectiveness of quasirandom sequences", 2018), in integers.
+    Every rank samples the same elements: a Kronecker sequence with the powers of the generalised golden ratio (M. Roberts,
+    "The unreasonable effectiveness of quasirandom sequences", 2018), in integers.
     """
     shape = (*schedule.blocks.shape, schedule.shards.n_replicas)
     ratio = 2.0

@@ -1,7 +1,7 @@
 """Which sizes decide how a load is done, and why these?
 
-None of them changes what is loaded, only how fast. A job takes them once, when it is asked for, and hands them down, so that
-all of it goes by the same ones. Every rank of a job must have the same.
+They change how fast a load is, never what is loaded. A job reads them once, when it is made, and passes them down, so that all
+of it uses the same sizes. They must be the same on every rank of a job.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ class Tuning:
     Attributes
     ----------
     inline_nbytes : int
-        Blocks up to this size are read by the thread that also calls MPI: handing one to another thread takes longer.
+        Blocks up to this size are read by the thread that also calls MPI: passing one to another thread takes longer.
     min_chunk_nbytes : int
-        Smaller chunks are read by the format's own library, a block at a time. One by one from Python they cost more than the
-        library's lock does.
+        Smaller chunks are read by the format's own library, a block at a time. Decoding them one by one from Python costs more
+        than the library's lock.
     worth_sharing_nbytes : int
-        Smaller blocks go to ranks of the same machine as messages: MPI has them there in microseconds.
+        Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
     small_nbytes : int
-        The values of an array up to this size come to all ranks with its metadata: that takes less than to open a file.
+        The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
     small_chunk_nbytes : int
-        Unless it lies in a larger chunk or shard than this: a chunk is decoded whole, and `staging` is not asked before.
+        Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
+        whole, before the staging cap is checked.
     block_nbytes, block_between_nodes_nbytes : int
-        Cap on a block where all ranks are on one machine, and where they are not. Large enough that a read is efficient, small
-        enough that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay
-        in the cores' caches; between machines there should be few messages.
+        Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
+        that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay in the
+        cores' caches; between machines there should be few messages.
     """
 
     inline_nbytes: int = 1 << 14
@@ -50,13 +51,13 @@ _default = Tuning()
 
 
 def default_tuning() -> Tuning:
-    """What a job goes by that is asked for now."""
+    """The sizes that a job made now would use."""
     return _default
 
 
 @contextmanager
 def tuned(**changes: Any) -> Iterator[Tuning]:
-    """Jobs that are asked for meanwhile, by any thread, go by other sizes: for tests and measurements.
+    """Make jobs that are made meanwhile, by any thread, use other sizes. For tests and measurements.
 
     >>> with tuned(inline_nbytes=0):
     ...     default_tuning().inline_nbytes

@@ -1,9 +1,9 @@
 """Where in the user's own code was this package called?
 
-A warning should name that line. The number of calls in between is not the same for `load`, `Plan.execute`, `scatter` and the
-command line, and changes whenever a function is split: a number handed down through all of them would be wrong one day, and
-nobody would notice. So the calls are looked through, up to the first one from outside the package. (`warnings.warn` does the
-same with ``skip_file_prefixes``, from Python 3.12 on.)
+A warning should name that line. The number of calls in between is different for `load`, `Plan.execute`, `scatter` and the
+command line, and changes whenever a function is split: a number passed down through all of them would be wrong one day,
+unnoticed. So the call stack is searched for the first call from outside the package. (`warnings.warn` does the same with
+``skip_file_prefixes``, from Python 3.12 on.)
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["levels_to_caller"]
 
 
 def levels_to_caller() -> int:
-    """The ``stacklevel`` of a warning that whoever calls this gives: of the first call from outside the package.
+    """The ``stacklevel`` with which the caller of this function should warn: that of the first call from outside the package.
 
-    Where nothing outside called, as in a thread of the package's own, it is that of the outermost call.
+    If there is none, as in a thread of the package itself, it is that of the outermost call.
     """
     package, level = os.path.dirname(os.path.dirname(__file__)) + os.sep, 1
     frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Where does a thread put values for a moment? In memory of its own, which its next task uses again."""
+"""Where does a thread put temporary values? In memory of its own, which its next task uses again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Scratch(threading.local):
-    """A few named buffers for each thread that asks. They grow to what was wanted most, and go when the thread ends.
+    """A few named buffers for each thread. They grow to the largest size asked for, and are freed when the thread ends.
 
     Examples
     --------
@@ -28,9 +28,9 @@ class Scratch(threading.local):
         self._held: dict[str, Array] = {}
 
     def bytes(self, name: str, nbytes: int, at_least: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """So many bytes, uninitialised, valid until this thread asks for the same name again.
+        """`nbytes` uninitialised bytes, valid until this thread asks for the same name again.
 
-        `at_least`: how many bytes are allocated where there are too few, so that a growing need does not allocate each time.
+        `at_least`: bytes to allocate if the buffer is too small, so that growing requests do not allocate each time.
         """
         held = self._held.get(name)
         if held is None or held.nbytes < nbytes:
@@ -38,5 +38,5 @@ class Scratch(threading.local):
         return held[:nbytes]
 
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """The same as an array."""
+        """Like `bytes`, but as an array."""
         return self.bytes(name, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)

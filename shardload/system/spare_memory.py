@@ -31,7 +31,7 @@ _CACHED = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file",
 
 
 def keeps_addresses() -> bool:
-    """Whether the addresses of this process are limited, so that kept memory is missing elsewhere in the process."""
+    """True if the addresses of this process are limited, so that kept memory is missing elsewhere in the process."""
     try:
         import resource
     except ImportError:  # not a Unix

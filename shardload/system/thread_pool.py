@@ -89,12 +89,12 @@ class Pool:
 
 
 class Lane:
-    """Tasks of which no two may run at a time, in a pool that runs other tasks beside them.
+    """Runs tasks in a pool, one at a time and in order. Other tasks of the pool may run beside them.
 
     Parameters
     ----------
     pool : Pool
-        Whose threads do it: one of them at a time, as long as there is something to do.
+        The pool. At most one of its threads runs tasks of this lane.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -104,7 +104,7 @@ class Lane:
         self._is_running = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have a thread call this, when it has called what was submitted before. RuntimeError after the pool's `close`."""
+        """Run a call in a thread, after all calls submitted before. RuntimeError after the pool's `close`."""
         task = _Task(Future(), call, arguments)
         with self._lock:
             self._tasks.append(task)
@@ -122,7 +122,7 @@ class Lane:
                     return
                 task = self._tasks.popleft()
             task.run()
-            del task  # or what it holds lives until the next one comes
+            del task  # or the objects that it references live until the next task
 
     def _end(self, run: Future[Any]) -> None:
         for task in tuple(self._tasks) if run.cancelled() else ():

@@ -1,7 +1,7 @@
 """How do blocks of the file become pieces of shards on other ranks, and the other way round?
 
-Open `exchange` first: the loop of one rank; `moves` says what one array of it is, and which way its parts go. Blocks come out
-of `reader`, which has them read whole (`block_tasks`) or chunk by chunk (`chunk_tasks`) with the `resources` that all arrays of
-a job share. `sender` and `receiver` are the two ends, `channels` the two ways to another rank, `arrivals` what has come;
-`messages` packs parts, `checksum` proves them. `buffers` and `allocator` own the memory.
+Open `exchange` first: it is the main loop of one rank. `moves` describes one array of an exchange and the direction of its
+parts. `reader` reads blocks, either whole (`block_tasks`) or chunk by chunk (`chunk_tasks`), with the `resources` that all
+arrays of a job share. `sender` and `receiver` are the two ends, `channels` the two ways to reach another rank, `arrivals`
+counts what has arrived. `messages` packs parts, `checksum` verifies them. `buffers` and `allocator` own the memory.
 """

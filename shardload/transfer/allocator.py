@@ -1,18 +1,18 @@
-"""Can the memory of an array that is gone serve the next load?
+"""Can the memory of an array that was deleted be reused for the next load?
 
-New memory is dear: the kernel clears every page that is touched for the first time, which takes about as long as reading it
-from the page cache, and on a virtual machine the host may have to find it first. Scripts that load one snapshot after the
-other would pay that each time. So when nobody holds a piece any more (no JAX array, no view), its memory is kept for the next
-load that asks for exactly as much:
+New memory is expensive: the kernel clears every page when it is first touched, which takes about as long as reading it from the
+page cache, and on a virtual machine the host may have to find it first. A script that loads one snapshot after another would
+pay that each time. So when no JAX array and no view uses a piece any more, its memory is kept for the next load that asks for
+exactly the same size:
 
-* marked as free (MADV_FREE): the kernel takes it as soon as anybody needs memory, this process or another, and until then
-  it is warm. It counts in the resident set all the same;
-* no more than one load's pieces, and none that the next load does not ask for: that is given back before new memory is made;
-* no more than a quarter of what the machine and the job's control groups have left, and nothing where addresses are limited:
-  there it would be missing, whether the kernel could take its pages or not (`spare`). That is looked at when memory comes
-  back, and before each load.
+* It is marked as free (MADV_FREE): the kernel takes it as soon as any process needs memory, and until then it stays warm. It
+  still counts in the resident set.
+* At most the pieces of one load are kept. What the next load does not ask for is released before new memory is allocated.
+* At most a quarter of what the machine and the job's control groups have left is kept, and nothing if addresses are limited:
+  kept memory would then be missing elsewhere, even if the kernel could take its pages (`spare_memory`). These limits are
+  checked when memory comes back, and before each load.
 
-Small pieces are ordinary memory. ``SHARDLOAD_KEEP_MEMORY=0`` in the environment switches this off.
+Small pieces use ordinary memory. ``SHARDLOAD_KEEP_MEMORY=0`` in the environment turns this off.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from shardload.transfer.buffers import aligned_empty
 
 __all__ = ["Reserve", "empty_pieces"]
 
-_WORTH_NBYTES = 1 << 20  # below, memory comes from the allocator's own reserve
-_SHARE = 4  # of what is left, no more than the so-manieth part is kept
-_LOOK_SECONDS = 0.02  # the pieces of an array come back together: what is left is looked at once for all of them
+_WORTH_NBYTES = 1 << 20  # smaller pieces use ordinary memory, which the system's allocator reuses itself
+_SHARE = 4  # at most 1 / _SHARE of the memory that is left is kept
+_LOOK_SECONDS = 0.02  # the pieces of an array come back together: the limits are checked once for all of them
 _FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
 _CAN_KEEP = hasattr(mmap, "MADV_FREE") and bool(_FLAGS)
 
@@ -45,7 +45,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Use:
-    """What all arrays over a block hold on to, directly or not: when it goes, nobody can see the block any more."""
+    """The base object of all arrays over a block of memory. When it is deleted, no array uses the block any more."""
 
     def __init__(self, block: mmap.mmap) -> None:
         address = np.frombuffer(block, dtype=np.uint8).ctypes.data
@@ -53,29 +53,29 @@ class _Use:
 
 
 class Reserve:
-    """Blocks of memory that were used and are free. Safe to use from several threads.
+    """Blocks of memory that were used and are free now. Thread-safe.
 
-    Blocks come back whenever Python drops the last array over them: in any thread, in the middle of anything. So nothing here
+    A block comes back when Python deletes the last array over it, which may happen in any thread at any point. So nothing here
     waits for a lock.
     """
 
     def __init__(self) -> None:
         self._free: deque[mmap.mmap] = deque()
         self._most = 0  # bytes of the largest load
-        self._spare, self._looked = 0.0, -math.inf  # bytes that may be kept, and when that was found out
+        self._spare, self._looked = 0.0, -math.inf  # bytes that may be kept, and when that was checked
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Number of bytes that are kept."""
         return sum(map(len, tuple(self._free)))
 
     def take(self, sizes: Sequence[int]) -> list[Array]:
-        """Memory for one load: uninitialised arrays of so many bytes, on page boundaries. What does not fit is given up.
+        """Memory for one load: uninitialised arrays of `sizes` bytes, on page boundaries. Blocks of other sizes are released.
 
         Raises
         ------
         MemoryError
-            If there is not so much.
+            If there is not enough memory.
         """
         wanted = [-(-max(n, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes]
         self._most = max(self._most, sum(wanted))
@@ -89,29 +89,29 @@ class Reserve:
         return [self._lend(block or self._new(size))[:n] for block, size, n in zip(blocks, wanted, sizes, strict=True)]
 
     def trim(self) -> None:
-        """Give back what is more than may be kept now."""
+        """Release what exceeds the limits now."""
         self._looked = -math.inf
         while self._free and self.nbytes > self._room():
             with suppress(IndexError):  # another thread was first
                 self._free.popleft().close()
 
     def clear(self) -> None:
-        """Give back everything."""
+        """Release everything."""
         for block in self._take_all():
             block.close()
 
     def _room(self) -> float:
-        """Bytes that may be kept."""
+        """Number of bytes that may be kept."""
         now = time.monotonic()
         if now - self._looked > _LOOK_SECONDS:
-            # Nobody waits for a lock here: two threads that look at a time find the same.
+            # No lock is needed: two threads that check at the same time find the same.
             self._spare, self._looked = 0 if keeps_addresses() else spare_nbytes() / _SHARE, now
         return min(self._most, self._spare)
 
     def _new(self, size: int) -> mmap.mmap:
         try:
             return _new(size)
-        except MemoryError:  # arrays that nobody can see may be waiting to be collected, and may have come back since
+        except MemoryError:  # deleted arrays may wait to be collected; blocks may have come back since
             gc.collect()
             self.clear()
             return _new(size)
@@ -133,7 +133,7 @@ class Reserve:
             if self.nbytes + len(block) <= self._room():
                 block.madvise(mmap.MADV_FREE)
                 return self._free.append(block)
-        except (OSError, RuntimeError):  # a kernel that cannot; or another block came back while the bytes were added up
+        except (OSError, RuntimeError):  # the kernel cannot; or another block came back while the bytes were summed
             pass
         block.close()
 
@@ -153,10 +153,10 @@ _reserve = Reserve()
 
 
 def empty_pieces(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> list[Array]:
-    """Uninitialised arrays for one load, which JAX on CPU can use as they are instead of copying them."""
+    """Uninitialised arrays for one load. JAX on CPU can use them as they are instead of copying them."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     if not _CAN_KEEP or max(sizes, default=0) < _WORTH_NBYTES or os.environ.get("SHARDLOAD_KEEP_MEMORY") == "0":
         _reserve.trim()
         return [aligned_empty(shape, dtype) for shape in shapes]
-    gc.collect(0)  # JAX gives up the memory of arrays that were dropped when Python collects garbage, however little
+    gc.collect(0)  # JAX releases the memory of deleted arrays at a garbage collection of Python, of any generation
     return [memory.view(dtype).reshape(shape) for memory, shape in zip(_reserve.take(sizes), shapes, strict=True)]

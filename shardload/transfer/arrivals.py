@@ -1,7 +1,7 @@
-"""What has arrived in the targets of this rank, and what is wrong with it?
+"""What has arrived in the targets of this rank, and is it right?
 
-Every element of every target is counted. What cannot be right is kept here until the ranks agree, and never raised at once: the
-sender still waits for an answer. The first problem is the one that counts.
+Every element of every target is counted. An error is not raised at once, because the sender still waits for an answer: it is
+kept here until the ranks agree. Only the first problem is kept.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _DEFECT = "This is a defect in shardload; please report it with the shape, the m
 
 
 class Arrivals:
-    """What this rank's targets have, of all arrays of an exchange.
+    """Counts what has arrived in this rank's targets, for all arrays of an exchange.
 
     Parameters
     ----------
     arrays : sequence of ArrayMove
         The arrays.
     on_progress : callable
-        Called with the bytes of each part that has arrived.
+        Called with the number of bytes of each part that has arrived.
     on_complete : sequence of callable
         For each array, called with each target that has all its elements.
 
     Attributes
     ----------
     problem : Exception or None
-        The first thing that was wrong.
+        The first problem found.
     nbytes, n_checksums, copy_seconds : int, int, float
-        What came from other ranks: bytes, compared checksums, seconds of copying out of shared memory.
+        For parts from other ranks: bytes, compared checksums, seconds of copying out of shared memory.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Arrivals:
         self.copy_seconds, self.nbytes, self.n_checksums = 0.0, 0, 0
 
     def view(self, array: int, part: Part, region: Region) -> Array:
-        """The memory of the target of a part that is `region`."""
+        """The memory of `region` in the target of a part."""
         return self._arrays[array].targets[part.shard].view(region)
 
     def count(self, array: int, part: Part, region: Region) -> None:
-        """`region` of a part is in its target."""
+        """Count `region` of a part, which is in its target now."""
         move, arrived, target = self._arrays[array], self._n_arrived[array], part.shard
         arrived[target] += region.size
         self._on_progress(region.size * move.dtype.itemsize)
@@ -65,13 +65,13 @@ class Arrivals:
             self._on_complete[array](move.targets[target])
 
     def count_sent(self, array: int, part: Part, region: Region, is_summed: bool) -> None:
-        """The same of a part that has come from another rank; `is_summed`: its checksum was taken."""
+        """Count a part that came from another rank. `is_summed`: whether its checksum was computed."""
         self.nbytes += region.size * self._arrays[array].dtype.itemsize
         self.n_checksums += is_summed
         self.count(array, part, region)
 
     def check_coverage(self) -> None:
-        """Every element of every target must have arrived: what nobody sent is whatever was in memory before."""
+        """Check that every element of every target has arrived. One that nobody sent holds whatever was in memory before."""
         for move, wanted, arrived in zip(self._arrays, self._n_wanted, self._n_arrived, strict=True):
             for target, found in arrived.items():
                 if found != wanted[target] and self.problem is None:
@@ -82,7 +82,7 @@ class Arrivals:
                     )
 
     def report_list(self, region: Region | None, rank: int, array: int | None = None) -> None:
-        """What a rank sends is not what this one expects from it."""
+        """Report that a rank sends parts which this rank does not expect."""
         if self.problem is None:
             which = "without a region" if region is None else str(region)
             of = "" if array is None else _of(self._arrays[array])
@@ -93,7 +93,7 @@ class Arrivals:
             )
 
     def report_sum(self, array: int, part: Part, rank: int, ours: int, theirs: int) -> None:
-        """The values of a part are not those that were sent."""
+        """Report that the values of a part differ from those that were sent."""
         if self.problem is None:
             self.problem = PeerError(
                 f"the part {part.region}{_of(self._arrays[array])} that came from rank {rank} is not what was sent: its "

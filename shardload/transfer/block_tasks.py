@@ -1,7 +1,7 @@
 """How is a block read as a whole, by the format's own library?
 
-Where the values are in memory already (`scatter`), the block is a view and nothing is copied. Else the library reads the
-block: into the piece where it lies in it without gaps, or into a staging buffer.
+If the values are in memory already (`scatter`), the block is a view and nothing is copied. Otherwise the library reads the
+block: into the piece if the block lies there without gaps, else into a staging buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 class BlockTasks:
-    """The work of reading blocks, one task each: no two may run at a time, because `Source.read_into` is promised that.
+    """Reads blocks, one task each. No two tasks may run at a time, because `Source.read_into` is never called in parallel.
 
     Parameters
     ----------
@@ -48,16 +48,16 @@ class BlockTasks:
         self._names, self._counts = names, counts
 
     def needs_slot(self, block: Block) -> bool:
-        """Whether a block waits in a staging buffer."""
+        """True if a block needs a staging buffer."""
         return self._in_place(block) is None and self._view(block) is None
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
-        """What reads a block."""
+        """The task that reads a block."""
         return [partial(self._read_block, staged)]
 
     def _read_block(self, staged: StagedBlock, counters: Counters) -> None:
         block = staged.block
-        # Parts of several shards, and nobody needs what lies between them.
+        # The block has parts of several shards with gaps between them, which nobody needs: read part by part.
         if len(block.parts) > 1 and sum(part.region.size for part in block.parts) < block.region.size:
             for part in block.parts:
                 self._read_block(StagedBlock(Block(part.region, (part,)), slot=staged.slot), counters)
@@ -73,7 +73,7 @@ class BlockTasks:
         self._local.deliver(block.parts, block.region, values, counters)
 
     def _in_place(self, block: Block) -> Array | None:
-        """The part of this rank's own piece that is all of the block, where the values can be read straight into it."""
+        """The region of the block in this rank's own piece, if the values can be read straight into it; else None."""
         return None if self._layout.casts else self._local.in_place(block.parts, block.region)
 
     def _view(self, block: Block) -> Array | None:
@@ -117,7 +117,7 @@ class BlockTasks:
         seconds = time.perf_counter() - started
         if layout.has_chunks:
             counters.chunks_decoded += layout.chunks.n_meeting(region)
-            counters.decode_seconds += seconds  # the library does not say how much of it was reading
+            counters.decode_seconds += seconds  # the library does not say how much of this was reading
         else:
             counters.read_seconds += seconds
         counters.nbytes_read += region.size * layout.file_dtype.itemsize

@@ -1,8 +1,10 @@
 """Which buffers hold values between the file and their piece?
 
-A `Piece` is a shard's data on the host: where all values end. A `StagedBlock` is one block in memory, as one or
-more tiles (decoded chunks lie as they are; putting them together would be one more copy). They wait in `Slots`: a few buffers,
-used again and again, in memory that other processes can look into where there is any, else in this process's own.
+1. A `StagedBlock` is one block in memory, as one or more tiles. (Decoded chunks stay separate tiles; joining them would be one
+   more copy.)
+2. The tiles lie in `Slots`: a few staging buffers that are reused, in shared memory if there is any, else in the memory of this
+   process.
+3. A `Piece` is the data of a shard on the host, where all values end up.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def view_of(data: Array, region: Region, held: Region) -> Array:
-    """The part of a buffer, which holds `held`, that is `region`."""
+    """The view of `region` in a buffer that holds the region `held`."""
     # Ending the index in `...` keeps a 0-d view an array: `data[()]` would be a scalar, hence a copy.
     index: tuple[Any, ...] = (*region.slices(held.start), ...)
     view: Array = data[index]
@@ -43,23 +45,23 @@ def view_of(data: Array, region: Region, held: Region) -> Array:
 
 @dataclass
 class Piece:
-    """A shard's data on the host: `region` in global coordinates and the buffer of exactly its shape."""
+    """The data of a shard on the host: its `region` in global coordinates, and a buffer of exactly that shape."""
 
     region: Region
     data: Array
 
     def view(self, region: Region) -> Array:
-        """The part of the buffer that holds `region`."""
+        """The view of `region` in the buffer."""
         return view_of(self.data, region, self.region)
 
 
 def fill_padding(piece: Piece, true: Region | None, value: Any) -> None:
-    """Fill what of a piece the array does not have; `true` is what it has of it (`Schedule.true_region`).
+    """Fill the padding of a piece with `value`. `true` is the region without padding (`Schedule.true_region`).
 
     Raises
     ------
     ShardloadError
-        If that leaves something out. Verifying looks at the same regions, so it would not be found there.
+        If some padding is not filled. Verification looks at the same regions, so it could not find that.
     """
     n_left = piece.region.size - (0 if true is None else true.size)
     for region in padding_of(piece.region, true):
@@ -71,13 +73,13 @@ def fill_padding(piece: Piece, true: Region | None, value: Any) -> None:
 
 @dataclass
 class Tile:
-    """Values of `region`, which lie together; in the layout of the chunk that they come from."""
+    """The values of `region` in one buffer, in the layout of the chunk that they come from."""
 
     region: Region
     data: Array
 
     def view(self, region: Region) -> Array:
-        """The part of the values that is `region`."""
+        """The view of `region` in the values."""
         return view_of(self.data, region, self.region)
 
 
@@ -91,7 +93,7 @@ class Slot:
 
 @dataclass
 class StagedBlock:
-    """One block in memory. The parts of this rank's own pieces have been delivered; `tiles` hold at least the others."""
+    """One block in memory. `tiles` hold at least the parts for other ranks; parts for this rank's pieces are delivered."""
 
     block: Block
     tiles: list[Tile] = field(default_factory=list)
@@ -101,15 +103,15 @@ class StagedBlock:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes of this machine can look at the tiles."""
+        """True if other processes of this machine can read the tiles."""
         return self.slot is not None and self.slot.is_shared
 
     def tile_of(self, region: Region) -> Tile | None:
-        """The one tile that holds all of `region`; None where several do."""
+        """The tile that holds all of `region`; None if no single tile does."""
         return next((tile for tile in self.tiles if tile.region.contains(region)), None)
 
     def views(self, region: Region) -> Iterator[tuple[Region, Array]]:
-        """What the tiles hold of `region`: each part of it, and its values."""
+        """Iterate over the tiles that meet `region`: the common region, and its values."""
         for tile in self.tiles:
             common = tile.region.intersect(region)
             if common is not None:
@@ -117,21 +119,21 @@ class StagedBlock:
 
 
 class Slots:
-    """A few equal buffers, handed out and taken back.
+    """A fixed number of staging buffers of equal size, which are handed out and given back.
 
     Parameters
     ----------
     n : int
-        How many there are.
+        Number of buffers.
     nbytes : int
         Size of each.
     shared : ndarray of uint8, optional
-        Memory to cut them from; without it they are allocated when they are first needed.
+        Shared memory to cut them from. Without it, each buffer is allocated when it is first needed.
 
     Attributes
     ----------
     n_taken : int
-        How many are handed out.
+        Number of buffers in use.
     """
 
     def __init__(self, n: int, nbytes: int, shared: Bytes | None = None) -> None:
@@ -145,15 +147,15 @@ class Slots:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes that were handed out at a time."""
+        """Peak number of bytes in use."""
         return self._n_most * self.nbytes
 
     def has_room(self) -> bool:
-        """Whether there is one to `take`."""
+        """True if a buffer is free."""
         return bool(self._free) or self._n_left > 0
 
     def take(self) -> Slot | None:
-        """One that is free, the last used first (its memory is warm); None where there is none."""
+        """Take a free buffer, the last used first (its memory is warm). Return None if none is free."""
         if not self.has_room():
             return None
         self.n_taken += 1
@@ -164,6 +166,6 @@ class Slots:
         return Slot(aligned_empty((self.nbytes,), np.dtype(np.uint8)), False)
 
     def give(self, slot: Slot) -> None:
-        """Take one back."""
+        """Give a buffer back."""
         self.n_taken -= 1
         self._free.append(slot)

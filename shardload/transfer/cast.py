@@ -1,4 +1,4 @@
-"""Do these values fit into the dtype that was asked for? A cast that changes no value beyond recognition in silence."""
+"""Do these values fit into the dtype that was asked for? The cast raises an error for a value that does not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Array = np.ndarray[Any, Any]
 
 
 def cast_into(raw: Array, out: Array, name: str) -> None:
-    """Cast as the caller asked by name: it may round and cut off fractions, but a value that does not fit is an error.
+    """Cast values to the dtype of `out`. Rounding and cutting off fractions are allowed; a value out of range is an error.
 
     Parameters
     ----------
     raw, out : ndarray of the same shape
-        Values, and where they go.
+        The values, and the array to write them to.
     name : str
-        Of the values, for the message.
+        Name of the values in the error message.
 
     Raises
     ------
@@ -43,12 +43,12 @@ def cast_into(raw: Array, out: Array, name: str) -> None:
 
 
 def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Whether JAX has this type only where it was told to."""
+    """True if JAX has this type only with `jax_enable_x64`."""
     return dtype.itemsize > (8 if dtype.kind == "c" else 4)
 
 
 def _misfit(raw: Array, dtype: np.dtype[Any]) -> str:
-    """The first value that does not fit; found by halves, for it is looked for once, before an error."""
+    """The first value that does not fit, found by bisection."""
     values = raw.reshape(-1)
     while values.size > 1:
         half = values[: values.size // 2]
@@ -66,16 +66,16 @@ def _fits(raw: Array, out: Array) -> bool:
         return _fits_foreign(raw, out)
     if out.dtype.kind not in "iu":
         return True
-    # NumPy tells of NaN and of what 32 bits cannot hold, but wraps -1.0 to 255, and integers, without a word.
+    # NumPy reports NaN and values that 32 bits cannot hold, but it silently wraps -1.0 to 255, and integers.
     return np.array_equal(out, np.trunc(raw) if raw.dtype.kind == "f" else raw)
 
 
 def _fits_foreign(raw: Array, out: Array) -> bool:
-    """For bfloat16, float8, int4 and their like, which make inf, NaN, 4 of 100, or their largest, and NumPy tells nothing."""
+    """For bfloat16, float8, int4 and the like. Out of range, they silently give inf, NaN, 4 (int4 of 100) or their largest."""
     found = out.astype(np.float64)
     if not np.asarray(0.5).astype(out.dtype).astype(np.float64):  # integers
         return np.array_equal(found, np.trunc(raw))
     largest = np.asarray(np.inf).astype(out.dtype).astype(np.float64)
-    if np.isfinite(largest):  # they have no inf, and stop there; nor have they NaN
+    if np.isfinite(largest):  # types without inf and NaN, which saturate
         return bool((np.abs(raw) <= largest).all())
     return np.array_equal(np.isnan(found), np.isnan(raw)) and np.array_equal(np.isinf(found), np.isinf(raw))

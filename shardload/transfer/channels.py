@@ -1,18 +1,18 @@
-"""How do parts travel between this rank and one other?
+"""How do parts travel between this rank and one other rank?
 
-`Channels.route` asks that once for each rank and gives a `Channel`, which has both ends: what this rank sends there, and what
-comes from there.
+`Channels.route` returns one `Channel` per rank, which serves both directions: what this rank sends there, and what comes from
+there.
 
-- `SharedMemoryChannel`, to a rank of the same machine: an *offer* is a control message that names, for every part and tile, the
-  region and where its values lie in the sender's shared memory. The receiver copies them from there, once, and acknowledges;
-  then the slot is used again.
-- `MessageChannel`, to any other rank: an MPI message carries the values, from the block itself where they lie in it without
-  gaps, else packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
-  faster.) It is received straight into the target.
+- `SharedMemoryChannel`, to a rank of the same machine: the sender makes an *offer*, a control message that names for every part
+  and tile the region and the place of its values in the sender's shared memory. The receiver copies the values out of it and
+  acknowledges the offer; then the slot is used again.
+- `MessageChannel`, to any other rank: an MPI message carries the values, straight from the block if they lie there without
+  gaps, otherwise packed. (MPI could send with gaps too, but MPICH then moves a few KiB per call: measured, packing is 10 times
+  faster.) The message is received straight into the target.
 
-Both ends count the parts of one sender through, from the first of array 0 to the last of the last array. In the end each
-sender gives each receiver a receipt: whether all went well, how many parts there were, of which regions of which arrays and,
-for messages, a checksum of each where asked.
+Both ends number the parts of one sender, from the first part of array 0 to the last part of the last array. At the end each
+sender sends each receiver a receipt: whether all went well, how many parts were sent, a digest of their arrays and regions and,
+for messages, a checksum of each part if checksums are on.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Channels:
     arrays : sequence of ArrayMove
         What moves.
     arrivals : Arrivals
-        Of this rank.
+        What has arrived on this rank.
     packer, shared_packer : Packer
-        For messages; for values that have to be brought into shared memory.
+        Pack messages, and values that have to be copied into shared memory.
     checksums : bool
         Whether each part is checksummed on both sides.
 
     Attributes
     ----------
     seeds : sequence of int
-        For each array, what its identities and checksums begin with.
+        For each array, the start value of its identities and checksums.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Channels:
         self._n_offers = 0
 
     def route(self, rank: int) -> Channel:
-        """How parts travel to and from a rank."""
+        """The channel to and from a rank."""
         found = self._known.get(rank)
         if found is None:
             kind = SharedMemoryChannel if self.transport.shares_memory(rank) else MessageChannel
@@ -93,23 +93,23 @@ class Channels:
         return found
 
     def close(self) -> None:
-        """Let go of the channels: each knows this object, and a circle would keep the targets' memory."""
+        """Release the channels: each references this object, and a reference cycle would keep the targets' memory alive."""
         self._known.clear()
 
     @property
     def n_offered(self) -> int:
-        """Offers of this rank that have not been acknowledged."""
+        """Number of offers of this rank that have not been acknowledged."""
         return len(self._offered)
 
     def offer(self, rank: int, n_parts: int, array: int, rows: list[int], on_done: Callable[[], None]) -> None:
-        """Say where parts lie; `on_done` is called when the receiver has them."""
+        """Tell `rank` where parts lie. `on_done` is called when the receiver has copied them."""
         message: Integers = np.array([OFFER, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
         self.transport.tell(rank, message)
         self._n_offers += 1
         self._offered[self._n_offers] = on_done
 
     def acknowledged(self, rank: int, offer: int) -> None:
-        """A receiver has what an offer named. PeerError if there is no such offer."""
+        """Handle the acknowledgement of an offer. PeerError if there is no such offer."""
         done = self._offered.pop(offer, None)
         if done is None:
             raise PeerError(
@@ -122,12 +122,12 @@ class Channels:
 
 
 class Channel(ABC):
-    """How parts travel between this rank and one other, and what both know of it.
+    """How parts travel between this rank and one other, with the counts and receipts of both directions.
 
     Parameters
     ----------
     common : Channels
-        What the channels of an exchange have in common.
+        The channels of this exchange.
     rank : int
         The other rank.
     """
@@ -148,19 +148,19 @@ class Channel(ABC):
 
     @abstractmethod
     def takes_as_it_lies(self, block: StagedBlock) -> bool:
-        """Whether all parts of a block can go together, from where they lie."""
+        """True if all parts of a block can be sent together, from where they lie."""
 
     @abstractmethod
     def send(self, array: int, block: StagedBlock, parts: Sequence[Part]) -> bool:
-        """Send parts of a block; False while there is no room to pack them. The block is one receiver's less when they left."""
+        """Send parts of a block. Return False if there is no room to pack them. `one_less` is called when they have left."""
 
     def send_receipt(self, went_well: bool) -> None:
-        """Nothing more will be sent."""
+        """Send the receipt: no more parts follow it."""
         receipt = np.array([went_well, self._n_sent, self._identity, *self._sent_sums], dtype=np.uint32)
         self._transport.send_receipt(self.rank, receipt)
 
     def _count_sent(self, array: int, part: Part) -> None:
-        """Only when it was sent: a receipt must not promise what could not be."""
+        """Count a part in the receipt. Call this after it was sent: a receipt must not count a part that could not be sent."""
         if array != self._array:
             self._array = array
             self._identity = begin_array(self._common.seeds[array], self._identity)
@@ -170,7 +170,7 @@ class Channel(ABC):
     # --- from the other rank
 
     def expect(self, window: int) -> None:
-        """Begin to receive what is expected; `window`: receives to post at a time."""
+        """Begin to receive the expected parts. `window` is the number of receives to post at a time."""
         self._n_coming = len(self.expected)
         for array, parts in self.expected.lists:
             self._expected_identity = begin_array(self._common.seeds[array], self._expected_identity)
@@ -181,26 +181,26 @@ class Channel(ABC):
         self._transport.receive_receipt(self.rank, self._receipt, self._expect_no_more)
 
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self._has_receipt
 
     @property
     def is_offered(self) -> bool:
-        """Whether offers may still come."""
+        """True if offers may still come."""
         return False
 
     @property
     def went_well(self) -> bool:
-        """Whether the sender says so."""
+        """True if the receipt says that the sender did not fail."""
         return bool(self._receipt[0])
 
     def look(self, offer: Integers) -> None:
-        """Take what an offer names, and acknowledge it. Here: nothing, for none is expected."""
+        """Copy what an offer names, and acknowledge it. In this base class no offer is expected: report it as an error."""
         self._common.arrivals.report_list(None, self.rank)
         self._transport.tell(self.rank, np.array([ACK, offer[1]], dtype=np.int64))
 
     def _expect_no_more(self) -> None:
-        """A receipt has come: what its sender did not send will never come."""
+        """Handle the arrival of the receipt: the parts that it does not count will never come."""
         self._has_receipt = True
         self._n_coming = min(self._n_coming, int(self._receipt[1]))
 
@@ -208,7 +208,7 @@ class Channel(ABC):
         """Compare the receipt with what was expected."""
         went_well, n_sent, proof, *sums = (int(v) for v in self._receipt)
         if not went_well:
-            return  # that rank raises, and all ranks agree on its error
+            return  # the sender raises its error, and all ranks agree on it
         arrivals, expected = self._common.arrivals, self.expected
         if (n_sent, proof) != (len(expected), self._expected_identity):
             array, part = expected[0]
@@ -219,7 +219,7 @@ class Channel(ABC):
 
 
 class MessageChannel(Channel):
-    """Each part is a message, received straight into its target (derived datatypes: no unpacking)."""
+    """Sends each part as a message. It is received straight into its target (derived datatypes, no unpacking)."""
 
     _sums_in_receipt = True
 
@@ -250,7 +250,7 @@ class MessageChannel(Channel):
         self._count_sent(array, part)
         self._sent_sums += sums
         if data is not view:
-            one_less(block)  # the block itself is no longer needed for this part
+            one_less(block)  # the part was copied, so it no longer needs the block
         return True
 
     def expect(self, window: int) -> None:
@@ -286,7 +286,7 @@ class MessageChannel(Channel):
 
 
 class SharedMemoryChannel(Channel):
-    """The receiver copies values out of the sender's memory, where an offer says that they lie."""
+    """Sends an offer. The receiver copies the values out of the sender's memory, from where the offer says they lie."""
 
     def __init__(self, common: Channels, rank: int) -> None:
         super().__init__(common, rank)
@@ -301,7 +301,7 @@ class SharedMemoryChannel(Channel):
         if block.is_shared:
             self._offer(array, parts, (block.views(part.region) for part in parts), partial(one_less, block))
             return True
-        # It lies somewhere else: bring it into shared memory first.
+        # The block lies elsewhere: copy the part into shared memory first.
         (part,) = parts
         packed = self._common.shared_packer.pack(block, part.region, self._common.arrays[array].dtype)
         if packed is None:
@@ -338,7 +338,7 @@ class SharedMemoryChannel(Channel):
         return len(self.expected) > 0 and not self.is_done()
 
     def look(self, offer: Integers) -> None:
-        """See `Channel`: copy it out of the sender's memory."""
+        """See `Channel`. Copies the values out of the sender's memory."""
         started = time.perf_counter()
         arrivals, rank, expected = self._common.arrivals, self.rank, self.expected
         array = int(offer[3])
@@ -366,7 +366,7 @@ class SharedMemoryChannel(Channel):
         self._transport.tell(rank, np.array([ACK, offer[1]], dtype=np.int64))
 
     def _take(self, array: int, row: list[int]) -> Region | None:
-        """Copy what one row of an offer names. What cannot be is reported, never raised: the sender waits for the answer."""
+        """Copy the values that one row of an offer names. Problems are reported, not raised: the sender waits for an answer."""
         n, arrivals = self._common.arrays[array].flow.ndim, self._common.arrivals
         try:
             region = Region(tuple(row[1 : 1 + n]), tuple(row[1 + n : 1 + 2 * n]))
@@ -391,19 +391,19 @@ class SharedMemoryChannel(Channel):
 
 
 def begin_array(seed: int, previous: int) -> int:
-    """A running identity of regions, where those of the next array begin."""
+    """The running identity of regions, advanced to the beginning of the next array."""
     return zlib.crc32(struct.pack("<I", seed), previous)
 
 
 def one_less(block: StagedBlock) -> None:
-    """One receiver less needs the block; without any its slot is free."""
+    """Count down the receivers that need the block. When none does, free its slot."""
     block.n_sending -= 1
     if block.n_sending == 0:
         block.release()
 
 
 def _are_all_of(region: Region, tiles: list[Region]) -> bool:
-    """Whether these, as cells of a grid, are all of a region, each element once.
+    """True if the tiles, as cells of a grid, cover the region, each element once.
 
     >>> half = Region((0,), (2,))
     >>> _are_all_of(Region((0,), (4,)), [half, Region((2,), (4,))]), _are_all_of(Region((0,), (4,)), [half, half])

@@ -1,18 +1,18 @@
 """Which numbers prove that two ranks mean the same regions and hold the same values?
 
-On the way, both sides compute an `identity` of the regions they name and a `checksum` of the values. Both begin with what tells
-one array of one load from all others (`seed_of`), so that no part is taken for one of another array.
+For a part that is sent, both sides compute an `identity` of its region and a `checksum` of its values. Both numbers start from
+a seed that is different for each array of each load (`seed_of`), so that a part is never taken for one of another array.
 
-For an array as a whole: the CRC-32 of its bytes in C order, what `zlib.crc32` says of it in one piece, however it is cut. It is
-made from the shards, wherever they are, without bringing them together:
+For a whole array, the checksum is the CRC-32 of its bytes in C order, as `zlib.crc32` returns it for the whole. It is computed
+from the shards, however the array is cut, without gathering them:
 
-1. A CRC without its customary inversions is linear: that of an array is the exclusive or of what each run of bytes would give
-   if all others were zero (`sum_shard`, `join_sums`).
-2. A run's own CRC becomes that by being multiplied by ``x**(8 n)`` for the ``n`` bytes behind it, modulo the CRC's polynomial.
-3. Runs that lie a constant distance apart are joined in pairs, so a shard takes a few multiplications per axis, each of a whole
-   NumPy array.
+1. A CRC without its usual inversions is linear: the CRC of an array is the exclusive or of the CRCs of its runs of bytes, each
+   taken as if all other bytes were zero (`sum_shard`, `join_sums`).
+2. The run's own CRC is turned into that CRC by a multiplication by ``x**(8 n)`` for the ``n`` bytes after it, modulo the CRC's
+   polynomial.
+3. Runs at a constant distance are joined in pairs, so a shard takes a few multiplications of whole NumPy arrays per axis.
 
-Ranks and shardings do not come into it. (The same idea as ``crc32_combine`` in zlib, over boxes instead of pieces of a stream.)
+The result does not depend on ranks or shardings. (zlib's ``crc32_combine`` has the same idea, for pieces of a stream.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardload.system.scratch import Scratch
 
 __all__ = ["checksum", "identity", "join_sums", "runs_of", "seed_of", "sum_shard"]
 
-_AT_ONCE_NBYTES = 1 << 19  # what is put together at a time stays in the core's own cache
+_AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
 _scratch = Scratch()
 
 _POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x**0
@@ -44,19 +44,19 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def identity(region: Region, previous: int) -> int:
-    """A running CRC-32 of the coordinates of regions: equal where the same regions came in the same order."""
+    """A running CRC-32 of the coordinates of regions: equal if the same regions came in the same order."""
     return zlib.crc32(struct.pack(f"<{2 * region.ndim}q", *region.start, *region.stop), previous)
 
 
 def seed_of(array: int, seed: int) -> int:
-    """What the identities and checksums of one array of an exchange begin with: its number and the load's own seed."""
+    """The start value of the identities and checksums of one array of an exchange, from its number and the seed of the load."""
     return zlib.crc32(struct.pack("<q", array), seed)
 
 
 def checksum(data: Array, crc: int = 0) -> int:
-    """CRC-32 (after `crc`) of an array's bytes in C order, whatever its strides; never copies more than 512 KiB at a time.
+    """CRC-32 (continuing `crc`) of an array's bytes in C order, for any strides. Copies at most 512 KiB at a time.
 
-    By libdeflate, which takes it at the speed of memory (docs/design/verify.md).
+    Uses libdeflate, which runs at the speed of memory (docs/design/verify.md).
 
     >>> import numpy as np
     >>> checksum(np.arange(4, dtype="<u2")[::-1]) == checksum(np.array([3, 2, 1, 0], dtype="<u2"))
@@ -78,21 +78,21 @@ def _checksum_of_copy(data: Array, crc: int) -> int:
 
 
 def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:
-    """What the elements of one region add to the CRC of an array of `shape`.
+    """The contribution of the elements of one region to the CRC of an array of `shape`.
 
     Parameters
     ----------
     data : ndarray, C-contiguous, of the region's shape
         The values.
     region : Region
-        Where they lie in the array.
+        Where the values lie in the array.
     shape : tuple of int
-        The array.
+        Shape of the array.
 
     Returns
     -------
     int
-        To be joined with those of all other elements by `join_sums`.
+        The contribution; `join_sums` joins those of all regions.
     """
     if not region.size:
         return 0
@@ -110,7 +110,7 @@ def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:
 
 
 def join_sums(sums: Iterable[int], nbytes: int) -> int:
-    """The CRC-32 of an array of `nbytes` bytes, from what its regions add.
+    """The CRC-32 of an array of `nbytes` bytes, from the contributions of its regions.
 
     >>> import zlib
     >>> table = np.arange(24, dtype="<i2").reshape(4, 6)
@@ -126,7 +126,7 @@ def join_sums(sums: Iterable[int], nbytes: int) -> int:
 
 
 def runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int, int]:
-    """How a box of `shape` lies in memory of the array: axes that count its runs, and elements of each run.
+    """How a box of `shape` lies in the memory of the array: the number of axes that count its runs, and elements per run.
 
     >>> runs_of((2, 3, 8), (4, 6, 8)), runs_of((2, 6, 8), (4, 6, 8)), runs_of((), ())
     ((1, 24), (0, 96), (0, 1))
@@ -147,7 +147,7 @@ def _end_of_run(region: Region, shape: tuple[int, ...], n_outer: int) -> int:
 
 
 def _join_axis(sums: Sums, stride: int) -> Sums:
-    """Join along the last axis what lies `stride` bytes apart, in pairs: zeros before the first change nothing."""
+    """Join sums that lie `stride` bytes apart along the last axis, in pairs. Zeros before the first change nothing."""
     while sums.shape[-1] > 1:
         if sums.shape[-1] % 2:
             sums = np.concatenate([np.zeros((*sums.shape[:-1], 1), np.uint32), sums], axis=-1)
@@ -157,7 +157,7 @@ def _join_axis(sums: Sums, stride: int) -> Sums:
 
 
 def _zeros(nbytes: int) -> int:
-    """The CRC-32 of so many zero bytes."""
+    """The CRC-32 of `nbytes` zero bytes."""
     return int(_times(np.array([_ALL], np.uint32), _power(8 * nbytes))[0]) ^ _ALL
 
 
@@ -179,7 +179,7 @@ def _bits(n: int) -> Iterator[int]:
 
 
 def _product(a: int, b: int) -> int:
-    """Of two polynomials, modulo the polynomial."""
+    """The product of two polynomials, modulo the CRC's polynomial."""
     result = 0
     for k in range(31, -1, -1):
         if a >> k & 1:
@@ -189,7 +189,7 @@ def _product(a: int, b: int) -> int:
 
 
 def _times(values: Sums, factor: int) -> Sums:
-    """Each value times `factor`: one table for each of its four bytes."""
+    """Each value times `factor`, with one table for each of the four bytes of a value."""
     result = np.zeros(values.shape, np.uint32)
     for k, table in enumerate(_tables(factor)):
         result ^= table[values >> np.uint32(8 * k) & np.uint32(255)]

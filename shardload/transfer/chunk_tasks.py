@@ -1,8 +1,10 @@
 """How is a block decoded chunk by chunk, in several threads?
 
-Where the source hands out whole chunks as they are stored (`Source.chunk_reader`): into the piece itself where a chunk is all
-there is of it, else into a staging buffer (or, where all of it stays here, into the thread's own scratch memory, still in its
-core's cache when it is copied into the pieces).
+The source hands out whole chunks as they are stored (`Source.chunk_reader`). Each chunk is decoded
+
+1. straight into a piece, if the whole chunk belongs to that piece and lies there without gaps;
+2. else into a staging buffer, if another rank needs some of it;
+3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ Array = np.ndarray[Any, Any]
 
 
 class ChunkTasks:
-    """The work of reading blocks, cut into tasks of some chunks each.
+    """Reads blocks, in tasks of some chunks each.
 
     Parameters
     ----------
     reader : ChunkReader
         Hands out whole chunks as they are stored, and decodes them.
     layout : SourceLayout
-        How the array lies in its file; with chunks.
+        How the array lies in its file. It must have chunks.
     local : LocalPieces
         This rank's pieces.
     scratch : Scratch
-        Memory of the threads.
+        Scratch memory of the threads.
     names : Naming
-        What chunks are called, and which of them is being read.
+        Names the chunks, and keeps which of them is being read.
     counts : callable
-        Which of the missing chunks that a block met this rank counts (`missing.counter_of`).
+        Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     n_threads : int
-        How many tasks run at once.
+        Number of tasks that run at once.
     """
 
     def __init__(
@@ -71,11 +73,11 @@ class ChunkTasks:
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
 
     def needs_slot(self, block: Block) -> bool:
-        """Whether some of a block waits in a staging buffer: what other ranks need."""
+        """True if a block needs a staging buffer, for the parts that other ranks need."""
         return self._local.sends(block.parts)
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
-        """What reads a block, in parts that may run at the same time."""
+        """The tasks that read a block; they may run at the same time."""
         numbers = list(self._layout.chunks.meeting(staged.block.region))
         # Each task takes every n-th chunk, so that all end at about the same time.
         n = min(self._n_threads, len(numbers))
@@ -89,7 +91,7 @@ class ChunkTasks:
             if region is None:
                 continue
             parts = [part for part in block.parts if part.region.intersect(region) is not None]
-            if not parts:  # it lies between the shards of this rank
+            if not parts:  # the chunk lies between the shards of this rank
                 continue
             index = self._names.index(region)
             try:
@@ -109,7 +111,7 @@ class ChunkTasks:
         index: tuple[int, ...],
         counters: Counters,
     ) -> None:
-        """Fetch and decode one chunk, the block's number `place`, and deliver what stays here."""
+        """Fetch and decode chunk number `place` of the block, and deliver the parts that stay on this rank."""
         started = time.perf_counter()
         encoded = self._reader.fetch(index, partial(self._scratch.bytes, "stored"))
         fetched = time.perf_counter()
@@ -135,7 +137,7 @@ class ChunkTasks:
     def _decode(
         self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
     ) -> Array:
-        """The values of `region`, in the block's staging buffer where another rank needs some of them."""
+        """The values of `region`; they lie in the block's staging buffer if another rank needs some of them."""
         layout, in_file = self._layout, self._layout.selection.to_file(region)
         inside = tuple(
             slice(a - i * c, b - i * c)
@@ -158,17 +160,17 @@ class ChunkTasks:
             cast_into(values, cast, self._names.elements(in_file))
             values = cast
         if travels:
-            staged.tiles.append(Tile(region, values))  # from several threads: a list takes one at a time
+            staged.tiles.append(Tile(region, values))  # from several threads: list.append is atomic
         return values
 
     def _in_place(self, parts: list[Part], region: Region) -> Array | None:
-        """The part of this rank's own piece that is all of the chunk, where it can be decoded straight into it."""
+        """The region of the chunk in this rank's own piece, if it can be decoded straight into it; else None."""
         if self._layout.casts or self._layout.chunk_size != region.size:
             return None
         return self._local.in_place(parts, region)
 
     def _cut(self, staged: StagedBlock, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Room in the block's staging buffer for its chunk number `place`."""
+        """The room for chunk number `place` in the block's staging buffer."""
         if staged.slot is None:
             raise ValueError("a block without a slot has no room")
         start = place * self._chunk_room

@@ -1,4 +1,4 @@
-"""What did reading cost? Each task counts for itself, and `SourceReader` adds it up."""
+"""What did reading cost? Each task has its own counters, and `SourceReader` adds them up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 __all__ = ["MOST_NAMED", "Counters"]
 
-MOST_NAMED = 3  # of the missing chunks
+MOST_NAMED = 3  # missing chunks that are named in a message
 
 
 @dataclass
 class Counters:
-    """What reading cost: seconds are summed over the threads."""
+    """What reading cost. Seconds are summed over the threads."""
 
     chunks_decoded: int = 0
     nbytes_read: int = 0
@@ -25,7 +25,7 @@ class Counters:
     nbytes_copied: int = 0
     n_checksums: int = 0
     chunks_missing: int = 0
-    missing: list[int] = field(default_factory=list)  # the first few, by their number
+    missing: list[int] = field(default_factory=list)  # numbers of the first few
 
     def add(self, other: Counters) -> None:
         """Add what one task counted."""
@@ -34,6 +34,6 @@ class Counters:
         self.missing = sorted(self.missing)[:MOST_NAMED]
 
     def add_missing(self, numbers: np.ndarray[Any, Any]) -> None:
-        """Count missing chunks, by their numbers, which come in ascending order."""
+        """Count missing chunks, given their numbers in ascending order."""
         self.chunks_missing += len(numbers)
         self.missing += numbers[: MOST_NAMED - len(self.missing)].tolist()

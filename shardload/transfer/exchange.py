@@ -1,15 +1,16 @@
-"""How do the parts of many arrays reach those who need them?
+"""How do the parts of many arrays reach the ranks that need them?
 
-One `exchange` moves every part of every array from its block to its target (`moves`). One thread alone calls MPI:
+One `exchange` moves every part of every array from its block to its target (`moves`). A single thread calls MPI:
 
-1. Expect what the plan says (`receiver`): post receives for the first parts of every sender.
-2. Stage blocks, as many as there are slots and threads for: those of array 0, then those of array 1, and so on, as one
-   sequence. As each is done, in order, its parts leave (`sender`), each over the channel of the rank that gets it (`channels`).
-3. As parts arrive, targets fill and slots become free. Nothing blocks, so no order of ranks can deadlock, and a rank with
-   nothing to do sleeps instead of spinning. Nobody waits between two arrays.
-4. Each sender ends with a receipt for each receiver, which the receiver compares with the plan.
+1. Post receives for the first parts of every sender, as the plan says (`receiver`).
+2. Stage as many blocks as there are slots and threads: the blocks of array 0, then those of array 1, and so on, as one
+   sequence. When a block is done, send its parts in order (`sender`), each over the channel to its receiver (`channels`).
+3. As parts arrive, targets fill and slots become free. No call blocks, so no order of ranks can deadlock. A rank with nothing
+   to do sleeps instead of spinning. There is no wait between two arrays.
+4. Each sender ends by sending each receiver a receipt. The receiver compares it with the plan.
 
-A sender that fails stops, and says so in its receipts: the receivers cancel what will not come. Nobody waits for it.
+A sender that fails stops sending and marks its receipts as failed. The receivers then cancel what will not come, so no rank
+waits for it.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from shardload.transfer.sender import Sender
 
 __all__ = ["Buffers", "Moved", "exchange"]
 
-# Waiting for messages: give the core away at first, because one under way needs calls into MPI to go on; then sleep ever
-# longer.
+# Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
+# for longer and longer.
 _BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
-# Waiting to be woken.
+# Waiting for the bell.
 _LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
 
-# What an interrupted exchange (Ctrl-C) left behind: MPI may still write into its buffers, so they are never freed.
+# Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What all arrays of an exchange share.
+    """Memory and bell that all arrays of an exchange share.
 
     Attributes
     ----------
     slots, pack_slots : Slots
-        Where blocks are staged (in shared memory where there is some), and where messages are packed: each large enough for the
-        largest of any array.
+        Staging buffers for blocks (in shared memory if there is any), and buffers for packed messages. Each is large enough for
+        the largest block of any array.
     segments : mapping of int to Segment
-        The memory of each rank of this machine; empty where none is shared.
+        The shared memory of each rank of this machine; empty if none is shared.
     bell : Bell
-        Where this rank sleeps: woken by the producers' threads and, with shared memory, by the ranks of this machine.
+        Wakes this rank. Rung by the producers' threads and, with shared memory, by the ranks of this machine.
     """
 
     slots: Slots
@@ -69,8 +70,8 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Moved:
-    """What an exchange did on this rank: seconds of copying, bytes that came from other ranks, most bytes in slots at a
-    time, parts whose checksum was compared.
+    """Statistics of an exchange on this rank: seconds of copying, bytes received from other ranks, peak bytes in slots, and
+    number of parts whose checksum was compared.
     """
 
     seconds: float
@@ -88,29 +89,29 @@ def exchange(
     checksums: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> tuple[BaseException | None, Moved]:
-    """Move every part of every array to where it belongs. Collective over `group`; returns, never raises, what went wrong.
+    """Move every part of every array to its target. Collective over `group`. Errors are returned, not raised.
 
     Parameters
     ----------
     group : Group
-        The ranks.
+        The ranks that take part.
     arrays : sequence of ArrayMove
-        What moves: the same arrays in the same order on every rank.
+        The arrays to move: the same ones in the same order on every rank.
     buffers : Buffers
-        Memory that they share.
+        Memory that the arrays share.
     tags : tuple of int
-        `Group.next_tags`, which every rank has called, whether it comes this far or not.
+        Result of `Group.next_tags`. Every rank must have called it, even a rank that fails before this call.
     checksums : bool
         Whether each part is checksummed on both sides.
     on_progress : callable, optional
-        Called with the bytes of each part that has arrived in a target.
+        Called with the number of bytes of each part that has arrived in a target.
 
     Returns
     -------
     BaseException or None
-        This rank's own failure, or what its receipts say; the ranks still have to agree on it.
+        The failure of this rank, or the one that its receipts report. The ranks still have to agree on it.
     Moved
-        What it cost.
+        Statistics of the exchange.
     """
     transport = Transport(group, tags, buffers.segments)
     progress = _Callback(on_progress)
@@ -133,7 +134,7 @@ def exchange(
 
 
 class _Callback:
-    """A function of the caller's. If it fails, the exchange goes on: others still wait for this rank."""
+    """A callback of the caller. If it fails, the exchange goes on, because other ranks still wait for this rank."""
 
     def __init__(self, tell: Callable[[Any], None] | None) -> None:
         self._tell = tell
@@ -150,7 +151,7 @@ class _Callback:
 
 
 class _Exchange:
-    """One rank's turns: stage, send, receive, until all is there."""
+    """The main loop of one rank: stage, send and receive until everything has arrived."""
 
     def __init__(
         self,
@@ -165,15 +166,15 @@ class _Exchange:
         self.sender, self.receiver = Sender(channels), Receiver(channels, arrays, arrivals)
         self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
         self.shares_memory = bool(buffers.segments)
-        self.failure: Exception | None = None  # of this rank's own staging or sending
+        self.failure: Exception | None = None  # when this rank staged or sent
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
         self.under_way: deque[tuple[int, Staged]] = deque()
-        self.to_be_packed: int | None = None  # an array whose parts may need slots to be brought into shared memory
+        self.to_be_packed: int | None = None  # an array whose parts may need slots, to be copied into shared memory
         self.has_sent_receipts = False
 
     def _now(self) -> tuple[int, str]:
-        """How much has been staged of all arrays, and what is being read."""
+        """Return how much has been staged of all arrays, and a text that says what is being read."""
         found = [array.producer.now() for array in self.arrays]
         return sum(n for n, _ in found), next((text for _, text in found if text), "")
 
@@ -212,7 +213,7 @@ class _Exchange:
         return moved
 
     def _listen(self) -> bool:
-        """Deal with the control messages of ranks of this machine."""
+        """Handle the control messages from ranks of this machine. Return True if there were any."""
         heard = False
         if self.channels.n_offered or self.receiver.is_listening():
             for rank, message in self.transport.told():
@@ -224,7 +225,7 @@ class _Exchange:
         return heard
 
     def _stage(self) -> bool:
-        """Take the blocks that are staged, in order, and have the next ones begun."""
+        """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
         moved = False
         while self.under_way and self.under_way[0][1].done():
             array, staged = self.under_way.popleft()
@@ -244,10 +245,10 @@ class _Exchange:
         return moved
 
     def _keeps_slots(self, array: int) -> bool:
-        """Whether the blocks of an array must wait for those of another one, which need slots to be packed into.
+        """True if the blocks of this array must wait for those of another array, which need slots to be packed.
 
-        They would take these slots and wait behind them in the sender's queue. (Only where one array is in memory already and
-        the next one is not.)
+        Otherwise they would take these slots and then wait behind the other blocks in the sender's queue. (This happens only
+        if one array is in memory already and the next one is not.)
         """
         if self.to_be_packed in (None, array):
             return False
@@ -263,16 +264,16 @@ class _Exchange:
         self.sender.put(array, block)
 
     def _fail(self, error: Exception) -> None:
-        """Stage and send no more. Whoever still expects something from this rank gets a receipt that says so."""
+        """Stop staging and sending. Each rank that still expects parts will get a receipt that reports the failure."""
         self.failure = self.failure or error
         self.following = None
         for _, block in _outgoing(self.arrays, self.rank):
             self.sender.clear(block.parts)
 
     def _nap(self, idle: int) -> None:
-        """Sleep: until something wakes this rank, where that is all that can come; else a little, and ever longer."""
+        """Sleep until the bell rings if nothing else can happen; otherwise sleep briefly, longer each time."""
         if not self.transport.n_data:
-            # An offer may still be on its way when its wake-up comes, and receipts wake nobody: look again after a while.
+            # The bell may ring before its offer can be received, and receipts do not ring it: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
@@ -284,7 +285,7 @@ class _Exchange:
 
 
 def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:
-    """The blocks of all arrays as one sequence, each with its array's number."""
+    """Iterate over the blocks of all arrays as one sequence; each comes with the number of its array."""
     for number, array in enumerate(arrays):
         for block in array.flow.outgoing(rank):
             yield number, block

@@ -1,4 +1,4 @@
-"""How do values that this rank has read reach its own pieces?"""
+"""How do the values that this rank has read get into its own pieces?"""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class LocalPieces:
     pieces : mapping of int to Piece
         Its pieces, by shard.
     checksums : bool
-        Whether each part that stays here is compared with what it was copied from.
+        Whether each copied part is compared with its source by checksum.
     """
 
     def __init__(self, rank: int, pieces: Mapping[int, Piece], checksums: bool = False) -> None:
         self._rank, self._pieces, self._checksums = rank, pieces, checksums
 
     def sends(self, parts: Iterable[Part]) -> bool:
-        """Whether another rank needs one of these parts."""
+        """True if another rank needs one of these parts."""
         return any(part.rank != self._rank for part in parts)
 
     def in_place(self, parts: Sequence[Part], region: Region) -> Array | None:
-        """The part of a piece that is `region`, where nobody else needs it and it has no gaps: values can be read into it."""
+        """The view of `region` in a piece, if no other rank or shard needs it and it has no gaps; else None."""
         if len(parts) != 1 or parts[0].rank != self._rank or not parts[0].region.contains(region):
             return None
         view = self._pieces[parts[0].shard].view(region)
         return view if view.flags.c_contiguous else None
 
     def deliver(self, parts: Iterable[Part], region: Region, values: Array, counters: Counters) -> None:
-        """Copy what stays here of `values` (which are `region`) into the pieces.
+        """Copy `values` (of `region`) into this rank's pieces, as far as `parts` say.
 
         Raises
         ------

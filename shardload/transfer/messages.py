@@ -1,4 +1,4 @@
-"""How is a part made ready to be sent? Without gaps: from its block as it lies there, else packed into a slot."""
+"""How is a part made ready to be sent? A part with gaps is packed into a slot; one without is sent from its block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 
 def sendable(view: Array) -> bool:
-    """Whether a view can be sent as it is: native byte order, and strides that only go forward.
+    """True if a view can be sent as it is: it has native byte order and positive strides.
 
     >>> import numpy as np
     >>> sendable(np.zeros((3, 4))[:, 1:3]), sendable(np.zeros(4)[::-1])
@@ -30,7 +30,7 @@ def sendable(view: Array) -> bool:
 
 @dataclass
 class _Buffer:
-    """A slot that parts are packed into one after the other. Given back when all of them have been sent."""
+    """A slot that parts are packed into, one after the other. It is given back when all of them have been sent."""
 
     slot: Slot
     n_used: int = 0
@@ -38,7 +38,7 @@ class _Buffer:
 
 
 class Packer:
-    """Puts parts together without gaps, in a few slots that are used again: no more memory than that, however much is sent."""
+    """Packs parts without gaps into a few slots, which are reused: memory stays the same, however much is sent."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -47,17 +47,17 @@ class Packer:
 
     @property
     def peak_nbytes(self) -> int:
-        """Most bytes of slots that were in use at a time."""
+        """Peak number of bytes of slots in use."""
         return self._slots.peak_nbytes
 
     def pack(self, block: StagedBlock, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
-        """A copy of what `block` holds of `region`, and what to call when it has been sent; None while there is no room.
+        """Return a packed copy of `region` of the block, and a function to call when it has been sent. None: there is no room.
 
-        Asked again for the region of the block that was packed last (replicas), the same copy is shared.
+        If the same region was packed last (replicas), the same copy is returned.
         """
         last = self._last
         if last is not None and last[0] is block.block and last[1] == region and last[3].n_sending:
-            _, _, data, buffer = last  # of this very block: another array may have the same region
+            _, _, data, buffer = last  # compared by block too: another array may have the same region
         else:
             nbytes = region.size * dtype.itemsize
             found = self._room(nbytes)

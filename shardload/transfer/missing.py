@@ -1,8 +1,8 @@
 """Which chunks are missing (not stored, so that their values are the file's fill value), and what is done about it?
 
-A file that lost chunks looks like one that never had them: only who made it knows. So the job counts them, each once, however
-many ranks read it: the rank counts whose block has the chunk's first element (of those that are selected); where every rank
-reads what it holds, the first of those that hold it.
+A file that lost chunks looks like a file that never had them; only its author knows. So the job counts the missing chunks. Each
+is counted once, however many ranks read it: by the rank whose block has the chunk's first selected element or, if every rank
+reads its own shards, by the first rank that holds that element.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Counter = Callable[[Block, Numbers, Grid], Numbers]
 
 
 def counter_of(plan: Schedule, rank: int) -> Counter:
-    """Which of the chunks that it met in a read `rank` counts: each chunk is counted by one rank, in one of its reads.
+    """A function that chooses which missing chunks of a block `rank` counts. Each chunk is counted by one rank, in one read.
 
-    That is where its first element lies; where each rank reads what it holds, by the first of those that hold the shard there.
+    That is the read that has its first element. If each rank reads its own shards, the first holder of that shard counts.
     """
 
     def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
@@ -55,12 +55,12 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
 
 
 def count_by_region(block: Block, numbers: Numbers, chunks: Grid) -> Numbers:
-    """What a `Counter` does where each block has one owner: chunks count where their first element lies."""
+    """The `Counter` for blocks with one owner: a chunk is counted by the block that has its first element."""
     return beginning_in(block.region, numbers, chunks)
 
 
 def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
-    """Those of some chunks whose first element (of those that are selected) is in a region: in one of several, for each.
+    """The chunks whose first element (of those that are selected) is in a region.
 
     >>> beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
     [1, 2]
@@ -75,7 +75,7 @@ def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
 
 
 def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file_chunk: Sequence[int], chunks: Grid) -> Numbers:
-    """The numbers, in the selected array's grid, of chunks of the file.
+    """The numbers of chunks of the file in the grid of the selected array.
 
     >>> from shardload.planning.selection import select_axes
     >>> selection = select_axes((5, slice(4, 12)), (8, 16))
@@ -89,17 +89,17 @@ def chunk_numbers(indices: Sequence[tuple[int, ...]], selection: Selection, file
 
 
 def fold_first(numbers: Sequence[int]) -> list[int]:
-    """The first few numbers, as many integers on every rank, of which the least over the ranks is taken."""
+    """The first few numbers, padded to the same length on every rank, so that their minimum over the ranks can be taken."""
     return [*numbers[:MOST_NAMED], *[_NONE] * (MOST_NAMED - len(numbers))]
 
 
 def unfold_first(least: Sequence[int]) -> list[int]:
-    """The inverse: each is a number that some rank had, the first one the least of all."""
+    """The inverse of `fold_first`: numbers that some rank had. The first is the least of all."""
     return [n for n in least if n != _NONE]
 
 
 def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: Selection, chunks: Grid) -> str:
-    """How many of how many, and where."""
+    """Text that says how many chunks are missing, of how many, and which."""
     if info.chunks is None:
         return f"{info} was made but never written: every value is its fill value"
     places = []
@@ -113,7 +113,7 @@ def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: S
 
 
 def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
-    """Say it, with what to type for another answer, once in the job; or raise it on every rank.
+    """Warn about missing chunks once in the job, or raise an error on every rank. The text says which option to pass.
 
     Raises
     ------
@@ -126,6 +126,6 @@ def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
         raise SourceError(text, path=info.path, dataset=info.dataset)
     if missing == "warn":
         text = f"{text}. Pass missing='error' to refuse such a file, {known}"
-        # Said by rank 0 alone; but where the user has warnings raised, every rank must raise this one.
+        # Only rank 0 shows the warning. But if the user turned warnings into errors, every rank must raise it.
         with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
             warnings.warn(text, MissingChunksWarning, stacklevel=levels_to_caller())

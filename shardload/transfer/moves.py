@@ -1,11 +1,11 @@
-"""What is one array of an exchange, and which way do its parts go?
+"""What is one array of an exchange, and in which direction do its parts go?
 
-The engine moves parts from holders to holders and does not ask what they are. An `ArrayMove` names both ends: a `Producer`,
-which stages what this rank sends, block by block, and the targets that this rank fills. Its `Flow` says who sends which part to
-whom:
+The exchange moves parts between ranks and does not need to know what they mean. An `ArrayMove` names both ends: a `Producer`,
+which stages what this rank sends, block by block, and the targets that this rank fills. Its `Flow` says which rank sends which
+part to which rank:
 
-- `BlocksToPieces`, to load: each block's owner sends, the holders of the shards receive.
-- `PiecesToBlocks`, the opposite: each shard's first holder sends, the owners of the blocks receive.
+- `BlocksToPieces`, to load: the owner of each block sends, the holders of the shards receive.
+- `PiecesToBlocks`, the opposite: the first holder of each shard sends, the owners of the blocks receive.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Staged(Protocol):
     """A block that is being staged."""
 
     def done(self) -> bool:
-        """Whether all of it is there, or has failed."""
+        """True if the block is complete, or staging it has failed."""
         ...
 
     def result(self) -> Any:
-        """The `StagedBlock`; what went wrong, if something did."""
+        """Return the `StagedBlock`, or raise the error if staging it has failed."""
         ...
 
 
@@ -41,49 +41,49 @@ class Producer(Protocol):
 
     @property
     def n_at_once(self) -> int:
-        """Blocks worth starting before the first is done."""
+        """Number of blocks to start before the first is done."""
         ...
 
     def has_room(self, block: Block) -> bool:
-        """Whether `start` has a buffer for this block."""
+        """True if `start` has a buffer for this block."""
         ...
 
     def now(self) -> tuple[int, str]:
-        """A number that grows with what has been done, and what is being read (empty: nothing)."""
+        """Return a number that grows with progress, and a text that says what is being read (empty: nothing)."""
         ...
 
     def start(self, block: Block) -> Staged:
-        """Begin to stage one block, in a slot that is taken at once or where it lies already.
+        """Begin to stage one block: in a slot, which is taken at once, or in the memory where the values lie already.
 
-        Its parts that stay here are in their targets when it is done. Not called again after one has failed.
+        When the block is done, its parts that stay on this rank are in their targets. Not called again after a block failed.
         """
         ...
 
 
 class Flow(Protocol):
-    """Who sends which part to whom, in which order. Every rank asks for itself alone."""
+    """Which rank sends which part to which rank, in which order. Each rank asks only about itself."""
 
     @property
     def ndim(self) -> int:
-        """Axes."""
+        """Number of axes."""
         ...
 
     def outgoing(self, rank: int) -> Iterator[Block]:
-        """What a rank stages, in order: for each block its parts, each with the rank that gets it and that rank's target."""
+        """The blocks that a rank stages, in order. Each part names the rank that receives it and that rank's target."""
         ...
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """What a rank gets from each other rank, in the order in which that rank sends it."""
+        """The parts that a rank receives from each other rank, in the order in which that rank sends them."""
         ...
 
     def n_wanted(self, target: int) -> int:
-        """Elements that a target needs."""
+        """Number of elements that a target needs."""
         ...
 
 
 @dataclass(frozen=True)
 class BlocksToPieces:
-    """Loading: each block's owner sends, the holders of the shards receive."""
+    """Loading: the owner of each block sends, the holders of the shards receive."""
 
     schedule: Schedule
 
@@ -108,9 +108,10 @@ class BlocksToPieces:
 
 @dataclass(frozen=True)
 class PiecesToBlocks:
-    """The opposite of `BlocksToPieces`: the holders of the shards send, each block's owner receives all of the block.
+    """The opposite of `BlocksToPieces`: the holders of the shards send, the owner of each block receives all of the block.
 
-    Of replicas the first holder sends. What a rank stages for a block is all that it sends of it; the targets are blocks.
+    If a shard has replicas, its first holder sends it. A rank stages together all that it sends of one block. The targets are
+    blocks.
     """
 
     schedule: Schedule
@@ -154,20 +155,20 @@ class ArrayMove:
     Attributes
     ----------
     flow : Flow
-        Who sends which part to whom.
+        Which rank sends which part to which rank.
     producer : Producer
         Stages what this rank sends.
     targets : mapping of int to Piece
-        What this rank fills, by number; filled in place.
+        The pieces that this rank fills in place, by number.
     dtype : dtype
-        Of the values as they travel.
+        Type of the values as they are sent.
     on_complete : callable, optional
         Called with each target that has all its elements.
     seed : int
-        Of this load alone, the same on every rank: what receipts and checksums begin with, so that no part of another load is
-        taken for one of this. (The arrays of one exchange are told apart anyway.)
+        Start value of receipts and checksums: different for each load, the same on every rank, so that a part of another load
+        is never taken for a part of this one. (The arrays of one exchange are told apart anyway.)
     name : str
-        For errors: which array it is.
+        Name of the array in error messages.
     """
 
     flow: Flow
@@ -180,7 +181,7 @@ class ArrayMove:
 
 
 class Expected:
-    """The parts that come from one rank: those of array 0 in order, then those of array 1, and so on. None of them is kept."""
+    """The parts that come from one rank: those of array 0 in order, then those of array 1, and so on. It stores no parts."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -188,7 +189,7 @@ class Expected:
         self._n = 0
 
     def add(self, array: int, parts: Sequence[Part]) -> None:
-        """The next array's."""
+        """Append the parts of the next array."""
         self._starts.append(self._n)
         self.lists.append((array, parts))
         self._n += len(parts)
@@ -197,7 +198,7 @@ class Expected:
         return self._n
 
     def __getitem__(self, number: int) -> tuple[int, Part]:
-        """The array's number and the part."""
+        """Return the number of the array and the part."""
         if not 0 <= number < self._n:
             raise IndexError(number)
         k = bisect_right(self._starts, number) - 1

@@ -1,4 +1,4 @@
-"""Which chunk of the file is that? What is said of a place in the file, to a person: in an error, or while it is being read."""
+"""Which chunk of the file is that? Names a place in the file for people: in an error, or while it is being read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardload.planning.selection import Selection
 
 __all__ = ["Naming"]
 
-_SAYS_WHY = (OutsideError, NotAFileError, HelperError, MemoryError)  # errors that a new copy of the file would not mend
+_SAYS_WHY = (OutsideError, NotAFileError, HelperError, MemoryError)  # errors that a new copy of the file would not fix
 
 
 class Naming:
@@ -29,21 +29,21 @@ class Naming:
     source : Source
         Open array.
     selection : Selection
-        Which of its elements make up the array that is loaded.
+        The elements of the source that make up the loaded array.
     chunks : Grid or None
-        The loaded array cut into the file's chunks; None where the file has none.
+        The loaded array cut into the file's chunks; None if the file has none.
     """
 
     def __init__(self, source: Source, selection: Selection, chunks: Grid | None) -> None:
         self._source, self._selection, self._chunks = source, selection, chunks
         self._chunk_shape = source.info.chunks or ()
-        self._reading: dict[int, Region] = {}  # by thread: what it is reading
+        self._reading: dict[int, Region] = {}  # for each thread, the region that it is reading
         self._n_read = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def at(self, region: Region) -> Iterator[None]:
-        """While this thread reads a region of the file, the others can ask for it."""
+        """Note that this thread reads a region of the file, so that `now` can say so."""
         thread = threading.get_ident()
         self._reading[thread] = region
         try:
@@ -54,29 +54,29 @@ class Naming:
                 self._n_read += 1
 
     def now(self) -> tuple[int, str]:
-        """How many chunks and blocks have been read, and what is being read (that which was begun first; empty: nothing)."""
+        """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""
         for region in [*self._reading.values()][:1]:
             return self._n_read, self.being_read(region)
         return self._n_read, ""
 
     def index(self, region: Region) -> tuple[int, ...]:
-        """Where the chunk that a region begins in stands in the file's grid of chunks."""
+        """The index of the chunk in which a region begins, in the file's grid of chunks."""
         place = self._selection.to_file(region)
         return tuple(a // c for a, c in zip(place.start, self._chunk_shape, strict=True))
 
     def elements(self, place: Region) -> str:
-        """Some elements of the file."""
+        """Name elements of the file."""
         return f"{self._source.info}, elements {place},"
 
     def being_read(self, region: Region) -> str:
-        """What is being read: the chunk, where the region lies in one."""
+        """Name the region that is being read: by its chunk, if it lies in one."""
         info, place = self._source.info, self._selection.to_file(region)
         if self._chunks is not None and self._chunks.n_meeting(region) == 1:
             return f"chunk {self.index(region)} of {info}"
         return f"elements {place} of {info}"
 
     def explain(self, error: Exception, region: Region) -> SourceError:
-        """What went wrong in a region, with the chunk it went wrong in: tried again, one by one."""
+        """Turn a read error into one that names the chunk. To find it, the chunks of the region are read again one by one."""
         chunks = self._chunks
         for number in chunks.meeting(region) if chunks is not None else ():
             cell = None if chunks is None else chunks.region(number).intersect(region)
@@ -90,7 +90,7 @@ class Naming:
         return self.unreadable(error, region, None)
 
     def unreadable(self, error: Exception, region: Region, chunk: tuple[int, ...] | None) -> SourceError:
-        """The error of a region (of a chunk, where it is known which) that could not be read."""
+        """The error for a region that could not be read. It names the chunk, if that is known."""
         info = self._source.info
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
         place = self._selection.to_file(region)
@@ -98,7 +98,7 @@ class Naming:
         if isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:
-            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or make it anew"
+            text += "The file is damaged, incomplete or out of reach there; nothing was loaded. Copy it again or recreate it"
         return SourceError(
             text,
             path=info.path,

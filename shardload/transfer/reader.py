@@ -1,11 +1,11 @@
 """How does one rank turn its blocks of the file into blocks in memory, inside the staging cap?
 
-1. Where the source hands out whole chunks as they are stored, threads decode them one by one (`chunk_tasks`). Else the
+1. If the source hands out whole chunks as they are stored, threads decode them one by one (`chunk_tasks`). Otherwise the
    format's library reads whole blocks, one at a time (`block_tasks`).
-2. The parts of this rank's own pieces are delivered by the thread that read them (`local_pieces`). What other ranks need waits
-   in a staging buffer.
-3. Blocks are answered in the order in which they were started. What was really read is counted. A failed read is explained:
-   which chunk of the file it was.
+2. The thread that read a block copies the parts of this rank's own pieces (`local_pieces`). Parts for other ranks wait in a
+   staging buffer.
+3. Blocks are returned in the order in which they were started. What was really read is counted. The error of a failed read
+   names the chunk of the file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["Reading", "SourceReader"]
 
 
 class _Tasks(Protocol):
-    """A way of reading blocks."""
+    """One way to read blocks."""
 
     def needs_slot(self, block: Block) -> bool:
-        """Whether a block waits in a staging buffer."""
+        """True if a block needs a staging buffer."""
         ...
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
-        """What reads a block, in parts that may run at the same time."""
+        """The tasks that read a block; they may run at the same time."""
         ...
 
 
@@ -55,35 +55,35 @@ class Reading:
     tasks: list[Future[None]] = field(default_factory=list)
 
     def done(self) -> bool:
-        """Whether all of it is there, or has failed."""
+        """True if the block is complete, or a task has failed."""
         return all(task.done() for task in self.tasks)
 
     def result(self) -> StagedBlock:
-        """The block; what a task raised, if one did."""
+        """Return the block, or raise the error of a task."""
         for task in self.tasks:
             task.result()
         return self.block
 
 
 class SourceReader:
-    """The blocks of one rank, read from one open source. A context manager: leaving it waits for what was started.
+    """Reads the blocks of one rank from one open source. A context manager: leaving it waits for the tasks that were started.
 
-    A job makes one for each of its arrays; all of them share the same resources.
+    A job makes one reader for each of its arrays; all readers share the same resources.
 
     Parameters
     ----------
     source : Source
         Open array.
     layout : SourceLayout
-        Which of its elements are wanted, how they lie in the file, and as which dtype they are wanted.
+        The selected elements, how they lie in the file, and the dtype to load them as.
     local : LocalPieces
-        This rank's pieces of the array, and whether copies into them are compared by checksum.
+        This rank's pieces of the array.
     resources : Resources
-        Threads, their scratch memory and staging buffers, of all arrays of the job.
+        Threads, scratch memory and staging buffers, shared by all arrays of the job.
     tuning : Tuning, optional
-        At which sizes the way of reading changes.
+        Sizes at which the way of reading changes.
     counts : callable, optional
-        Which of the missing chunks that a block met this rank counts (`missing.counter_of`).
+        Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SourceReader:
             self._ways = ChunkTasks(chunk_reader, *shared, resources.n_threads)
             self._threads, self._n_at_a_time = resources.pool, resources.n_threads
         self._is_by_chunks = chunk_reader is not None
-        self._tasks: list[Future[None]] = []  # that were started and may not have ended
+        self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended
         self._asked: tuple[Block | None, bool] = (None, False)
         self._lock = threading.Lock()
         self.counters = Counters()
@@ -119,27 +119,27 @@ class SourceReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # The tasks call this object when they are done: a circle that would keep the pieces' memory.
+        # The tasks call this object when they are done: a reference cycle that would keep the pieces' memory alive.
         tasks, self._tasks = self._tasks, []
         running = [task for task in tasks if not task.cancel()]
-        if kind is None or not issubclass(kind, StallError):  # then one may never end
+        if kind is None or not issubclass(kind, StallError):  # after a stall a task may never end
             wait(running)
 
     def now(self) -> tuple[int, str]:
-        """How many chunks and blocks have been read, and what is being read (that which was begun first; empty: nothing)."""
+        """Return how many chunks and blocks have been read, and what is being read (the oldest read; empty: nothing)."""
         return self._names.now()
 
     @property
     def n_at_once(self) -> int:
-        """Blocks worth starting before the first is done: one for each thread, and one that waits to be delivered."""
+        """Number of blocks to start before the first is done: one for each thread, and one that waits to be delivered."""
         return self._n_at_a_time + 1
 
     def has_room(self, block: Block) -> bool:
-        """Whether a staging buffer is free for this block, or it needs none."""
+        """True if a staging buffer is free for this block, or it needs none."""
         return not self._needs_slot(block) or self._resources.slots.has_room()
 
     def start(self, block: Block) -> Reading:
-        """Begin to read one block. Its own parts are in their pieces when it is done."""
+        """Begin to read one block. When it is done, the parts of this rank's own pieces are in place."""
         if not all(block.region.contains(part.region) for part in block.parts):
             raise ValueError(f"a part reaches outside its block {block.region}: the plan is wrong")
         staged, slots = StagedBlock(block), self._resources.slots
@@ -154,7 +154,7 @@ class SourceReader:
         if is_free and block.region.size * self._itemsize <= self._inline_nbytes:
             return Reading(staged, [done_here(self._run, task, block) for task in work])
         tasks = [self._threads.submit(self._run, task, block) for task in work]
-        for task in tasks:  # told when it counts as done, not when its work ends: whoever waits looks at `done` at once
+        for task in tasks:  # ring when the future is done, not when its work ends: the thread that waits checks `done` at once
             task.add_done_callback(self._tell)
         self._tasks += tasks
         return Reading(staged, tasks)
@@ -163,7 +163,7 @@ class SourceReader:
         self._resources.ring()
 
     def _needs_slot(self, block: Block) -> bool:
-        if self._asked[0] is not block:  # asked again and again while no buffer is free
+        if self._asked[0] is not block:  # called again and again while no buffer is free
             self._asked = (block, self._ways.needs_slot(block))
         return self._asked[1]
 
@@ -181,5 +181,5 @@ class SourceReader:
 
 
 def _chunk_reader(source: Source, layout: SourceLayout, tuning: Tuning) -> ChunkReader | None:
-    """What hands out chunks, where they are large enough to be decoded one by one."""
+    """The source's chunk reader; None if it has none, or if chunks are too small to be decoded one by one."""
     return source.chunk_reader() if layout.has_chunks and layout.chunk_nbytes >= tuning.min_chunk_nbytes else None

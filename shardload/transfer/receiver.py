@@ -1,7 +1,7 @@
-"""How do parts arrive in the targets, and how is it known that all have?
+"""How do parts arrive in the targets, and how does this rank know that all have arrived?
 
-Every part is compared with the plan: the sender's number of it must name the region that this rank expects there. In the end
-the receipts and the number of elements must agree.
+Every part is compared with the plan: the number that the sender gives it must stand for the region that this rank expects. At
+the end, the receipts and the number of elements must agree with the plan.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _WINDOW = 256  # receives posted at a time, over all senders (at least one per s
 
 
 class Receiver:
-    """What this rank's targets still need from others.
+    """Receives the parts that this rank's targets need from other ranks.
 
     Parameters
     ----------
     channels : Channels
-        Of this exchange.
+        The channels of this exchange.
     arrays : sequence of ArrayMove
-        What moves.
+        The arrays to move.
     arrivals : Arrivals
-        What has arrived.
+        Counts what has arrived.
     """
 
     def __init__(self, channels: Channels, arrays: Sequence[ArrayMove], arrivals: Arrivals) -> None:
@@ -37,7 +37,7 @@ class Receiver:
         self._senders: list[Channel] = []
 
     def expect(self) -> None:
-        """Post the first receives of every sender."""
+        """Post the first receives for every sender."""
         senders: dict[int, Channel] = {}
         for number, array in enumerate(self._arrays):
             for rank, parts in array.flow.incoming(self._channels.transport.rank).items():
@@ -49,23 +49,23 @@ class Receiver:
             channel.expect(window)
 
     def is_done(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return all(channel.is_done() for channel in self._senders)
 
     def is_listening(self) -> bool:
-        """Whether offers may still come."""
+        """True if offers may still come."""
         return any(channel.is_offered for channel in self._senders)
 
     def look(self, rank: int, offer: Integers) -> None:
-        """Take what a rank offers, and say so."""
+        """Copy what a rank offers, and acknowledge it."""
         self._channels.route(rank).look(offer)
 
     def delivered(self, array: int, part: Part) -> None:
-        """A part of this rank's own blocks is in its target."""
+        """Count a part of this rank's own blocks, which is in its target now."""
         self._arrivals.count(array, part, part.region)
 
     def check(self, is_whole: bool) -> None:
-        """Compare receipts and counts; `is_whole`: whether this rank itself staged all that it should have."""
+        """Compare receipts and counts with the plan. `is_whole`: whether this rank itself staged all its blocks."""
         for channel in self._senders:
             channel.check()
         if is_whole and all(channel.went_well for channel in self._senders):

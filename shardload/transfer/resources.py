@@ -1,4 +1,4 @@
-"""What do all readers of one job share? Threads, their scratch memory, staging buffers, a bell for the thread that waits."""
+"""What do all readers of one job share? Threads, their scratch memory, staging buffers, and a bell that wakes the main loop."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Resources"]
 
 
 class Resources:
-    """Made once for a job and handed to the reader of each of its arrays. A context manager: leaving it ends the threads.
+    """Resources that a job makes once and passes to the reader of each array. A context manager: leaving it ends the threads.
 
-    Enter it after the sources were opened and before the readers: threads then end before what they read is closed.
+    Enter it after the sources are opened and before the readers: the threads then end before the sources are closed.
 
     Parameters
     ----------
     slots : Slots
-        Staging buffers, for blocks that other ranks need parts of.
+        Staging buffers, for blocks with parts that other ranks need.
     bell : Bell, optional
-        Rung when something that was started is done.
+        Rung when a task is done.
     n_threads : int
-        How many chunks are decoded at once, over all arrays.
+        Number of chunks that are decoded at once, over all arrays.
     """
 
     def __init__(self, slots: Slots, bell: Bell | None = None, n_threads: int = 1) -> None:
@@ -32,7 +32,7 @@ class Resources:
         self.scratch = Scratch()
 
     def ring(self) -> None:
-        """Wake the thread that waits."""
+        """Wake the thread that waits at the bell."""
         if self.bell is not None:
             self.bell.ring()
 
@@ -40,5 +40,5 @@ class Resources:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After a stall a thread may be held up in a read for ever: it is left behind.
+        # After a stall a thread may hang in a read for ever: do not wait for it.
         self.pool.close(wait=kind is None or not issubclass(kind, StallError))

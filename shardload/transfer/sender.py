@@ -1,8 +1,8 @@
-"""How do the parts of a block leave? In order, each over the channel of the rank that gets it.
+"""How are the parts of a block sent? In order, each over the channel of the rank that receives it.
 
-What can go at once from where it lies does so (shared memory); the rest waits in one queue for room to be packed. Receivers
-count parts through, so what goes at once must not meet parts for the same rank in the queue: `exchange` begins no such block
-before they have left. Each receiver gets a receipt in the end.
+Parts that can be sent from where they lie (shared memory) are sent at once. The others wait in one queue until there is room to
+pack them. Receivers number the parts in order, so a part must not be sent at once while parts for the same rank are in the
+queue: `exchange` does not start such a block before they have left. At the end each receiver gets a receipt.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """The parts that still have to leave this rank, in order.
+    """Sends the parts of this rank's blocks, in order, and keeps the queue of parts that still have to leave.
 
     Parameters
     ----------
     channels : Channels
-        Of this exchange.
+        The channels of this exchange.
     """
 
     def __init__(self, channels: Channels) -> None:
@@ -33,11 +33,11 @@ class Sender:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything has been handed over to MPI or offered."""
+        """True if every part has been handed to MPI or offered."""
         return not self._waiting
 
     def put(self, array: int, block: StagedBlock) -> None:
-        """Send what can go at once of a block of an array, and queue its other parts."""
+        """Send the parts of a block that can be sent at once, and queue its other parts."""
         block.n_sending = 1
         together: dict[int, list[Part]] = {}
         for part in block.block.parts:
@@ -55,7 +55,7 @@ class Sender:
         one_less(block)
 
     def send_queued(self) -> bool:
-        """Send what is queued, in order, as far as there is room to pack it; whether anything was."""
+        """Send queued parts, in order, while there is room to pack them. Return True if any was sent."""
         posted = False
         while self._waiting and self._send(*self._waiting[0]):
             self._waiting.popleft()
@@ -63,14 +63,14 @@ class Sender:
         return posted
 
     def clear(self, parts: Iterable[Part]) -> None:
-        """Send no more; whoever still expects one of `parts` gets a receipt that says so."""
+        """Drop the queue. Each rank that still expects one of `parts` will get a receipt that reports the failure."""
         self._waiting.clear()
         for part in parts:
             if part.rank != self._rank:
                 self._receivers[part.rank] = self._channels.route(part.rank)
 
     def send_receipts(self, went_well: bool) -> None:
-        """Nothing more will come."""
+        """Send each receiver its receipt: no more parts follow."""
         for channel in self._receivers.values():
             channel.send_receipt(went_well)
 
