@@ -67,11 +67,11 @@ class Truth:
                 dataset=info.dataset,
             )
         if piece is None:
-            return "The file says the same twice: the array was changed since it was loaded, is of another file, or went wrong"
+            return "The file gives the same twice: the array was changed since it was loaded, is of another file, or is corrupt"
         if first_difference(piece, found) is not None:
             return "The host's piece differs from the device: likelier wrong is the device, or the way to it"
         return (
-            "The file says the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
+            "The file gives the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
             "read or travelled, on the rank that read them"
         )
 

@@ -124,11 +124,11 @@ def refuse_filter(
         why = (
             f"its decoder does not survive damage (damaged data {seen})"
             if seen
-            else "how it takes damage is not known well enough"
+            else "it is not known well enough how its decoder handles damage"
         )
         word = name or str(number)
         return (
-            f"chunks encoded with {_told(number, label)}, which is not decoded unasked: {why}. If you trust who wrote the "
+            f"chunks encoded with {_told(number, label)}, which is not decoded by default: {why}. If you trust who wrote the "
             f"file, pass allow_filters='{word}'"
         )
     wrong = _unfit(number, values, kind, chunk)

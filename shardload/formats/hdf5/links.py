@@ -94,7 +94,7 @@ class Others:
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
             self.chunks.append(tuple(dataset.chunks))
         if is_stacked(dataset, self.access):
-            raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
+            raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")
         Sizes(dataset).check()
 
     def check_whole(self) -> None:
@@ -102,7 +102,7 @@ class Others:
         for path, nbytes in self.sizes.items():
             found = os.stat(path).st_size
             if found < nbytes:
-                raise OSError(f"'{path}', where values are, was cut to {found} bytes from {nbytes} since it was opened")
+                raise OSError(f"'{path}', which holds values, was cut to {found} bytes from {nbytes} since it was opened")
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
@@ -441,7 +441,7 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
         stored, offset, size = creation.get_external(k)
         name = os.fsdecode(stored)
         if len(stored) >= _LONGEST_NAME:
-            raise _RefusedError("values of another file with a name that is too long to be told")
+            raise _RefusedError("values of another file with a name that is too long for h5py")
         path = os.path.join(prefix, name)  # without a prefix, HDF5 starts from the working folder, only here
         what = f"values of another file, '{printable(name)}'"
         if not others.fence.holds(path):

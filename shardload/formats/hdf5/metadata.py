@@ -108,8 +108,8 @@ def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> st
     ):
         return None
     return (
-        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), where nothing bounds what HDF5 "
-        "makes of a few bytes. Write it anew with one compressor: `h5repack -f GZIP=4`"
+        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), which HDF5 decodes without a "
+        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`"
     )
 
 

@@ -165,8 +165,8 @@ class Hdf5Source(Source):
         found = self.chunk_reader()
         if found is None and is_stacked(self._dataset, self._others.access):
             raise ValueError(
-                "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
-                "makes of a few bytes: write it anew with one compressor"
+                "its chunks are compressed more than once, and only HDF5 can decode them here, without a limit on the size of "
+                "the result: write it again with one compressor"
             )
         return found
 

@@ -116,7 +116,7 @@ class Helper:
             self.end()
             raise ConfigError(
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
-                f"{type(error).__name__}: {error}. Mend that, or load without untrusted=True if you trust the file"
+                f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
             ) from error
         except BaseException:
             self.end()

@@ -43,8 +43,8 @@ def refuse_codecs(metadata: Any, access: Access) -> str | None:
         if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
             told = "".join(letter for letter in name[:80] if letter.isprintable())
             return (
-                f"chunks encoded with the codec '{told}', which is not decoded unasked: how it takes damaged data is not "
-                f"known. If you trust who wrote the store, pass allow_filters='{told}'"
+                f"chunks encoded with the codec '{told}', which is not decoded by default: it is not known how it handles "
+                f"damaged data. If you trust who wrote the store, pass allow_filters='{told}'"
             )
     return None
 

@@ -77,7 +77,7 @@ _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _STACKED = (
-    "its chunks are compressed more than once, and only zarr-python decodes them here, where nothing bounds what it makes"
+    "its chunks are compressed more than once, and only zarr-python decodes them here, without a limit on the result's size"
 )
 _MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, however small it is
 _MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
@@ -495,7 +495,7 @@ def _float_of_base64(value: Any) -> Any:
 def _unsafe(array: Any) -> str | None:
     """Why an array is refused whose stored values are Python objects, whatever type it declares; None if they are not."""
     names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
-    return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
+    return f"values encoded with '{min(names)}', which makes Python objects (and can be a program)" if names else None
 
 
 def _unbounded(array: Any, access: Access) -> str | None:
@@ -505,8 +505,8 @@ def _unbounded(array: Any, access: Access) -> str | None:
     """
     if is_stacked(array.metadata.to_dict(), access) and chunk_layout(array, native_dtype(array.dtype)) is None:
         return (
-            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
-            "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"
+            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, without a limit on the "
+            "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
     if array.shards is None:
         return None

@@ -183,7 +183,7 @@ def check_metadata(name: str, text: bytes) -> None:
     n_values = sum(map(text.count, (b",", b"[", b"{")))
     if n_values > _MOST_VALUES:
         raise ValueError(
-            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. What is long belongs into an array"
+            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. Put long data into an array"
         )
 
 
@@ -260,7 +260,7 @@ def watch(array: Any, allow_external: bool = False) -> Any:
     return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
 
 
-_REFERENCES = "says of each chunk where it is, which may be anywhere"
+_REFERENCES = "names a place for each chunk, which may be anywhere"
 
 
 def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
