@@ -269,7 +269,7 @@ class Hdf5Format(Format):
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same without text attributes, and at most `most` + 1 datasets."""
+        """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
         with _open_file(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access

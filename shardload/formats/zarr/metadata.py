@@ -250,7 +250,7 @@ def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _codec_2(entry: Any) -> tuple[str, Mapping[str, Any]]:
-    """The same for a codec of format 2, which may be an object of numcodecs."""
+    """Name and options of a codec of format 2, which may be an object of numcodecs."""
     options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
     return str(options.pop("id")), options
 
