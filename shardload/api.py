@@ -1,8 +1,10 @@
-"""open -> agree -> plan -> read and exchange -> assemble -> verify
+"""What can a caller do with an array in a file? Four functions: `load`, `plan`, `scatter` and `verify`.
 
-`load` is `plan` followed by `Plan.execute`; the values of a small array come to all ranks with its metadata, so that only
-rank 0 opens the file. `scatter` is the same with one rank's memory in the place of the file. `verify` plans the load
-that an array came from, and compares the array with the file instead of reading it into another.
+1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
+   a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
+2. `plan` stops after planning. `Plan.execute` does the rest.
+3. `scatter` is a load from the memory of one rank instead of a file.
+4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
 """
 
 from __future__ import annotations
@@ -55,76 +57,78 @@ def load(
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
 ) -> jax.Array:
-    """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, each shard proven to be where it belongs.
+    """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, and check that each shard is where it belongs.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
     Parameters
     ----------
     path : str, PathLike, h5py.Dataset or zarr.Array
-        The file (``"data.h5"``), the file with the name inside it (``"data.h5:/group/rho"``), or an open array.
+        The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array.
     mesh : jax.sharding.Mesh or NamedSharding
-        The devices, or a sharding that says all.
+        The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional
-        Which mesh axes cut which array axis: ``P("a", "b")``. Left out with a NamedSharding.
+        Which mesh axes cut which array axis: ``P("a", "b")``. Leave it out with a NamedSharding.
     dataset : str, optional
-        Name inside the file. May be left out where the file has exactly one array.
+        Name of the array in the file. Optional if the file has exactly one array.
     select : slice, int or tuple of them, optional
-        The part of the array to load, as NumPy would index it, with step 1. Integers drop their axis.
+        The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis.
     dtype : dtype, optional
-        Cast to this. Without it the file's dtype is kept exactly, or refused where JAX cannot hold it.
+        Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
     pad : number, optional
-        Fill value for the tail of axes that do not divide over the mesh; `Plan.shape` is then the true shape. Without it such
-        an axis is an error.
+        Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
+        shape without padding. By default such an axis is an error.
     readers : {"auto", "root", "parallel", "direct"} or int
-        Who reads: ``"root"``, rank 0 alone; ``"parallel"``, all ranks, each chunk once in the job; ``"direct"``, each process
-        what its devices hold; an int, that many ranks; ``"auto"`` decides from the plan.
+        Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, and each chunk is decoded once in the job. ``"direct"``:
+        each process reads what its own devices hold. An int: that many ranks. ``"auto"``: the cheapest way by the plan.
     staging : str or int
-        Cap on each process's host memory beyond its own pieces, in bytes or such as ``"256MiB"``.
+        Cap on each process's host memory beyond its own pieces: bytes, or text such as ``"256MiB"``.
     verify : {"index", "checksum", "file", "full"}
-        ``"index"``: every shard is matched to the region that JAX asks for (always). ``"checksum"``: every part is also
-        checksummed from the reader's block to the host piece, and what the devices hold compared by checksum, replicas on other
-        processes too. ``"file"``: each process also reads a few random boxes of its shards again, with the format's own
-        library, and compares them bit by bit with its devices. ``"full"``: all elements. ``Plan.report.proven`` says what was
-        proven.
+        How to verify; each level includes those before it. ``"index"``: match every shard to the region that JAX asks for.
+        ``"checksum"``: also checksum every part from the reader's block to the host piece, and the shards on the devices, with
+        replicas on other processes. ``"file"``: each process also reads a few random regions of its shards again, with the
+        format's own library, and compares them bit by bit with its devices. ``"full"``: the same for all elements.
+        ``Plan.report.proven`` has the result.
     comm : mpi4py.MPI.Comm, optional
         The ranks that take part: at least every process of the mesh. Default: COMM_WORLD.
     progress : bool or callable, optional
-        Show a progress bar on rank 0 (default: for large loads in a terminal), or a function ``(done_nbytes, total_nbytes)``.
+        True shows a progress bar on rank 0; None shows it for large loads in a terminal or a notebook. Or a function
+        ``(done_nbytes, total_nbytes)``, called on every rank.
     timeout : float or None
-        Seconds: if nothing has moved on any rank for so long, every rank raises `StallError`, which names who is late. None:
-        never.
+        Seconds. If nothing moves on any rank for this long, every rank raises `StallError`, which names the late ranks. None:
+        wait for ever.
     missing : {"warn", "error", "fill"}
-        What to do about chunks that are not stored, whose values are then the file's fill value: one `MissingChunksWarning` on
-        rank 0, a SourceError on every rank, or nothing. They are counted in `LoadReport.chunks_missing`.
+        What to do about missing chunks (not stored in the file): one `MissingChunksWarning` on rank 0, a SourceError on every
+        rank, or nothing. Their values are the file's fill value, and `LoadReport.chunks_missing` counts them.
     allow_external : bool
-        Whether the file may lead outside of its folder (a Zarr store: outside of itself), by external links, virtual datasets,
-        external storage or symbolic links. Without it such a file is refused.
+        True allows the file to refer to data outside its folder (a Zarr store: outside itself), by external links, virtual
+        datasets, external storage or symbolic links. By default such a file is refused.
     untrusted : bool
-        Whether the file is opened and decoded by helper processes alone, with limits on memory (`staging`) and time: where it
-        makes a library crash, go round in circles or take too much memory, that is a SourceError. Slower; it needs a path.
-        All filters may be used there, so `allow_filters` is not needed.
+        True opens and decodes the file in helper processes only, with limits on memory (`staging`) and time. A file that
+        crashes a library, makes it loop or take too much memory is then a SourceError. Slower; needs a path. Helpers may use
+        all filters, so `allow_filters` is not needed.
     allow_filters : str, int or list of them
-        Filters (Zarr: codecs), by name or number, that may be used though damaged data can crash or hang their decoders:
-        ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. Without it an array that needs such a one is refused, and the error
-        names it. Those that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) need no word.
+        Filters (Zarr: codecs), by name or number, to use although damaged data can crash or hang their decoders:
+        ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
+        names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
+        always allowed.
 
     Returns
     -------
     jax.Array
-        Of the selected (and padded) shape and the file's dtype (or `dtype`), with the given sharding.
+        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding.
 
     Raises
     ------
     ConfigError
         The arguments or the launch are wrong.
     SourceError
-        The file is missing, damaged or not loadable.
+        The file does not exist, is damaged or cannot be loaded.
     PeerError
-        Ranks disagree, or one failed for a reason of its own.
+        Ranks disagree, or one rank failed for a reason of its own.
     StallError
-        Nothing moved for `timeout` seconds. The ranks can make no call together any more, and the job ends when the first of
-        them does.
+        Nothing moved for `timeout` seconds. After it the ranks can make no further call together, and the job ends when the
+        first of them ends.
 
     Examples
     --------
@@ -166,9 +170,9 @@ def plan(
     allow_filters: Any = DEFAULTS.allow_filters,
     processes: int | None = DEFAULTS.processes,
 ) -> Plan:
-    """Say what `load` with the same arguments would do, without doing it. ``print(plan)`` is for people.
+    """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
-    Opens the file for its metadata, reads no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
+    It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
 
     Collective: yes, over `comm`; no with an AbstractMesh.
 
@@ -177,13 +181,13 @@ def plan(
     path, mesh, spec and all options
         As in `load`.
     processes : int, optional
-        With an AbstractMesh alone: how many processes its devices are dealt to, in the order of the mesh, each as many (1: all
-        are one process's). Without it each device is taken to be a process of its own.
+        Only with an AbstractMesh: how many processes to plan for. Each gets the same number of devices, in the order of the
+        mesh. By default each device is a process of its own.
 
     Returns
     -------
     Plan
-        With plain fields, and ``execute()``.
+        Plain fields to inspect, and ``execute()`` to do it.
 
     Raises
     ------
@@ -215,10 +219,10 @@ def scatter(
     progress: Progress = DEFAULTS.progress,
     timeout: float | None = DEFAULTS.timeout,
 ) -> jax.Array:
-    """Give every process its shard of an array that one rank has or makes.
+    """Give every process its shards of an array that one rank has or makes.
 
-    The root sends from views of its array, piece by piece: no pickle, no second copy of it. What other ranks pass as `array`
-    is not looked at.
+    The root sends parts of its array from views: no pickle, and no second copy of the array. What the other ranks pass as
+    `array` is ignored.
 
     Collective: yes, over `comm`.
 
@@ -235,12 +239,13 @@ def scatter(
     Returns
     -------
     jax.Array
-        Of the array's (padded) shape and dtype, with the given sharding.
+        The array, with its (padded) shape, its dtype and the given sharding.
 
     Raises
     ------
     ConfigError, SourceError, PeerError
-        On every rank. What `array()` raises on the root is a PeerError with its text, and on the root its cause.
+        On every rank. If `array()` raises on the root, every rank raises a PeerError with that text; on the root the original
+        error is its cause.
     """
     options = options_of("scatter", locals()) | {"readers": ROOT}
     error = None
@@ -261,7 +266,7 @@ def scatter(
 
     target = Target(mesh, spec, {"path": f"scatter from rank {root!r}"}, options)
     with Request.open("scatter", [target], comm, error=error) as request:
-        request.settle()  # before anything is asked of the root: it may not be the same on all ranks
+        request.settle()  # before any message from the root: the ranks may not agree on who it is
         group = request.group
         if group is None:
             raise ConfigError("scatter needs a mesh of devices")
@@ -288,40 +293,40 @@ def verify(
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
 ) -> VerifyReport:
-    """Compare an array, wherever it comes from, with the file that it should be of.
+    """Compare an array, wherever it comes from, with the file that it should match.
 
-    Each process reads what its own devices hold, with the format's own library, and compares it bit by bit.
+    Each process reads the regions that its own devices hold, with the format's own library, and compares them bit by bit.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
     Parameters
     ----------
     x : jax.Array
-        With a NamedSharding (or on one device). Not changed.
+        The array. It has a NamedSharding, or is on one device. It is not changed.
     path, dataset, select, dtype, pad, comm, allow_filters
-        As for the `load` that would give `x`: `pad` where it has padding, `dtype` where it was cast.
+        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
     how : {"full", "file", "checksum", "index"}
-        All elements, some boxes at random, replicas compared with each other, or shape and dtype alone.
+        What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
     seed : int
-        Of the boxes: others with another one.
+        Seed for the random regions of ``"file"``.
     staging : str or int
-        Cap on each process's memory for this.
+        Cap on each process's memory for the comparison.
     allow_external : bool
-        As for `load`: whether the file may lead outside of its folder.
+        As in `load`: the file may refer to data outside its folder.
     untrusted : bool
-        As for `load`: whether the file is opened by helper processes alone, which may use all filters.
+        As in `load`: only helper processes open the file, and they may use all filters.
 
     Returns
     -------
     VerifyReport
-        What was proven; ``print`` it.
+        What was proven. ``print`` shows it.
 
     Raises
     ------
     VerifyError
-        If an element differs: naming the device, the element and both values. On every rank.
+        If an element differs. The error names the device, the element and both values. On every rank.
     ConfigError
-        If `x` cannot be that array: another shape or dtype.
+        If `x` cannot be that array, because its shape or dtype differs.
     SourceError, PeerError
         As `load` does.
 
@@ -365,12 +370,13 @@ def verify(
 def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
     """Load several arrays in one call: one agreement before, one exchange, one agreement after. Collective.
 
-    Not public yet; `load` is this of one array.
+    Not public yet. `load` calls it with one array.
 
     Parameters
     ----------
     arrays : sequence of tuple
-        For each: path, mesh, spec, and the keywords of `load`. Keywords that are not about one array alone are the same in all.
+        For each array: path, mesh, spec and the keywords of `load`. Keywords that belong to the whole call (`Option.is_shared`)
+        are the same in all.
     comm : mpi4py.MPI.Comm, optional
         As in `load`.
     """
@@ -393,10 +399,10 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
 
 
 def _find_with_values(path: Any, call: Call) -> list[str | None]:
-    """The array as text, and its values where it is small and all ranks may get them that way."""
+    """The array's metadata as text, and its values if it is small and `readers` is "auto"."""
     options, access = call.options, call.options.access
     is_auto = options.readers == AUTO
-    if is_auto and access.untrusted is not None:  # one process for both
+    if is_auto and access.untrusted is not None:  # one helper process for both
         info, values = find_small(path, options.dataset, access)
     else:
         info = _find(path, call)
@@ -418,7 +424,7 @@ def _find(path: Any, call: Call) -> ArrayInfo:
 
 
 def _sharding_of(x: Any) -> Any:
-    """Its sharding, in words of a mesh where it has none."""
+    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
     if not isinstance(x, jax.Array):
         return None
     if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
@@ -429,6 +435,6 @@ def _sharding_of(x: Any) -> Any:
 def _describe_path(path: Any) -> str:
     if isinstance(path, (str, os.PathLike)):
         return repr(os.path.expanduser(os.fspath(path)))
-    # Open arrays: the name inside says enough; how the file is called may differ from rank to rank.
+    # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
     kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
     return f"an open {kind} named {getattr(path, 'name', None)!r}"

@@ -1,11 +1,12 @@
-"""What can a caller ask for? Each option is declared once, here.
+"""Which options can a caller pass? Each option is declared once, here.
 
-An `Option` has its name, its default, what checks it, what is said of it, and whether all ranks must pass the same. From that
-come the defaults in the signatures (`DEFAULTS`), the checks (`Options.check`), what ranks compare (`Options.describe`), the
-flags of the command line with their help, and the table in docs/options.md. Signatures and docstrings are written out in `api`,
-for editors and type checkers; tests/unit/test_option_declarations.py compares them with this.
+An `Option` has a name, a default, a check and a help text, and says if all ranks must pass the same value. Five things are made
+from these declarations: the defaults in the signatures (`DEFAULTS`), the checks (`Options.check`), the text that ranks compare
+(`Options.describe`), the flags of the command line with their help, and the table in docs/options.md. Signatures and docstrings
+are written out in `api`, for editors and type checkers; tests/unit/test_option_declarations.py compares them with this.
 
-Light: the command line imports it for ``--help``. No JAX, no MPI, no files, and NumPy only when an option is checked.
+The command line imports this module for ``--help``, so it is light: no JAX, no MPI, no files, and NumPy only when an option is
+checked.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ __all__ = [
 
 AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
-VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each with what those before it prove
+VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
 MISSING = ("warn", "error", "fill")
-TIMEOUT = 900.0  # a minute's hiccup of a busy file system is none; a night of a job that stands still is avoided
+TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
 Progress = bool | Callable[[int, int], None] | None
 
 
@@ -45,7 +46,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _is_integer(value: Any) -> bool:
-    """Python's or NumPy's; a truth value is none."""
+    """True for an integer of Python or NumPy; False for a bool."""
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
@@ -102,7 +103,7 @@ def _seconds(timeout: Any) -> float | None:
 
 
 def filter_names(given: Any) -> tuple[str, ...]:
-    """Names and numbers as text, each once, in order.
+    """Names and numbers of filters as text, each once, sorted.
 
     >>> filter_names("ZFP, 32008"), filter_names(["bitshuffle", 307]), filter_names(32013)
     (('32008', 'zfp'), ('307', 'bitshuffle'), ('32013',))
@@ -147,23 +148,23 @@ class Option:
     name : str
         The keyword.
     default : object
-        Without it.
+        The value if the caller passes none.
     help : str
-        What it is, in a line: for ``--help`` and docs/options.md.
+        One line for ``--help`` and docs/options.md.
     calls : tuple of str
         The functions that take it.
     check : callable
-        From what was given to what is kept; raises ConfigError.
+        Turns the caller's value into the value that `Options` stores; raises ConfigError.
     text : callable or None
-        From what is kept to the text that ranks compare; None where they may differ.
+        Turns the stored value into the text that ranks compare. None: ranks may pass different values.
     field : str, optional
-        Of `Options`, if it is not the name; empty where the call itself deals with it.
+        Its field in `Options`, if that has another name. Empty: the function handles the option itself.
     is_shared : bool
-        Whether it is of a call as a whole, so that it is the same for all arrays of a job.
+        True if it belongs to the whole call, so that it is the same for all arrays of a job.
     choices : tuple of str
-        The words that it may be, if it is one of a few.
+        The allowed words, if it takes words.
     flag : str
-        On the command line; empty where no command has it.
+        Its flag on the command line; empty if no command has one.
     """
 
     name: str
@@ -179,7 +180,7 @@ class Option:
 
     @property
     def kept_as(self) -> str:
-        """The name of its field in `Options`; empty where it has none."""
+        """The name of its field in `Options`; empty if it has none."""
         return self.name if self.field is None else self.field
 
 
@@ -190,8 +191,8 @@ _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("l
 _DECLARED = (
     Option("dataset", None, "Name of the array, if the file has several.", _FILE, _dataset, is_shared=False, flag="--dataset"),
     Option("select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, flag="--select"),
-    Option("dtype", None, "Load as this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
-    Option("pad", None, "Pad axes that do not divide with this value: 0", _ALL, is_shared=False, flag="--pad"),
+    Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
+    Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
     Option(
         "readers", AUTO, "Who reads: auto, root, parallel or direct, or how many processes.", _LOADS, _readers,
         choices=READERS, flag="--readers",
@@ -201,14 +202,14 @@ _DECLARED = (
         flag="--staging",
     ),
     Option(
-        "verify", INDEX, "How sure: index, checksum, file (some regions again) or full (all).", _ARRAYS, _verify, str,
+        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", _ARRAYS, _verify, str,
         choices=VERIFY, flag="--how",
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _verify, None,
         field="", choices=VERIFY,
     ),
-    Option("seed", 0, "Of the regions that how='file' picks at random.", ("verify",), field=""),
+    Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
     Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
     Option("comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", _ALL, text=None, field=""),
     Option(
@@ -223,11 +224,11 @@ _DECLARED = (
         choices=MISSING, flag="--missing",
     ),
     Option(
-        "allow_external", False, "Follow links and references that lead out of the file's folder.", _FILE, _allow_external, str,
+        "allow_external", False, "Follow links and references out of the file's folder.", _FILE, _allow_external, str,
         flag="--allow-external",
     ),
     Option(
-        "untrusted", False, "Open the file in processes that may crash, with limits.", _FILE, _untrusted, str,
+        "untrusted", False, "Open the file in helper processes, with limits.", _FILE, _untrusted, str,
         flag="--untrusted",
     ),
     Option(
@@ -235,43 +236,43 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
-        "processes", None, "Processes that the devices are dealt to (default: one each).", ("plan",), text=None, field="",
+        "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
         flag="--processes",
     ),
 )  # fmt: skip
 
-# By name, in the order of what ranks compare.
+# By name, in the order in which ranks compare them.
 OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _DECLARED})
 
 # For signatures: ``staging: str | int = DEFAULTS.staging``.
 DEFAULTS = SimpleNamespace(**{option.name: option.default for option in _DECLARED})
 _KEPT = tuple(option for option in _DECLARED if option.kept_as)
 _NAMES = frozenset(option.name for option in _KEPT)
-# Gone through in every call: each with its field, so that nothing is looked up twice.
+# Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _ALL}
 
 
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a function's arguments that `Options` checks."""
+    """The arguments of a function that `Options` checks."""
     return {name: arguments[name] for name in _TAKEN[call]}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Checked options of one call.
+    """The options of one call, checked.
 
     Attributes
     ----------
     dataset : str or None
-        Name inside the file.
+        Name of the array in the file.
     select : object
-        As the caller gave it; its meaning depends on the array's shape.
+        As the caller passed it; its meaning depends on the array's shape.
     dtype : dtype or None
-        What to cast to; None to keep the file's.
+        The dtype to cast to; None keeps the file's.
     pad : object
-        Fill value for axes that do not divide; None to refuse them.
+        Fill value for axes that do not divide evenly; None refuses them.
     readers : str or int
         ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
     staging_nbytes : int
@@ -279,17 +280,17 @@ class Options:
     verify : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
     progress : bool, callable or None
-        Whether to show progress; None: where standard error is a terminal.
+        As in `load`: show a bar or not, or a function; None: for large loads in a terminal or a notebook.
     timeout : float or None
         Seconds without progress on any rank after which a call fails; None: never.
     missing : str
-        ``"warn"``, ``"error"`` or ``"fill"``: what is done about chunks that are not stored.
+        ``"warn"``, ``"error"`` or ``"fill"``: what to do about missing chunks.
     allow_external : bool
-        Whether the file may lead outside of its folder.
+        True if the file may refer to data outside its folder.
     untrusted : bool
-        Whether the file is opened and decoded by helper processes alone.
+        True if only helper processes open and decode the file.
     allow_filters : tuple of str
-        Names and numbers of filters (codecs) that are used though damaged data may crash them, in order; or ``"all"``.
+        Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
     """
 
     dataset: str | None
@@ -308,10 +309,10 @@ class Options:
 
     @property
     def limits(self) -> Limits | None:
-        """What helper processes may take; None where this process reads by itself.
+        """The limits of helper processes; None if this process reads by itself.
 
-        All that staging allows; and a quarter of `timeout` for an answer, so that the error that names the chunk comes before
-        the one that says that nothing moves, also where two are asked for to find out which chunk it is.
+        Memory: all that `staging` allows. Time for one answer: a quarter of `timeout`. So the error that names the chunk comes
+        before the StallError, even if it takes two answers to find out which chunk it is.
         """
         from shardload.formats.access import Limits
 
@@ -319,24 +320,24 @@ class Options:
 
     @cached_property
     def access(self) -> Access:
-        """What may be done to obtain values."""
+        """What the caller allows the formats to do."""
         from shardload.formats.access import Access
 
         return Access(self.allow_external, frozenset(self.allow_filters), self.limits)
 
     @property
     def checksums(self) -> bool:
-        """Whether each part is checksummed from block to piece."""
+        """True if each part is checksummed from block to piece."""
         return self.verify != INDEX
 
     @classmethod
     def check(cls, **given: Any) -> Options:
-        """Check each option by itself; those that are not given have their default.
+        """Check each option by itself. Options that are not given have their default.
 
         Raises
         ------
         ConfigError
-            Naming the option, what was found and what is possible.
+            It names the option, the value found and the values expected.
         """
         unknown = given.keys() - _NAMES
         if unknown:
@@ -344,7 +345,7 @@ class Options:
         return cls(**{field: check(given.get(name, default)) for name, field, check, default in _CHECKS})
 
     def check_shared(self, other: Options) -> None:
-        """ConfigError where the options of another array of the same call differ in what is the call's as a whole."""
+        """Raise ConfigError if `other`, the options of another array of this call, differs in an option of the whole call."""
         for option in _KEPT:
             mine, theirs = getattr(self, option.kept_as), getattr(other, option.kept_as)
             if option.is_shared and mine != theirs:
@@ -354,7 +355,7 @@ class Options:
                 )
 
     def describe(self) -> dict[str, str]:
-        """What every rank must pass alike, as text."""
+        """The options that every rank must pass alike, as text."""
         return {name: text(getattr(self, field)) for name, field, text in _TEXTS}
 
 
@@ -364,7 +365,7 @@ def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
     Raises
     ------
     ConfigError
-        If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 one.
+        If `dtype` cannot hold it: NaN in an integer array, 300 in an int8 array.
     """
     import numpy as np
 
@@ -379,7 +380,7 @@ def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
         with np.errstate(all="ignore"):
             value = given.astype(dtype)[()]
         kept = value == given or (given != given and value != value)
-        has_fractions = np.asarray(0.5).astype(dtype) == 0.5  # bfloat16 and its like are not np.inexact
+        has_fractions = np.asarray(0.5).astype(dtype) == 0.5  # bfloat16 and similar types are not np.inexact
         rounded = given.dtype.kind in "fc" and has_fractions and np.isfinite(value)
     except (TypeError, ValueError, OverflowError):
         kept = rounded = False

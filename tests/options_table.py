@@ -1,4 +1,4 @@
-"""Writes docs/options.md from where options are declared: ``python -m tests.options_table > docs/options.md``."""
+"""Writes docs/options.md from the declared options: ``python -m tests.options_table > docs/options.md``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["document"]
 
 _HEAD = """# Options
 
-Every keyword of `load`, `plan`, `scatter` and `verify`, with its default. The docstrings say more: `help(shardload.load)`. The
-command line has those with a flag. All ranks must pass the same, where nothing else is said.
+Every keyword of `load`, `plan`, `scatter` and `verify`, with its default. For more, see the docstrings: `help(shardload.load)`.
+An option with a flag is also on the command line. All ranks must pass the same value, unless the table says otherwise.
 
 | option | default | what it is | functions | flag |
 |---|---|---|---|---|

@@ -1,5 +1,7 @@
-"""What does JAX ask for, and does it hold what it should?
+"""What does JAX ask for, and does it hold the right values?
 
-`sharding` turns a sharding into regions per rank, `assemble` gives pieces to JAX, each matched to the index that JAX asks for,
-and `verification` proves afterwards that the devices (`local_shards`) hold the file's values, which `compare` reads again.
+1. `sharding` turns a sharding into regions per rank.
+2. `assemble` hands pieces to JAX, each matched to the index that JAX asks for.
+3. `verification` then proves that the devices hold the file's values: `local_shards` has the shards on this process's devices,
+   and `compare` reads the file again.
 """

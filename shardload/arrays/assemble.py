@@ -1,11 +1,12 @@
-"""Is this the shard that JAX asked for?
+"""How do pieces become a `jax.Array`, with every shard in the right place?
 
-JAX asks for shards by index, device after device, and takes whatever it is given. So every index is turned into a region and
-answered with the piece of exactly that region, shape and dtype, or not at all; and the array that comes back is compared,
-device by device, with the same regions.
+JAX asks for shards by index, one device after the other, and accepts any values of the right shape. So:
 
-On CPU JAX uses an aligned piece as it is, without a copy: after `assemble` a piece belongs to the array and must not be
-written again. (Donating the array does not write into it either; there is a test.)
+1. Turn every index into a region. Answer with the piece of exactly that region, shape and dtype, or raise.
+2. Compare the finished array, device by device, with the same regions.
+
+On CPU, JAX uses an aligned piece without copying it. After `assemble` a piece belongs to the array and must not be written
+again. (Donating the array does not write into the piece either; a test checks that.)
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Array = np.ndarray[Any, Any]
 
 
 class EarlyPieces:
-    """Pieces that go to their device as soon as they are complete, while others are still being read.
+    """Sends each piece to its device as soon as it is complete, while other pieces are still being read.
 
-    Not on CPU, where JAX uses a piece where it is. A region that several local devices hold goes to the first of them; JAX
-    copies it from there.
+    It does nothing on CPU, where JAX uses a piece without a copy. A region that several local devices hold goes to the first of
+    them; JAX copies it from there.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ class EarlyPieces:
         self.arrays: dict[Region, jax.Array] = {}
 
     def start(self, region: Region, data: Array) -> None:
-        """Begin to copy a complete piece, which must not be written from now on."""
+        """Begin to copy a complete piece to its device. The piece must not be written after this."""
         device = self._devices.get(region)
         if device is not None and region not in self.arrays:
             self.arrays[region] = jax.device_put(data, device)
@@ -63,7 +64,7 @@ def assemble(
     pieces: Iterable[tuple[Region, Array]],
     early: EarlyPieces | None = None,
 ) -> jax.Array:
-    """Make the global array from this process's pieces. Not collective, though every process of the mesh must do it.
+    """Make the global array from this process's pieces. Not collective, but every process of the mesh must do it.
 
     Parameters
     ----------
@@ -72,11 +73,11 @@ def assemble(
     sharding : NamedSharding
         Its sharding.
     dtype : dtype
-        Its dtype, exactly.
+        Dtype of the pieces and of the array.
     pieces : iterable of (Region, ndarray)
-        Each distinct region that this process's devices hold, once, and its values. Replicas share a piece.
+        Each distinct region that this process's devices hold, once, with its values. Replicas share a piece.
     early : EarlyPieces, optional
-        Those of them that are on their way to a device already.
+        The pieces that are already on their way to a device.
 
     Returns
     -------
@@ -86,7 +87,7 @@ def assemble(
     Raises
     ------
     ShardloadError
-        If a device asks for a region that is not held, or a piece or a shard has another shape or dtype than it must.
+        If a device asks for a region that this process has no piece of, or the shape or dtype of a piece or shard is wrong.
     """
     held = dict(pieces)
     for region, data in held.items():
@@ -97,7 +98,7 @@ def assemble(
 
     def answer(index: tuple[slice, ...] | None) -> Any:
         region = _region(index, shape_global)
-        if not here:  # JAX asks for the values of a replicated array even where no device takes them
+        if not here:  # JAX asks for the values of a replicated array even if this process has no device of the mesh
             return np.broadcast_to(np.zeros((), dtype), region.shape)
         if region not in held:
             raise ShardloadError(_not_held(region, held, sharding, shape_global))
@@ -111,12 +112,13 @@ def assemble(
 
 
 def device_values(data: jax.Array, region: Region, held: Region, view_on_cpu: bool = True) -> Array:
-    """The part of a shard, which holds `held`, that is `region`, as it is on the device.
+    """The values of `region` on the device; `data` is the shard, which holds the region `held`.
 
-    Of a GPU's memory that part alone is copied; on CPU it is a view (but for tests on machines without a GPU).
+    From a GPU only that region is copied. On CPU the result is a view, unless `view_on_cpu` is False (for tests on machines
+    without a GPU).
     """
     if view_on_cpu and next(iter(data.devices())).platform == "cpu":
-        index: tuple[Any, ...] = (*region.slices(held.start), ...)  # an array, also when 0-d
+        index: tuple[Any, ...] = (*region.slices(held.start), ...)  # with `...` the result is an array, also if it is 0-d
         view: Array = np.asarray(data)[index]
         return view
     start = [a - o for a, o in zip(region.start, held.start, strict=True)]

@@ -1,7 +1,8 @@
-"""What must an array be, where is it looked at, and where does it differ first?
+"""Which values must an array have, and where does it differ first?
 
-`Truth` is what the file says of a region, by its format's own library; `Padding` is what lies behind the end of the array.
-`sample_regions` says where to look, `first_difference` compares bit by bit.
+1. `Truth` reads the expected values of a region from the file, by the format's own library. `Padding` has those of the padding.
+2. `sample_regions` picks the regions to compare.
+3. `first_difference` compares bit by bit.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from shardload.transfer.cast import cast_into
 __all__ = ["Padding", "Truth", "first_difference", "sample_regions", "value_text", "words_of"]
 
 _REGION_NBYTES = 1 << 16
-_DECODED_AT_MOST = 32  # samples decode no more than this part of the region that they are in, or one chunk
+_DECODED_AT_MOST = 32  # samples decode at most 1/32 of the region that they are in, or one chunk
 
 Array = np.ndarray[Any, Any]
 
 
 class Truth:
-    """What the file says, by its own library alone."""
+    """The file's values, read by the format's own library alone."""
 
     def __init__(self, source: Source, selection: Selection, dtype: np.dtype[Any]) -> None:
         self._source, self._selection, self._dtype = source, selection, dtype
         self.name = str(source.info)
 
     def values(self, region: Region) -> Array:
-        """Of a region of the array, cast as the array was."""
+        """The values of a region of the array, cast to the array's dtype."""
         place = self._selection.to_file(region)
         info = self._source.info
         try:
@@ -56,7 +57,7 @@ class Truth:
         return out
 
     def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
-        """Which side is likelier wrong, where `found` is not what was read `before`."""
+        """Say which side is likelier wrong, if the device's values `found` differ from `before`, those read from the file."""
         info = self._source.info
         if first_difference(before, self.values(region)) is not None:
             raise SourceError(
@@ -66,17 +67,17 @@ class Truth:
                 dataset=info.dataset,
             )
         if piece is None:
-            return "The file says the same twice: the array was changed since it was loaded, is of another file, or went wrong"
+            return "The file gives the same twice: the array was changed since it was loaded, is of another file, or is corrupt"
         if first_difference(piece, found) is not None:
             return "The host's piece differs from the device: likelier wrong is the device, or the way to it"
         return (
-            "The file says the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
+            "The file gives the same twice, and the host's piece is as on the device: likelier wrong is how the values were "
             "read or travelled, on the rank that read them"
         )
 
 
 class Padding:
-    """What the padding must be."""
+    """The expected values of padding."""
 
     name = "the padding"
 
@@ -88,25 +89,25 @@ class Padding:
         return np.full(region.shape, self._value, dtype=self._dtype)
 
     def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:
-        """Nobody reads padding, so it is this process that is wrong."""
+        """Padding is not read from the file or sent, so this process is likelier wrong."""
         return "Likelier wrong is this rank: nobody sends padding"
 
 
 def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, most: int) -> Iterator[Region]:
-    """A few small regions of a region, the same for everybody who asks: each inside one chunk, at random.
+    """A few small random regions inside a region, each inside one chunk. The same arguments always give the same regions.
 
     Parameters
     ----------
     true : Region
-        Where they may lie.
+        The region to pick from.
     chunks : Grid or None
-        So that each takes one chunk to be decoded; None where any part can be read by itself.
+        The chunks, so that each sample decodes one chunk; None if any region can be read by itself.
     itemsize : int
         Bytes per element.
     seed : int
-        Others give other regions.
+        Seed of the random choice.
     most : int
-        How many at most.
+        How many regions at most.
 
     Examples
     --------
@@ -126,7 +127,7 @@ def sample_regions(true: Region, chunks: Grid | None, itemsize: int, seed: int, 
 
 
 def _around(point: list[int], cell: Region, size: int, random: np.random.Generator) -> Region:
-    """At most `size` elements of `cell`, with `point` among them; the longest axes are cut first."""
+    """A region of at most `size` elements inside `cell` that contains `point`; the longest axes are cut first."""
     start, stop = list(cell.start), list(cell.stop)
     while math.prod(b - a for a, b in zip(start, stop, strict=True)) > size:
         axis = max(range(len(start)), key=lambda k: stop[k] - start[k])
@@ -137,7 +138,7 @@ def _around(point: list[int], cell: Region, size: int, random: np.random.Generat
 
 
 def first_difference(expected: Array, found: Array) -> tuple[int, ...] | None:
-    """Where two arrays of one shape and dtype differ first, in C order and bit by bit; None where they do not.
+    """The first index, in C order, where two arrays of one shape and dtype differ in any bit; None if they are the same.
 
     >>> first_difference(np.array([0.0, np.nan]), np.array([-0.0, np.nan]))
     (0,)
@@ -158,7 +159,7 @@ def words_of(data: Array) -> Array:
 
 
 def value_text(value: Any) -> str:
-    """A value and its bytes, which say more where it is not a number or nearly another.
+    """A value and its bytes. The bytes tell values apart that look alike as text, for example NaNs.
 
     >>> value_text(np.int16(258))
     '258 (bytes 0201)'

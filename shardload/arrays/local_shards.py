@@ -1,6 +1,7 @@
-"""Do the devices of this process hold what they should?
+"""Do the devices of this process hold the right values?
 
-Checksums where there are two copies of the same values, and comparison bit by bit with what the file says.
+Two copies of the same values (host piece and device, or replicas) are compared by checksum. A device and the file are compared
+bit by bit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ COUNTED = ("n_shards", "n_devices", "n_boxes", "n_elements", "n_padding", "nbyte
 
 @dataclass
 class Found:
-    """What one process found of its own shards: counts as in `VerifyReport`, digests by shard, and its share of the CRC-32."""
+    """What one process found about its own shards.
+
+    It has counts as in `VerifyReport`, a digest by shard number, and this process's share of the CRC-32 of the whole array.
+    """
 
     n_shards: int = 0
     n_devices: int = 0
@@ -42,27 +46,27 @@ class Found:
 
     @property
     def counts(self) -> list[int]:
-        """To be summed over the ranks."""
+        """The counts to sum over the ranks."""
         return [getattr(self, name) for name in COUNTED]
 
 
 class LocalShards:
-    """The shards of one array on the devices of this process, and what was found of them.
+    """The shards of one array on the devices of this process, and what was found about them.
 
     Parameters
     ----------
     name : str
-        Of the array, for messages.
+        Name of the array, for messages.
     array : jax.Array
         The array.
     shards : Shards
-        Which rank holds which.
+        Which rank holds which shard.
     rank : int
         This rank.
     pieces : mapping of Region to ndarray
-        What was handed to the devices, where it is still there.
+        The host pieces that were handed to the devices, if they still exist.
     room_nbytes : int
-        Most bytes that are brought to the host at a time.
+        Most bytes to copy to the host at a time.
     """
 
     def __init__(
@@ -77,13 +81,13 @@ class LocalShards:
         self._name, self._shards, self._pieces, self._room_nbytes = name, shards, pieces, room_nbytes
 
     def check_devices(self) -> None:
-        """Compare checksums, where there are two copies of the same values."""
+        """Compare checksums, if there are two copies of the same values."""
         for number, shards in self.on_devices.items():
             region = self._shards.region(number)
             piece = self._pieces.get(region)
             apart = [shard for shard in shards if piece is None or not _is_same_memory(shard.data, piece)]
             if self._shards.n_replicas == 1 and (piece is None or not apart):
-                continue  # on CPU JAX uses the piece where it is: there is no copy that could differ
+                continue  # on CPU JAX uses the piece without a copy, so nothing can differ
             first = None if piece is None else checksum(piece)
             source = "the host's piece"
             self.found.n_devices += len(shards)
@@ -121,7 +125,7 @@ class LocalShards:
             )
 
     def add_share(self, number: int, true: Region, shape: tuple[int, ...]) -> None:
-        """This shard's part of the array's CRC-32, from the device."""
+        """Add this shard's share of the array's CRC-32, computed from the device's values."""
         whole = self._shards.region(number)
         for region in true.split(max(1, self._room_nbytes // self.on_devices[number][0].data.dtype.itemsize)):
             values = np.ascontiguousarray(device_values(self.on_devices[number][0].data, region, whole))
@@ -129,14 +133,14 @@ class LocalShards:
 
 
 def _is_same_memory(data: Any, piece: Array) -> bool:
-    """Whether JAX uses the piece where it is."""
+    """True if JAX uses the piece's own memory (on CPU)."""
     if next(iter(data.devices())).platform != "cpu":
         return False
     return bool(np.asarray(data).ctypes.data == piece.ctypes.data)
 
 
 def _checksum_on_device(data: Any, room_nbytes: int) -> int:
-    """Of all of it, as `checksum` has it, in parts that host memory has room for."""
+    """The `checksum` of a shard on a device, computed region by region to stay under `room_nbytes`."""
     whole = Region.whole(data.shape)
     crc = 0
     for region in whole.split(max(1, room_nbytes // data.dtype.itemsize)):

@@ -1,12 +1,13 @@
 """Which region does each device and process hold under this sharding?
 
-The place where JAX's words turn into plain regions, and the only arithmetic on shardings:
+This module turns JAX's shardings into plain regions, and has all the arithmetic on shardings:
 
-1. Read the mesh axes that cut each array axis off the sharding's spec (`read_spec`).
-2. Check that every axis divides, or pad it until it does (`padded_shape`).
-3. Transpose the mesh of ranks by those axes: a table, shard -> ranks (`layout_shards`); for an abstract mesh a formula.
-4. Compare what the table says of this process with JAX's own index map (`verify_layout`). Each process checks itself, so all
-   of the table is checked against JAX, and a change in JAX's rules is an error instead of a wrong array.
+1. Read from the sharding's spec which mesh axes cut each array axis (`read_spec`).
+2. Check that every axis divides evenly, or pad it until it does (`padded_shape`).
+3. Transpose the mesh of ranks by those axes, which gives a table from shard to ranks (`layout_shards`); for an abstract mesh a
+   formula.
+4. Compare this process's entries in the table with JAX's own index map (`verify_layout`). Each process checks its own entries,
+   so together they check the whole table, and a change in JAX's rules is an error instead of a wrong array.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
     return NamedSharding(mesh, spec)
 
 
-@lru_cache(maxsize=16)  # a mesh is as long as its devices are many, and loads follow each other
+@lru_cache(maxsize=16)  # a large mesh takes time to check, and many loads use the same mesh
 def _check_mesh(mesh: Any) -> None:
-    """ConfigError unless arrays can live on it: JAX would say nothing, fail an assertion or end the process."""
+    """Raise ConfigError if arrays cannot be on this mesh. JAX would say nothing, fail an assertion or end the process."""
     sizes = dict(mesh.shape)
     empty = [name for name, size in sizes.items() if size < 1]
     if empty:
@@ -110,10 +111,10 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _as_spec(entries: tuple[Any, ...]) -> PartitionSpec:
-    """What a plain tuple means as a spec."""
+    """A plain tuple as a PartitionSpec."""
     for entry in entries:
         names = entry if isinstance(entry, (tuple, list)) else (entry,)
-        # JAX takes 0, False and "" for None, and would cut nothing.
+        # JAX takes 0, False and "" as None, and would not cut the axis.
         if any(isinstance(name, (tuple, list, dict, set, slice)) or not (name or name is None) for name in names):
             raise ConfigError(
                 f"spec is {entries!r}, where {entry!r} is no mesh axis; expected for each array axis a name, a tuple of names "
@@ -123,12 +124,12 @@ def _as_spec(entries: tuple[Any, ...]) -> PartitionSpec:
 
 
 def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
-    """For each array axis the positions of the mesh axes that cut it, major first.
+    """For each array axis, the positions of the mesh axes that cut it, major first.
 
     Raises
     ------
     ConfigError
-        If the spec is longer than the array's rank, or leaves something to the compiler.
+        If the spec has more entries than the array has axes, or leaves an axis to the compiler.
     """
     spec = sharding.spec
     if len(spec) > ndim:
@@ -160,12 +161,12 @@ def _mesh_text(mesh: Any) -> str:
 
 
 def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, pad: bool, name: str) -> tuple[int, ...]:
-    """The shape of the global array: `shape`, with axes that do not divide padded up where `pad` says so.
+    """The shape of the global array: `shape`, with axes that do not divide evenly padded if `pad` is True.
 
     Raises
     ------
     ConfigError
-        If an axis does not divide and `pad` is False; the text names axis, sizes and what to type.
+        If an axis does not divide evenly and `pad` is False. The text names the axis, the sizes and what to type.
     """
     sizes = tuple(sharding.mesh.shape.values())
     padded = []
@@ -201,15 +202,15 @@ def layout_shards(
     Parameters
     ----------
     sharding : NamedSharding
-        Over a mesh of devices, or over an AbstractMesh.
+        A sharding over a mesh of devices or an AbstractMesh.
     axes : tuple of tuple of int
         From `read_spec`.
     shape_global : sequence of int
         The padded shape.
     rank_of_process : mapping of int to int, or None
-        The MPI rank of each JAX process. None for an abstract mesh: its devices are dealt to ranks in mesh order.
+        The MPI rank of each JAX process. None for an abstract mesh: its devices go to the ranks in mesh order.
     devices_per_rank : int
-        For an abstract mesh: how many consecutive devices share a rank.
+        For an abstract mesh: the number of consecutive devices of one rank.
 
     Raises
     ------
@@ -237,14 +238,14 @@ def layout_shards(
 
 
 def devices_per_process(mesh: Any, processes: Any) -> int:
-    """How many devices of an abstract mesh each of so many processes has; 1 where nothing was said.
+    """How many devices of an abstract mesh each of `processes` processes has; 1 if `processes` is None.
 
-    As JAX numbers them: the first process has the first devices of the mesh, in its order, the next one the next.
+    The order is JAX's: the first process has the first devices of the mesh, the second process the next ones, and so on.
 
     Raises
     ------
     ConfigError
-        If the mesh has devices of its own, or these cannot be dealt out alike.
+        If the mesh has real devices, or its devices cannot be divided evenly among the processes.
 
     Examples
     --------
@@ -272,17 +273,17 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
 
 
 def local_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[Any]]:
-    """By JAX's own index map: each region that this process holds, and the devices that hold it."""
+    """Each region that this process holds, and the devices that hold it, by JAX's own index map."""
     held: dict[Region, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(tuple(shape_global)).items():
-        # A 0-d array, and in some releases a replicated one, has no index at all.
+        # A 0-d array has no index, and in some releases a replicated array has none either.
         slices = (slice(None),) * len(shape_global) if index is None else index
         held.setdefault(Region.from_index(slices, shape_global), []).append(device)
     return held
 
 
 def devices_of_regions(sharding: NamedSharding, shape_global: Sequence[int]) -> dict[Region, list[str]]:
-    """By JAX's own index map: the ids of the devices that hold each region, of all processes."""
+    """The ids of the devices that hold each region, on all processes, by JAX's own index map."""
     held: dict[Region, list[str]] = {}
     device: Any
     for device, index in sharding.devices_indices_map(tuple(shape_global)).items():
@@ -297,7 +298,7 @@ def verify_layout(shards: Shards, sharding: NamedSharding, rank: int) -> None:
     Raises
     ------
     ShardloadError
-        If they differ: then no piece would be right, and nothing has moved yet.
+        If they differ. Then pieces would be wrong; nothing has been read or sent yet.
     """
     planned = {shards.region(s) for s in shards.shards_of(rank)}
     held = set(local_regions(sharding, shards.shape_global))
@@ -314,7 +315,7 @@ def _regions_text(regions: set[Region]) -> str:
 
 
 def describe_decomposition(shards: Shards) -> str:
-    """In the field's words: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
+    """The field's name for it: whole, replicated, slab (one axis cut), pencil (two), block (all, or more than two)."""
     n_cut = sum(c > 1 for c in shards.cuts)
     if n_cut == 0:
         return "replicated" if shards.n_replicas > 1 else "whole"
@@ -324,7 +325,7 @@ def describe_decomposition(shards: Shards) -> str:
 
 
 def describe_sharding(sharding: NamedSharding) -> str:
-    """The sharding as one line that is equal on two ranks exactly when the shardings are."""
+    """The sharding as one line of text. It is equal on two ranks exactly when the shardings are equal."""
     mesh = sharding.mesh
     devices = getattr(mesh, "devices", None) if not isinstance(mesh, jax.sharding.AbstractMesh) else None
     ids = "abstract" if devices is None else _ids_text([d.id for d in devices.flat])
@@ -334,6 +335,6 @@ def describe_sharding(sharding: NamedSharding) -> str:
 def _ids_text(ids: Sequence[int]) -> str:
     if len(ids) <= 64:
         return ",".join(map(str, ids))
-    # Compared by all ranks, and shown where they differ: long lists by their hash.
+    # All ranks compare this text, and an error shows it, so a long list is replaced by its hash.
     digest = hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=16).hexdigest()
     return f"{ids[0]}, ... {ids[-1]}; {len(ids)} with hash {digest}"

@@ -1,15 +1,16 @@
-"""Is what the devices hold what the file holds, and how is that known?
+"""Do the devices hold the same values as the file, and how do we know?
 
-Four levels, each with all that those before it prove (docs/design/verify.md):
+There are four levels, and each includes those before it (docs/design/verify.md):
 
-1. ``"index"``: every shard is the region, shape and dtype that JAX asks for. Always, by `layout` and `assemble`.
-2. ``"checksum"``: every part that was copied or sent has the CRC-32 that it was read with (`exchange`, `reader`). Here: what a
-   device holds has that of the piece that was handed to it, and replicas have the same on all devices and processes.
-3. ``"file"``: a few regions of each process's own shards are read again, by the format's own library and no other part of
-   shardload, and compared with what its devices hold, bit by bit. Padding too.
-4. ``"full"``: the same of every element; and one CRC-32 of the whole array.
+1. ``"index"``: every shard has the region, shape and dtype that JAX asks for. Always checked, by `sharding` and `assemble`.
+2. ``"checksum"``: every part that was copied or sent still has the CRC-32 that it had when it was read (`exchange`, `reader`).
+   Here: each shard on a device has the CRC-32 of its piece on the host, and replicas have the same CRC-32 on all devices and
+   processes.
+3. ``"file"``: a few regions of each process's own shards, and of their padding, are read again by the format's own library,
+   with no other part of shardload, and compared bit by bit with the devices.
+4. ``"full"``: the same for every element, and one CRC-32 of the whole array.
 
-Every process checks what its own devices hold (`Verifier.check`), then all agree on it (`Verifier.agree`).
+Every process checks its own devices (`Verifier.check`). Then all agree on the result (`Verifier.agree`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from shardload.units import first_ranks, format_nbytes
 
 __all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport"]
 
-_MOST_REGIONS = 8  # of each process, for "file"
-_MOST_CHUNKS = 1 << 14  # that are read at once, however small they are
-_COPIES = 8  # of a region: as stored, as the library reads it, cast, from the device, compared; and what the load still holds
+_MOST_REGIONS = 8  # per process, for "file"
+_MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
+_COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
 
 Array = np.ndarray[Any, Any]
 
@@ -53,25 +54,25 @@ class VerifyReport:
     Attributes
     ----------
     how : str
-        ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``: each with what those before it prove.
+        ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``: each level includes those before it.
     n_shards : int
-        Shards on devices (replicas counted) that are the region, shape and dtype that JAX asks for.
+        Shards on devices (replicas counted) that have the region, shape and dtype that JAX asks for.
     n_parts : int
-        Parts whose checksum was the same where they were read and where they arrived. Parts that were decoded in place have
-        none: they were not copied.
+        Parts with the same checksum where they were read and where they arrived. A part that was decoded in place has no
+        checksum, because it was not copied.
     n_devices : int
-        Shards on devices whose checksum is that of the host's piece or of the other devices that hold the same.
+        Shards on devices with the checksum of the host's piece, or of the other devices that hold the same region.
     n_boxes, n_elements : int
-        Regions, and elements in them, that were read again and are the same bit by bit.
+        Regions that were read again and are the same bit by bit, and the elements in them.
     n_padding : int
         Elements of padding that are the fill value.
     nbytes_reread : int
         Bytes of values read again.
     digest : int or None
         For ``"full"``: CRC-32 of all bytes of the array without padding, in C order and native byte order, as `zlib.crc32`
-        has it of all in one piece. The same for any number of ranks and any sharding. Else None.
+        gives it for the whole array. It is the same for any number of ranks and any sharding. None for the other levels.
     seconds : float
-        That verifying took on this rank, beside what reading and exchange did for it.
+        Seconds that verifying took on this rank, without the checksums during reading and exchange.
     """
 
     how: str
@@ -107,11 +108,11 @@ class VerifyHow:
     level : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
     staging_nbytes : int
-        Cap on the memory that this takes.
+        Cap on the memory for verifying.
     pad : object
-        Fill value of the padding; None where there is none.
+        Fill value of the padding; None without padding.
     seed : int
-        Of the regions that ``"file"`` looks at.
+        Seed for the random regions of ``"file"``.
     """
 
     level: str
@@ -126,15 +127,15 @@ class Verifier:
     Parameters
     ----------
     name : str
-        Of the array, for messages.
+        Name of the array, for messages.
     schedule : Schedule
-        Who holds what.
+        Which rank holds which shard.
     layout : SourceLayout
         How the array lies in its file, and its dtype.
     how : VerifyHow
-        The level, and what it may take.
+        The level, and its limits.
     open_again : callable
-        Opens the file anew, as nothing but its own library does.
+        Opens the file again.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Verifier:
         self._room_nbytes = max(1, how.staging_nbytes // _COPIES)
 
     def run(self, group: Group, array: Any) -> VerifyReport:
-        """Check an array that is there. Collective.
+        """Check a finished array: `check`, then `agree`. Collective.
 
         Raises
         ------
@@ -161,14 +162,14 @@ class Verifier:
         return self.agree(group, found, group.agree(error, found.counts))
 
     def agree(self, group: Group, found: Found, sums: list[int], n_parts: int = 0) -> VerifyReport:
-        """What all ranks have proven together, after each has checked its own. Collective.
+        """Make the report of all ranks, after each has checked its own shards. Collective.
 
         Parameters
         ----------
         group : Group
             The ranks.
         found : Found
-            What this one found.
+            The result of this rank.
         sums : list of int
             `Found.counts`, summed over the ranks.
         n_parts : int
@@ -177,7 +178,7 @@ class Verifier:
         Raises
         ------
         VerifyError
-            If replicas on different processes differ: on every rank, naming those that hold another.
+            If replicas on different processes differ: on every rank, with the ranks that hold each version.
         """
         started = time.perf_counter()
         report = VerifyReport(self._how.level, n_parts=n_parts, **dict(zip(COUNTED, sums, strict=True)))
@@ -192,7 +193,7 @@ class Verifier:
     def _compare_replicas(self, group: Group, digests: Mapping[int, int]) -> None:
         shards = self._schedule.shards
         most = np.iinfo(np.int64).max
-        least = np.full(2 * shards.n_shards, most, dtype=np.int64)  # of each digest, and of what is missing to the most
+        least = np.full(2 * shards.n_shards, most, dtype=np.int64)  # minima of each digest and of `most - digest`
         for shard, digest in digests.items():
             least[shard], least[shards.n_shards + shard] = digest, most - digest
         least = group.least_ints(least)
@@ -215,7 +216,7 @@ class Verifier:
         )
 
     def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> Found:
-        """Compare what the devices of this process hold. Not collective.
+        """Check the shards on the devices of this process. Not collective.
 
         Parameters
         ----------
@@ -224,14 +225,14 @@ class Verifier:
         rank : int
             This rank.
         pieces : mapping of Region to ndarray, optional
-            What was handed to the devices, where it is still there.
+            The host pieces that were handed to the devices, if they still exist.
 
         Raises
         ------
         VerifyError
-            With device, region, first element that differs and both values.
+            If values differ. It names the device, the region, the first element that differs and both values.
         SourceError
-            If the file cannot be read again, or gives other values each time.
+            If the file cannot be read again, or gives different values each time.
         """
         started = time.perf_counter()
         if self._how.level == INDEX:
@@ -264,7 +265,7 @@ class Verifier:
                     local.add_share(number, true, layout.chunks.shape)
 
     def _regions(self, true: Region, n_shards: int) -> Iterator[Region]:
-        """Where a shard is compared with the file: in a few places, or everywhere."""
+        """The regions of a shard to compare with the file: a few, or together the whole shard."""
         layout, itemsize = self._layout, self._layout.dtype.itemsize
         if self._how.level == FILE:
             chunks = layout.chunks if layout.has_chunks else None

@@ -1,18 +1,18 @@
-"""Where do values come from? One array, read by region; nothing here knows ranks or shardings.
+"""Where do values come from? From one array in a file, read by region. Nothing here knows ranks or shardings.
 
-Open `base` first: what a format has to say. Then, in the order in which a call meets them:
+Read `base` first: the interface of a format. Then, in the order in which a call uses them:
 
-access       what the caller allows: one object that every step hands on
-lookup       which array is meant, and how is it opened?
+access       what the caller allows: one object that is passed through every step
+lookup       which array does the caller mean, and how is it opened?
 registry     which formats are there? Our own, and those of other packages (entry points of the group ``shardload.formats``)
-diagnosis    what is this file, or this name, then? The errors
+diagnosis    the errors about files that no format claims, and names that are not found
 hdf5, zarr, memory   our own formats
 codecs       decodes chunks
-containment  where may a file lead? Keeps it from leading elsewhere
+containment  which other files may a file refer to? Refuses the rest
 untrusted    opens a file in helper processes, which run `untrusted_process`
 
-What is named here is what a format in a package of its own is written with: CONTRIBUTING.md has how, `shardload.testing` the
-suite that it must pass.
+The names that this package exports are for writing a format in a package of its own. CONTRIBUTING.md says how;
+`shardload.testing` has the test suite that it must pass.
 """
 
 from shardload.formats.access import STRICT, Access

@@ -1,7 +1,10 @@
-"""What may be done to obtain values? What the caller allows, in one object that every step hands on as it is.
+"""What does the caller allow a format to do? One object, `Access`, says it, and every step passes it on unchanged.
 
-`Access` says whether a file may lead outside of its folder, which filters may decode its chunks, and whether the file is opened
-by this process at all. A format asks it, and decides nothing of that by itself. `STRICT` allows nothing.
+1. May a file refer to data outside its folder?
+2. Which filters may decode its chunks?
+3. Does this process open the file, or do helper processes?
+
+A format asks `Access` and decides none of this by itself. `STRICT` allows nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ __all__ = ["STRICT", "Access", "Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a helper process may take.
+    """The limits of a helper process.
 
     Attributes
     ----------
     memory_nbytes : int
-        Beside its libraries: what `staging` allows. All helpers of an array have so much together.
+        Memory beside that of its libraries: what `staging` allows. All helpers of an array share it.
     seconds : float or None
-        In which it must answer; None: without limit. (A file system may stand still for a minute.)
+        Time for one answer; None: no limit. (A file system may pause for a minute.)
     cpu_seconds : float
-        That it may compute for one answer, and a second more for each MiB of values. It does not matter how busy the machine
-        is, or how slow its file system; a loop that does not end reaches it.
+        CPU time for one answer, plus one second for each MiB of values. It does not depend on how busy the machine or how slow
+        its file system is, and an endless loop reaches it.
     """
 
     memory_nbytes: int = 256 << 20
@@ -42,16 +45,16 @@ class Access:
     Attributes
     ----------
     allow_external : bool
-        Whether values may be outside of the file's folder (or the store), where external links, virtual datasets, external
-        storage or symbolic links lead.
+        True if external links, virtual datasets, external storage or symbolic links may lead outside the file's folder (or
+        outside the store).
     allow_filters : frozenset of str
-        Names and numbers of filters (codecs) that are used though damaged data may crash them; ``"all"`` for every one. Any
-        collection of them may be given.
+        Names and numbers of filters (codecs) to use although damaged data may crash them; ``"all"`` for every filter. Any
+        collection may be given.
     untrusted : Limits or None
-        The limits of the helper processes that open the file in the place of this one; None: this process opens it.
+        The limits of the helper processes that open the file instead of this process; None: this process opens it.
     is_limited : bool
-        Whether the system limits the memory of this process, so that nothing else has to bound what compressors over each
-        other make of a few bytes. True in a helper process.
+        True if the system limits the memory of this process (a helper process). Then no other limit is needed on how far
+        stacked compressors can expand a few bytes.
 
     Examples
     --------
@@ -72,14 +75,14 @@ class Access:
         object.__setattr__(self, "allow_filters", frozenset(given))
 
     def may_use(self, *names: str) -> bool:
-        """Whether the caller allows a filter that has one of these names."""
+        """True if the caller allows a filter that has one of these names."""
         return "all" in self.allow_filters or not self.allow_filters.isdisjoint(names)
 
     def counts(self, *names: str, survived: bool) -> bool:
-        """Whether a compressor counts as one of those over each other, where nothing bounds what they make of a few bytes.
+        """True if a compressor counts towards the limit on stacked compressors, which can expand a few bytes without bound.
 
-        What may be used unasked (`survived`) always counts; what the caller had to allow, and did, does what it does. None
-        counts where memory is limited.
+        A compressor that is always allowed (`survived`) counts. A compressor that the caller had to allow, and did, does not
+        count. None counts if the system limits this process's memory.
 
         >>> everything = Access(allow_filters={"all"})
         >>> everything.counts("gzip", survived=True), everything.counts("zfp", survived=False)
@@ -88,29 +91,29 @@ class Access:
         return not self.is_limited and (survived or not self.may_use(*names))
 
     def fence(self, path: str) -> Fence:
-        """Where the file, or the store that is a folder, at `path` may lead: into its own folder, or anywhere if allowed."""
+        """The fence of the file or store at `path`: its own folder (a store: itself), or no fence if the caller allows that."""
         around = Fence.around_store if os.path.isdir(path) else Fence.around_file
         return around(path, self.allow_external)
 
     def open_file(self, path: str, named_by: str | None = None) -> int:
-        """Open a file for reading; its descriptor. For formats of files that name other files.
+        """Open a file for reading and return its descriptor. For formats whose files name other files.
 
         Parameters
         ----------
         path : str
-            What to open. A pipe, a device or a folder in its place is neither opened nor waited for.
+            The file to open. If it is a pipe, a device or a folder, it is not opened, and nothing waits for it.
         named_by : str, optional
-            The file or store that the caller named, where `path` is what it leads to. Relative paths are still those of the
-            process: join them with the folder first.
+            The file or store that the caller passed, if it refers to `path`. A relative `path` is relative to the process's
+            working folder: join it with the file's folder first.
 
         Raises
         ------
         OutsideError
-            If `path` is outside of what `named_by` may lead to, symbolic links resolved.
+            If `path`, with symbolic links resolved, is outside the fence of `named_by`.
         NotAFileError
-            If it is no regular file.
+            If it is not a regular file.
         OSError
-            If it is not there, or cannot be opened.
+            If it does not exist or cannot be opened.
         """
         if named_by is None:
             return open_file(path)

@@ -1,8 +1,11 @@
-"""How do I obtain these values? The one small interface that every format satisfies.
+"""How are values read from a file? Through one small interface that every format implements.
 
-A `Format` says which files are its own and opens them; an `OpenFile` is one of them, opened once; a `Source` is one open array.
-None of them knows ranks, devices or plans. What follows below them is for whoever writes a format: which values JAX can hold
-(`refusal`, `native_dtype`), whether a request is sound (`check_request`), and reading chunk by chunk (`read_by_chunks`).
+1. A `Format` says which files are its own, and opens them.
+2. An `OpenFile` is one such file, opened once.
+3. A `Source` is one open array.
+
+None of them knows ranks, devices or plans. The functions below help to write a format: which values JAX can hold (`refusal`,
+`native_dtype`), checks of a request (`check_request`), and reading chunk by chunk (`read_by_chunks`).
 """
 
 from __future__ import annotations
@@ -48,40 +51,40 @@ __all__ = [
 ]
 
 
-_MOST_SHOWN = 1024  # values, or characters, of an attribute
+_MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """What is known of one array without reading any of its values.
+    """The metadata of one array, known without reading any of its values.
 
     Attributes
     ----------
     path : str
         File or store, as the user named it.
     dataset : str
-        Full name inside it, with a leading ``/`` (``"/group/rho"``); ``"/"`` where the store is itself one array.
+        Full name in the file, with a leading ``/`` (``"/group/rho"``); ``"/"`` if the store is itself one array.
     format : str
         For people: ``"HDF5"``, ``"Zarr v3"``.
     shape : tuple of int
         Elements along each axis, as in the file.
     dtype : str
-        NumPy's name in native byte order (``"float32"``), or the file's own name for what cannot be loaded
+        NumPy's name in native byte order (``"float32"``), or the file's own name for a type that cannot be loaded
         (``"string"``).
     chunks : tuple of int or None
-        Elements per chunk (the unit of decode) along each axis; None where any part can be read by itself (contiguous).
+        Elements per chunk (the unit of decode) along each axis; None if any region can be read by itself (contiguous).
     codec : str
         How chunks are encoded, for people and for the cost model: ``"none"``, ``"gzip+shuffle"``, ``"zstd"``.
     nbytes_stored : int or None
-        Bytes on disk, where the format says.
+        Bytes on disk, if the format knows them.
     shards : tuple of int or None
         Zarr: elements per shard file, a multiple of `chunks`.
     refused : str or None
-        Why the array cannot be loaded (``"variable-length strings"``), None where it can.
+        Why the array cannot be loaded (``"variable-length strings"``); None if it can.
     is_coordinate : bool
-        A coordinate of other arrays (an HDF5/netCDF dimension scale), not a field by itself.
+        True for a coordinate of other arrays (an HDF5/netCDF dimension scale).
     attributes : mapping
         Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar):
         reported, never applied.
@@ -102,7 +105,7 @@ class ArrayInfo:
 
     def to_json(self) -> str:
         """As text, for another rank."""
-        # Not `asdict`, which copies all that is inside: small loads make this often.
+        # Not `asdict`: it copies all values, and small loads call this often.
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"attributes": dict(self.attributes)})
 
     @classmethod
@@ -119,16 +122,16 @@ class ArrayInfo:
 
 
 class Source(abc.ABC):
-    """One open array. Not collective: each rank that reads opens its own.
+    """One open array. Not collective: each reading rank opens its own.
 
-    A format writes `info`, `dtype`, `read_into`, `state` and `close`; the rest is for formats that can do better than what is
-    written here.
+    A format must implement `info`, `dtype`, `read_into`, `state` and `close`. It may override the other methods if it can do
+    better than their defaults.
     """
 
     @property
     @abc.abstractmethod
     def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the rest; never touches values."""
+        """Shape, dtype, chunks and the other metadata; reads no values."""
 
     @property
     @abc.abstractmethod
@@ -137,63 +140,61 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Write the values of `region` (the file's coordinates) into `out`.
+        """Write the values of `region` (in the file's coordinates) into `out`.
 
-        `out` is C-contiguous and writable, has exactly `region.shape` and `dtype`: call `check_request` first, which raises
-        ValueError for anything else. Each chunk that meets `region` is decoded once. Empty regions are allowed and read
-        nothing. Called from one thread at a time, not always the same one. Whatever goes wrong in the file surfaces as OSError,
-        ValueError, RuntimeError or the library's own exception: the caller knows which chunk, and says so. Never returns values
-        after `close`.
+        `out` is C-contiguous and writable, and has exactly `region.shape` and `dtype`. Call `check_request` first: it raises
+        ValueError for anything else. Decode each chunk that meets `region` once. Empty regions are allowed and read nothing.
+        Calls come from one thread at a time, not always the same thread. If something in the file is wrong, raise OSError,
+        ValueError, RuntimeError or the library's own exception; the caller knows the chunk and adds it to the message. Never
+        return values after `close`.
         """
 
     @abc.abstractmethod
     def state(self) -> tuple[int, ...] | None:
-        """Size and time of the last change of what is open, then whatever else tells it from another on this machine; None
-        where there is no such thing. Never raises. See `state_of`.
+        """Size and time of last change of the open file, then other numbers that tell it from another file on this machine.
+        None if there is no such thing. Never raises. See `state_of`.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give back what this object opened; an object handed in by the caller stays open. May be called again."""
+        """Close what this object opened. An object that the caller passed in stays open. May be called again."""
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """The values of `region` by the library's own indexing, with nothing in this package between: to verify with.
+        """The values of `region` by the format library's own indexing, without code of this package: for verification.
 
-        In any byte order. Unless a format says otherwise, by `read_into`, so that ``verify="file"`` then compares what the
-        devices hold with another read by the same code.
+        In any byte order. The default calls `read_into`; then ``verify="file"`` compares the devices with another read by the
+        same code.
         """
         out = np.empty(region.shape, self.dtype)
         self.read_into(region, out)
         return out
 
     def missing(self, region: Region) -> Sequence[tuple[int, ...]]:
-        """The chunks that meet `region` and are missing (not stored), so that it has the fill value there; ``[()]`` if an
-        array without chunks has no values at all. None are, unless a format says otherwise.
+        """The indices of the missing chunks (not stored) that meet `region`; their values are the fill value. ``[()]`` if an
+        array without chunks has no stored values. The default is that no chunk is missing.
 
-        Asked right after `read_into` of the same region: what was noticed there need not be looked for again. Where the
-        format's library hides it, less than all is returned.
+        It is called right after `read_into` of the same region, so that a format can use what it noticed there. If the format's
+        library hides some missing chunks, the result lacks them.
         """
         return ()
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """The values without a copy, where they are in memory already (dtype and layout as they are); None unless a format
-        says otherwise.
-        """
+        """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""
         return None
 
     def chunk_reader(self) -> ChunkReader | None:
-        """Whole chunks as they are stored, to be decoded in several threads; None where only `read_into` will do, which is so
-        unless a format says otherwise.
+        """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
+        `read_into` can read.
 
-        Looked up once per load. It is valid until `close`.
+        Called once per load. The reader is valid until `close`.
         """
         return None
 
 
 def state_of(file: int | str) -> tuple[int, ...] | None:
-    """What `Source.state` says of a file by its descriptor or path; None where it is gone.
+    """The `Source.state` of a file, by its descriptor or path; None if the file does not exist.
 
-    Of a path without the inode: some network file systems make up another when they are asked again.
+    For a path the state has no inode, because some network file systems give a new one each time.
     """
     try:
         found = os.stat(file)
@@ -212,26 +213,26 @@ Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 class Scratch:
-    """Memory that is used again and again, since new memory is slow: a `Room` for one thread at a time.
+    """A `Room` that uses its memory again, because new memory is slow. For one thread at a time.
 
-    Each call may give the same bytes as the one before, so what is in them is over by then.
+    Each call may give the same bytes as the call before, and so end the use of the earlier ones.
     """
 
     def __init__(self) -> None:
         self._memory = fresh(0)
 
     def __call__(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """So many bytes, with anything in them."""
+        """Memory of `nbytes` bytes, with any content."""
         if len(self._memory) < nbytes:
-            self._memory = fresh(0)  # given back before more is asked for
+            self._memory = fresh(0)  # free the old memory before asking for more
             self._memory = fresh(nbytes)
         return self._memory[:nbytes]
 
 
 def read_at(descriptor: int, out: np.ndarray[Any, Any], offset: int) -> int:
-    """Fill `out`, a C-contiguous array of bytes, with those of an open file from `offset` on; how many there were.
+    """Fill `out`, a C-contiguous array of bytes, from an open file at `offset`; returns the number of bytes read.
 
-    Positional: no offset that two threads would share.
+    The read is positional, so that threads do not share a file offset.
     """
     room, done = out.data, 0
     while done < len(room):  # one call reads 2 GiB at the most, and less on some file systems
@@ -243,19 +244,19 @@ def read_at(descriptor: int, out: np.ndarray[Any, Any], offset: int) -> int:
 
 
 class ChunkReader(Protocol):
-    """The chunks of one open array, one by one. Both methods may be called from several threads at once."""
+    """Reads the chunks of one open array, one by one. Several threads may call both methods at once."""
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` (its position along each axis of the file's chunk grid) as it is stored.
 
-        `room` gives the memory to read into: memory that was used before is much faster than new memory. None where it is
-        missing: its values are the fill value. Errors of the file surface as OSError (a short read too) or ValueError.
+        `room` gives the memory to read into: memory that was used before is much faster than new memory. Returns None if the
+        chunk is missing: its values are the fill value. Errors in the file are OSError (also for a short read) or ValueError.
         """
         ...
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch` returned into `out`: C-contiguous, of the chunk's full shape (at the array's edge too) and of
-        the source's `dtype`. ValueError where it is damaged.
+        """Decode a chunk that `fetch` returned into `out`, which is C-contiguous, has the chunk's full shape (also at the
+        array's edge) and the source's `dtype`. Raises ValueError if the chunk is damaged.
         """
         ...
 
@@ -267,7 +268,7 @@ class Encoded:
     Attributes
     ----------
     data : bytes-like
-        As it is in the file.
+        Its bytes in the file.
     skipped : frozenset of int
         Stages of the decoding chain that were not applied to this chunk.
     """
@@ -279,7 +280,7 @@ class Encoded:
 def read_by_chunks(
     reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
 ) -> list[tuple[int, ...]]:
-    """Read a region, which is not empty, into a buffer of its shape, chunk by chunk; returns the chunks that are missing."""
+    """Read a non-empty region into a buffer of its shape, chunk by chunk; returns the indices of missing chunks."""
     whole, missing, room = np.empty(chunk_shape, out.dtype), [], Scratch()
     axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
     for index in itertools.product(*axes):
@@ -297,9 +298,9 @@ def read_by_chunks(
 
 
 def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:
-    """Cut a region, which is not empty, into parts that meet at most `most` chunks each, in C order and about equal.
+    """Cut a non-empty region into regions of about equal size that meet at most `most` chunks each, in C order.
 
-    Libraries hold some kilobytes for each chunk of one read, however small the chunks are.
+    Libraries need some kilobytes for each chunk of one read, however small the chunks are.
 
     >>> [str(part) for part in a_few_chunks(Region((0, 1), (2, 30)), (1, 10), most=2)]
     ['[0:1, 1:20]', '[0:1, 20:30]', '[1:2, 1:20]', '[1:2, 20:30]']
@@ -320,65 +321,67 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
 
 
 class Format(abc.ABC):
-    """One file format. `registry` finds it by the name of an entry point, and nothing else in shardload knows it.
+    """One file format. `registry` finds it by an entry point; nothing else in shardload knows it.
 
-    A format writes `name`, `claims_path`, `list_arrays` and `open_path`, and a `Source`; the rest is for formats that can do
-    better than what is written here. What the caller allows comes as an `Access`: a format whose files name other files opens
-    those by `Access.open_file` alone, or asks `Access.fence` before its library does.
+    A format must implement `name`, `claims_path`, `list_arrays`, `open_path` and a `Source`. It may override the other methods
+    if it can do better than their defaults. An `Access` says what the caller allows. If files of the format can name other
+    files, open those only with `Access.open_file`, or ask `Access.fence` before the library opens them.
     """
 
     name: ClassVar[str]
 
     @abc.abstractmethod
     def claims_path(self, path: str) -> bool:
-        """Whether the file or folder at `path`, which exists, is of this format: by content, not by suffix. Never raises."""
+        """True if the existing file or folder at `path` has this format, by its content, not its suffix. Never raises."""
 
     @abc.abstractmethod
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the file, in its own order, from metadata alone; what cannot be loaded too, with the reason."""
+        """Every array in the file, in the file's order, from metadata alone. Includes arrays that cannot be loaded, with the
+        reason.
+        """
 
     @abc.abstractmethod
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
-        """Open one array by its full name; ``KeyError(dataset)`` if there is none of that name."""
+        """Open one array by its full name. Raises ``KeyError(dataset)`` if there is no array of that name."""
 
     def claims_url(self, url: str) -> bool:
-        """Whether `url`, which has a ``://``, is of this format. Asked without a look at what is there. Never raises."""
+        """True if `url`, which has a ``://``, is for this format. Decides by the text alone. Never raises."""
         return False
 
     def claims_object(self, obj: object) -> bool:
-        """Whether `obj` is an open array, or an open group, of this format's library. Never raises."""
+        """True if `obj` is an open array or an open group of this format's library. Never raises."""
         return False
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Take an open array that `claims_object` claims; closing stays with the caller. ConfigError, naming its arrays, for an
-        open group.
+        """Make a source of an open array that `claims_object` claims. The caller closes the array. Raises ConfigError for an
+        open group, with the names of its arrays.
         """
         raise NotImplementedError(f"{self.name} claims objects, but does not open them")
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """What is needed to say which array could be meant: `list_arrays`, but not more than it takes.
+        """At most `most` + 1 arrays of the file, to say which arrays the caller could mean: a short `list_arrays`.
 
-        One more than `most` tells that there are more; those below `like`, or with a name like it, are then among them where
-        the format lists names quickly. Attributes that are texts may be left out: reading those of a damaged file is not safe
-        in every format.
+        If the result has more than `most` arrays, the file has more. The result then includes arrays below `like`, or with a
+        similar name, if the format lists names quickly. Text attributes may be left out: in some formats it is not safe to read
+        those of a damaged file.
         """
         return self.list_arrays(path, access)[: None if most is None else most + 1]
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
-        """Open the file once, for several of its arrays. Here each array opens it by itself."""
+        """Open the file once, for several of its arrays. By default each array opens the file by itself."""
         return _OpenedByEach(self, path, access)
 
 
 class OpenFile(abc.ABC):
-    """One file that was opened once, and hands out its arrays. Use it in a ``with`` statement."""
+    """A file that is opened once for several of its arrays. Use it in a ``with`` statement."""
 
     @abc.abstractmethod
     def open(self, dataset: str) -> Source:
-        """Open one array by its full name, as `Format.open_path` does. It is valid until it is closed, or this file is."""
+        """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the file, after its arrays. May be called again."""
+        """Close the file. Close its arrays first. May be called again."""
 
     def __enter__(self) -> Self:
         return self
@@ -388,7 +391,7 @@ class OpenFile(abc.ABC):
 
 
 class _OpenedByEach(OpenFile):
-    """For formats that open a file for each array of it."""
+    """For formats that open the file again for each array."""
 
     def __init__(self, file_format: Format, path: str, access: Access) -> None:
         self._format, self._path, self._access = file_format, path, access
@@ -404,7 +407,7 @@ MOST_NAMED = 8
 
 
 def some(texts: Sequence[str], more: str = "") -> str:
-    """The first few, and how many more there are; with `more`, that in place of the number.
+    """The first few texts, and how many more there are. `more` replaces that number.
 
     >>> some([str(n) for n in range(10)])
     '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'
@@ -426,10 +429,10 @@ _KINDS = {
 
 
 def refusal(dtype: np.dtype[Any]) -> str | None:
-    """Why values of `dtype` cannot become a `jax.Array`, in words that follow "holds"; None where they can.
+    """Why values of `dtype` cannot become a `jax.Array`, in words that follow "holds"; None if they can.
 
-    Booleans, integers, floats and complex numbers that JAX has are accepted in any byte order, and so are the types of
-    `ml_dtypes` (``bfloat16`` and smaller floats), which NumPy files under the same kind as records.
+    Booleans, integers, floats and complex numbers that JAX has are accepted in any byte order. So are the types of `ml_dtypes`
+    (``bfloat16`` and smaller floats), which have the same NumPy kind as records.
 
     Examples
     --------
@@ -450,9 +453,9 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
 
 
 def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | None:
-    """Why no part of an array of this shape, in these chunks, can be had, in words that follow "holds"; None where it can.
+    """Why no region of an array with this shape and these chunks can be loaded, in words that follow "holds"; None if it can.
 
-    (A part of an array that is too large as a whole can be.)
+    (A small region of an array that is too large as a whole can be loaded.)
 
     >>> unaddressable((2**62,), (4,)), unaddressable((1,) * 65, None)
     (None, 'an array of 65 axes; NumPy has 64 at most')
@@ -467,7 +470,7 @@ def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | N
 
 
 def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same type in this machine's byte order, without metadata (HDF5 enum names, say); refused ones as they are.
+    """The type in this machine's byte order, without metadata such as HDF5 enum names. A refused type is returned unchanged.
 
     >>> native_dtype(np.dtype(">f4")) == np.dtype("float32")
     True
@@ -476,9 +479,10 @@ def native_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np.ndarray[Any, Any]) -> None:
-    """Raise ValueError unless `region` is inside the array and `out` is the buffer that `Source.read_into` is promised.
+    """Raise ValueError unless `region` is inside the array and `out` is a buffer as `Source.read_into` requires.
 
-    Libraries clamp a region that reaches outside the array, or broadcast into a buffer of another shape, silently.
+    Without this check, libraries silently clamp a region that reaches outside the array, or broadcast into a buffer of another
+    shape.
     """
     if region.ndim != len(info.shape) or not Region.whole(info.shape).contains(region):
         raise ValueError(f"region {region} reaches outside {info}, which has shape {info.shape}")
@@ -491,7 +495,7 @@ def check_request(info: ArrayInfo, dtype: np.dtype[Any], region: Region, out: np
 
 
 def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
-    """Bytes of the whole array, or of so many of its values."""
+    """Bytes of the whole array, or of a region of the given shape."""
     n = math.prod(info.shape if shape is None else shape)
     try:
         return n * np.dtype(info.dtype).itemsize
@@ -502,8 +506,8 @@ def nbytes_of(info: ArrayInfo, shape: tuple[int, ...] | None = None) -> int:
 def json_value(value: Any) -> Any:
     """An attribute's value as plain Python: text for bytes, numbers for NumPy scalars, lists for arrays.
 
-    What is neither (references, records) becomes its text. An array of one element counts as that element, since netCDF
-    stores scalars so. Of what is long, words say how long it is: attributes go to every rank, and to a person.
+    Other values (references, records) become their text. An array of one element becomes that element, because netCDF stores
+    scalars so. A long value is replaced by a text with its length: attributes are sent to every rank and shown to people.
 
     >>> json_value(np.array([1.5], dtype=">f4")), json_value(b"K"), json_value(np.int16(3)), json_value([0] * 5000)
     (1.5, 'K', 3, '5000 values, not shown')
@@ -524,10 +528,10 @@ def json_value(value: Any) -> Any:
 
 
 def settle_bools(values: np.ndarray[Any, Any]) -> None:
-    """Make every byte of booleans 0 or 1, in place; anything else stays as it is.
+    """Make every byte of booleans 0 or 1, in place. Arrays of other types are not changed.
 
-    Files can hold other bytes, which programs write that take any number but 0 for true. So does NumPy. XLA takes them to be
-    0 or 1, and its `where`, sums and comparisons go wrong if they are not.
+    A file can hold other bytes, if its writer took any number but 0 as true. NumPy does too. XLA expects 0 or 1, and its
+    `where`, sums and comparisons give wrong results for other bytes.
 
     >>> values = np.array([0, 1, 2, 128], dtype="u1").view(bool)
     >>> settle_bools(values)

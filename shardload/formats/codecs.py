@@ -1,13 +1,13 @@
-"""How are the bytes of one stored chunk turned back into values? With well-kept libraries, outside any lock of a file format.
+"""How are the bytes of one stored chunk turned back into values? With well-maintained libraries, outside a file format's lock.
 
-1. A format describes how a chunk was encoded as a chain of `Stage`, in the order in which they are undone.
-2. `Chain.decode` runs it: every result has the size that follows from the chunk's declared size (between two compressors:
-   at most what a codec makes of a chunk), so damaged or hostile bytes cannot make it allocate more; the last stage writes
+1. A format describes the encoding of a chunk as a chain of `Stage`, in the order in which they are undone.
+2. `Chain.decode` runs the chain. The size of every result follows from the chunk's declared size (between two compressors: at
+   most the size that a codec makes of a chunk), so damaged or hostile bytes cannot make it allocate more. The last stage writes
    straight into the caller's buffer.
-3. A stage that finds damage raises `ValueError` with what it found. The caller knows which chunk it was, and says so.
+3. A stage that finds damage raises `ValueError` with what it found. The caller knows the chunk and adds it to the message.
 
-All of it but Fletcher-32 releases the GIL where the work is done, so several chunks can be decoded at once. Why these
-libraries: docs/design/decode.md.
+All stages except Fletcher-32 release the GIL while they work, so that several chunks can be decoded at once. For the choice of
+libraries see docs/design/decode.md.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Stage:
     Attributes
     ----------
     name : str
-        For messages: ``"gzip"``.
+        Name for messages: ``"gzip"``.
     undo : callable
-        ``undo(data, out)`` writes the decoded bytes into `out`, which has exactly the size that they must have. May instead
-        return an array of them, if that costs no more; ValueError where `data` is not what was encoded.
+        ``undo(data, out)`` writes the decoded bytes into `out`, which has exactly their size. It may return an array of them
+        instead, if that costs no more. ValueError if `data` is damaged.
     n_more : int or None
-        Bytes by which the encoded form is longer (a checksum), 0 where it has the same length; None where it may have any.
+        Bytes by which the encoded form is longer (a checksum); 0 if it has the same length; None if it may have any length.
     within : callable or None
-        ``within(data, most)`` returns the decoded bytes, however many there are up to `most`; ValueError where there are more.
-        For compressors under compressors: what is between the two may have any length.
+        ``within(data, most)`` returns the decoded bytes, at most `most`; ValueError if there are more. For stacked compressors:
+        the data between two compressors may have any length.
     """
 
     name: str
@@ -73,15 +73,14 @@ class Chain:
     Parameters
     ----------
     stages : sequence of Stage
-        In the order in which they are undone: the last one applied in writing comes first.
+        The stages in the order in which they are undone: the stage that was applied last comes first.
     nbytes : int
         Bytes of a decoded chunk.
 
     Raises
     ------
     ValueError
-        If a stage that comes before another compressor has no `within`: the size of what is between them would be the file's
-        to choose.
+        If a stage before another compressor has no `within`: the file could choose any size for the data between them.
 
     Examples
     --------
@@ -99,13 +98,13 @@ class Chain:
             names = " and ".join(stage.name for stage in open_ended)
             raise ValueError(f"{names}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
-        self._most_between = nbytes + nbytes // 4 + 4096  # no codec makes what it cannot compress that much longer
+        self._most_between = nbytes + nbytes // 4 + 4096  # no codec lengthens data that it cannot compress by more
         self._own = threading.local()
         self.nbytes = nbytes
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stages, in the order in which they are undone."""
+        """The names of the stages, in the order in which they are undone."""
         return tuple(stage.name for stage in self._stages)
 
     def decode(self, encoded: Any, out: np.ndarray[Any, Any], skipped: frozenset[int] = frozenset()) -> None:
@@ -114,16 +113,16 @@ class Chain:
         Parameters
         ----------
         encoded : bytes-like
-            As stored.
+            The stored chunk.
         out : ndarray
-            C-contiguous, `nbytes` long, of any type.
+            C-contiguous, `nbytes` long, of any dtype.
         skipped : frozenset of int
             Stages that were not applied to this chunk, by their position in `stages` (HDF5 allows that per chunk).
 
         Raises
         ------
         ValueError
-            If a stage finds damage, or the sizes do not come out.
+            If a stage finds damage, or the sizes do not fit.
         """
         stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
         data: Bytes = np.frombuffer(encoded, dtype=np.uint8)
@@ -148,7 +147,7 @@ class Chain:
             target[:] = data
 
     def _room(self, k: int, nbytes: int) -> Bytes:
-        """Memory of this thread for the result of stage `k`, used again for its next chunk: new memory is slow."""
+        """This thread's memory for the result of stage `k`. Its next chunk uses it again, because new memory is slow."""
         rooms: dict[str, Scratch] = self._own.__dict__
         name = f"stage{k}"
         if name not in rooms:
@@ -156,7 +155,7 @@ class Chain:
         return rooms[name](nbytes)
 
     def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
-        """Bytes that stage `k` must give: what the stages after it need, or else what it leaves of `data`; None for any."""
+        """Bytes that stage `k` must give: what the later stages need, or else `data` without its checksum; None if unknown."""
         more = [stage.n_more for stage in stages[k + 1 :]]
         if None not in more:
             return self.nbytes + sum(n for n in more if n is not None)
@@ -165,7 +164,7 @@ class Chain:
 
 
 def inflate() -> Stage:
-    """HDF5's gzip filter and Zarr's zlib: a zlib stream, its Adler-32 checked. By libdeflate."""
+    """HDF5's gzip filter and Zarr's zlib: a zlib stream, with its Adler-32 checked. Uses libdeflate."""
 
     def within(data: Bytes, most: int) -> Bytes:
         stream = zlib.decompressobj()
@@ -181,11 +180,11 @@ def inflate() -> Stage:
 
 
 def gunzip() -> Stage:
-    """Zarr's gzip: one gzip member, its CRC-32 checked, by libdeflate; several members one after the other by zlib."""
+    """Zarr's gzip: gzip members, with their CRC-32 checked. Uses libdeflate for a single member, zlib for several."""
     first = _inflater(deflate.gzip_decompress)
 
     def undo(data: Bytes, out: Bytes) -> Bytes | None:
-        # libdeflate stops after the first member. The last one ends with its size, so a single one shows at once.
+        # libdeflate stops after the first member. The last member ends with its size, so a single member is easy to recognize.
         if len(data) >= 4 and int.from_bytes(data[-4:].tobytes(), "little") == len(out) & 0xFFFFFFFF:
             with contextlib.suppress(ValueError):
                 found = first(data, out)
@@ -207,12 +206,12 @@ def gunzip() -> Stage:
 
 
 def _gunzip_members(data: Bytes, out: Bytes) -> int:
-    """Decode gzip members (RFC 1952) one after the other into `out`, and say how long they are; zeros may follow them."""
+    """Decode gzip members (RFC 1952) one after the other into `out`; returns the decoded bytes. Zeros may follow them."""
     rest, done = data.tobytes(), 0
     try:
         while rest.strip(b"\0"):
             member = zlib.decompressobj(wbits=31)
-            found = member.decompress(rest, len(out) - done + 1)  # one byte too many, if there are any: 0 would be no limit
+            found = member.decompress(rest, len(out) - done + 1)  # one byte more than fits, because 0 would mean no limit
             if done + len(found) > len(out):
                 raise ValueError(f"the gzip stream is longer than the chunk, which has {len(out)} bytes")
             if not member.eof:
@@ -235,14 +234,14 @@ def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, B
 
 
 def unshuffle(itemsize: int) -> Stage:
-    """The byte shuffle: first byte of each element, then the second, ... (bytes that make up no element come last)."""
+    """The byte shuffle: the first byte of each element, then the second, ... Bytes of an incomplete element come last."""
 
     def undo(data: Bytes, out: Bytes) -> None:
         n = len(out) // itemsize
         if len(data) != len(out):
             raise ValueError(f"shuffled data of {len(data)} bytes for {len(out)}")
         elements = out[: n * itemsize].reshape(n, itemsize)
-        for k in range(itemsize):  # NumPy releases the GIL in each; measured as fast as numcodecs, which does not
+        for k in range(itemsize):  # NumPy releases the GIL here; measured as fast as numcodecs, which does not release it
             elements[:, k] = data[k * n : (k + 1) * n]
         out[n * itemsize :] = data[n * itemsize :]
 
@@ -250,7 +249,7 @@ def unshuffle(itemsize: int) -> Stage:
 
 
 def fletcher32() -> Stage:
-    """HDF5's Fletcher-32 checksum, after the data. By numcodecs."""
+    """HDF5's Fletcher-32 checksum, after the data. Uses numcodecs."""
     codec = numcodecs.Fletcher32()
 
     def undo(data: Bytes, out: Bytes) -> Bytes:
@@ -271,7 +270,7 @@ def fletcher32() -> Stage:
 
 
 def crc32c() -> Stage:
-    """Zarr's CRC-32C checksum, after the data. By google-crc32c, on which zarr-python depends."""
+    """Zarr's CRC-32C checksum, after the data. Uses google-crc32c, on which zarr-python depends."""
 
     def undo(data: Bytes, out: Bytes) -> Bytes:
         if len(data) < 4:
@@ -286,13 +285,13 @@ def crc32c() -> Stage:
 
 
 def unzstd() -> Stage:
-    """Zstandard frames. By numcodecs, which would leave the end of the buffer as it was where a frame declares less."""
+    """Zstandard frames. Uses numcodecs, which alone would leave the end of the buffer unwritten if a frame declares less."""
     codec = numcodecs.Zstd()
 
     def undo(data: Bytes, out: Bytes) -> None:
         _check_zstd(data, len(out))
         try:
-            # Always into `out`: a frame written as a stream declares no size, and would get as much memory as it asks for.
+            # Always decode into `out`: a frame written as a stream declares no size, and would get any amount of memory.
             codec.decode(data, out=out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
@@ -309,14 +308,14 @@ def unzstd() -> Stage:
 
 
 def _check_zstd(data: Bytes, nbytes: int) -> None:
-    """ValueError if `data` is no Zstandard frame, or one that declares other than `nbytes` decoded bytes."""
+    """Raise ValueError if `data` is not a Zstandard frame, or declares another decoded size than `nbytes`."""
     size = _zstd_size(data)
     if size is not None and size != nbytes:
         raise ValueError(f"the zstd frame declares {size} bytes, the chunk has {nbytes}")
 
 
 def _zstd_size(data: Bytes) -> int | None:
-    """What a Zstandard frame (RFC 8878, 3.1.1.1) declares as its content's size; None where it declares none."""
+    """The decoded size that a Zstandard frame (RFC 8878, 3.1.1.1) declares; None if it declares none."""
     head = data[:18].tobytes()
     if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
         raise ValueError(f"no zstd frame: it starts with {head[:4]!r}")
@@ -328,7 +327,7 @@ def _zstd_size(data: Bytes) -> int | None:
 
 
 def blosc() -> Stage:
-    """A Blosc 1 buffer, whatever it holds (lz4, zstd, ...; shuffled or not). By numcodecs, which trusts its header."""
+    """A Blosc 1 buffer, with any compressor (lz4, zstd, ...), shuffled or not. Uses numcodecs, which trusts its header."""
     codec = numcodecs.Blosc()
 
     def undo(data: Bytes, out: Bytes) -> None:
@@ -350,9 +349,9 @@ def blosc() -> Stage:
 
 
 def check_blosc(data: Any, nbytes: int | None = None) -> None:
-    """ValueError unless the header of a Blosc 1 buffer declares the bytes that are there, and `nbytes` decoded ones.
+    """Raise ValueError unless the header of a Blosc 1 buffer declares its stored length, and `nbytes` decoded bytes.
 
-    The library believes the header, and reads and writes past what it got where that declares more.
+    The library trusts the header. If it declares more, the library reads and writes past the end of its buffers.
     """
     head = bytes(data[:16].tobytes())
     size, stored = (int.from_bytes(head[a : a + 4], "little") for a in (4, 12))
@@ -362,7 +361,7 @@ def check_blosc(data: Any, nbytes: int | None = None) -> None:
 
 
 def swap_bytes(itemsize: int) -> Stage:
-    """The other byte order, for elements (or parts of complex ones) of `itemsize` bytes."""
+    """The other byte order, for numbers (or real and imaginary parts) of `itemsize` bytes."""
 
     def undo(data: Bytes, out: Bytes) -> None:
         if len(data) != len(out):  # one element alone would be repeated

@@ -1,8 +1,9 @@
-"""Where may a file lead? A fence is the folder that a file, or a store, may refer to, and says what is outside of it.
+"""Which other files may a file refer to? A `Fence` is the folder that a file or store may refer to.
 
-Compared are the places where names really lead: symbolic links and ``..`` are resolved first. What the caller named is inside,
-whatever links lead to it. Nothing outside is opened to find out, nor anything that is no file: a pipe waits for whoever writes
-to it, and a device may act, or never end.
+1. Paths are compared after symbolic links and ``..`` are resolved.
+2. The file that the caller named is always inside, also if it is reached by links.
+3. Nothing outside the fence is opened to find that out.
+4. Only regular files are opened: a pipe would wait for its writer, and a device may act or never end.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ TARGET_HINT = "pass allow_external=True if you trust it"
 
 
 class OutsideError(OSError):
-    """A file leads to a place outside of its folder."""
+    """A file refers to a path outside its folder."""
 
 
 class NotAFileError(OSError):
-    """Something else has the place of a file: a pipe, a folder."""
+    """The path is not a regular file but, for example, a pipe or a folder."""
 
 
 @dataclass(frozen=True)
 class Fence:
-    """The folders that a file may lead to.
+    """The folders that a file may refer to.
 
     Attributes
     ----------
     folders : tuple of str
-        Resolved. None at all: everything is inside.
+        Resolved paths. Empty: everything is inside.
     """
 
     folders: tuple[str, ...] = ()
 
     @classmethod
     def around_file(cls, path: str, allow_external: bool = False) -> Fence:
-        """The folder that `path` is in, and the one that the file itself is in where `path` is a link to it."""
+        """The folder of `path`, and the folder of the file itself if `path` is a symbolic link."""
         if allow_external:
             return cls()
         return cls(tuple({os.path.realpath(os.path.dirname(path) or "."), os.path.dirname(os.path.realpath(path))}))
@@ -49,11 +50,11 @@ class Fence:
         return cls() if allow_external else cls((os.path.realpath(path),))
 
     def holds(self, path: str) -> bool:
-        """Whether `path` leads to a place inside; it need not exist."""
+        """True if `path`, resolved, is inside. It need not exist."""
         return not self.folders or self._is_inside(os.path.realpath(path))
 
     def holds_open(self, descriptor: int, path: str) -> bool:
-        """The same for an open file: where it really is, whatever happened to its name since."""
+        """The same for an open file: by where it really is, even if its name has changed since."""
         if not self.folders:
             return True
         try:
@@ -76,12 +77,12 @@ _KINDS = (
 
 
 def kind_of(mode: int) -> str:
-    """What `os.stat` says that something is: ``"a file"``, ``"a pipe"``."""
+    """The kind of a file by its mode from `os.stat`: ``"a file"``, ``"a pipe"``."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "of an unknown kind")
 
 
 def why_not_a_file(path: str) -> str | None:
-    """What is at `path` in the place of a file, in words that follow "which is"; None for a file. Does not open it."""
+    """What `path` is if it is not a file, in words that follow "which is"; None for a file. Does not open it."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -92,14 +93,16 @@ def why_not_a_file(path: str) -> str | None:
 
 
 def open_file(path: str) -> int:
-    """Open a file for reading; its descriptor. What is no file is not opened, nor waited for where it becomes that meanwhile.
+    """Open a regular file for reading and return its descriptor.
+
+    Anything else is not opened. If the file is replaced by a pipe or device meanwhile, the open does not wait.
 
     Raises
     ------
     NotAFileError
-        If it is none.
+        If it is not a regular file.
     OSError
-        If it is not there, or cannot be opened.
+        If it does not exist or cannot be opened.
     """
     _check_is_file(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""What is this file, or this name, then? What is said where no format claims a file, and where no one array is meant.
+"""Which error is raised if no format claims a file, or if no single array is meant?
 
-Each error says what was found instead, and what to type: names like the one that was given, the largest arrays, how to convert
-a file of another kind. Opens files to see what they are, never to read values.
+Each error says what was found instead and what to type: similar names, the largest arrays, or how to convert a file of another
+kind. This module opens files to see their first bytes, never to read values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["as_source_error", "candidates", "check_readable", "no_such_array", "only_array", "unclaimed"]
 
-# Other kinds of files that scientists have: where the mark is, the mark, what the file is, and what to do.
+# Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
     (0, b"CDF", "a netCDF-3 classic file", "Convert it: `nccopy -k nc4 in.nc out.nc`."),
     (0, b"\x93NUMPY", "a NumPy .npy file", "Pass the array itself: `numpy.load(path, mmap_mode='r')`."),
@@ -41,12 +41,12 @@ _OTHERS = (
 
 @contextlib.contextmanager
 def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
-    """Turn whatever a format's library raises on a damaged file into a SourceError; KeyError (no such name) passes."""
+    """Turn any error of a format's library into a SourceError; ``KeyError(dataset)`` (no such name) passes."""
     try:
         yield
     except (ShardloadError, KeyError, MemoryError) as error:
         let_interruption_pass(error)
-        # "No such name" names the dataset; a library's own KeyError, from metadata that lacks something, does not.
+        # KeyError for "no such name" has the dataset as argument; a library's KeyError about incomplete metadata has not.
         if not isinstance(error, KeyError) or (dataset is not None and error.args == (dataset,)):
             raise
         raise _damaged(path, dataset, error) from error
@@ -56,7 +56,7 @@ def as_source_error(path: str, dataset: str | None = None) -> Iterator[None]:
 
 
 def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
-    """The message about a file that its library cannot open."""
+    """The error about a file that its library cannot open."""
     what = f"'{path}'" if dataset is None else f"'{dataset}' in '{path}'"
     if isinstance(error, ModuleNotFoundError):
         text = f"{what} cannot be opened without '{error.name}', which is not installed: `pip install {error.name}`."
@@ -74,11 +74,11 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
 
 
 def check_readable(path: str) -> None:
-    """SourceError unless `path` is there and readable by this user."""
+    """Raise SourceError unless `path` exists and this user may read it."""
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            os.scandir(path).close()  # opened, not listed: it may hold a million chunks
+            os.scandir(path).close()  # opened but not listed: it may hold a million chunks
         elif not stat.S_ISREG(mode):
             raise SourceError(f"'{path}' is {kind_of(mode)}, expected a file or folder. Pass another path.", path=path)
         else:
@@ -92,13 +92,13 @@ def check_readable(path: str) -> None:
         text = _what_is_there_instead(path)
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            raise  # of this process, not of the file
+            raise  # a limit of this process, not a fault of the file
         text = f"'{path}' cannot be read: {error}."
     raise SourceError(text, path=path)
 
 
 def _what_is_there_instead(path: str) -> str:
-    """The message about a file that does not exist, with names like it from the same folder."""
+    """The message about a file that does not exist, with similar names from the same folder."""
     if os.path.islink(path):
         return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
     folder, name = os.path.split(os.path.normpath(path))
@@ -111,13 +111,13 @@ def _what_is_there_instead(path: str) -> str:
 
 
 def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> SourceError:
-    """The error about a file that no format claims: with the formats there are, and those that should be and cannot be used."""
+    """The error about a file that no format claims, with the formats that can be loaded, and the installed ones that failed."""
     more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
     return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{more}", path=path)
 
 
 def _what_it_is(path: str) -> str:
-    """What a file is that no format claims."""
+    """The message that says what a file is that no format claims."""
     if "://" in path:
         return f"'{path}' is a URL of an unknown kind."
     if os.path.isdir(path):
@@ -135,12 +135,12 @@ def _what_it_is(path: str) -> str:
 
 
 def candidates(infos: Sequence[ArrayInfo]) -> list[ArrayInfo]:
-    """Those that can be meant where none is named."""
+    """The arrays that the caller can mean without a name: not refused, and no coordinates."""
     return [info for info in infos if info.refused is None and not info.is_coordinate]
 
 
 def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayInfo:
-    """The array that can be meant when no name is given."""
+    """The single array that the caller can mean without a name; an error if there is none, or more than one."""
     fields = candidates(infos)
     if len(fields) == 1:
         return fields[0]
@@ -159,7 +159,7 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:
-    """The message about a name that is no array's: a group's, or nobody's. With `has_more`, of some of those that are there."""
+    """The error about a name that no array has (a group may have it). With `has_more`, `infos` has only some of the arrays."""
     more = "many" * has_more
     below = [info for info in infos if info.dataset.startswith(name.rstrip("/") + "/") and info.dataset != name]
     if below:

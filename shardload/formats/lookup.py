@@ -1,13 +1,12 @@
-"""Which array is meant, and how is it opened?
+"""Which array does the caller mean, and how is it opened?
 
-1. The file goes to the first format that claims it (`registry`), or the open object to the library that it comes from.
-2. `find_array` answers which array was meant, from metadata alone: run it on one rank and tell the others.
-3. `open_source` opens that array on every rank that reads; `open_file` opens a file once, for several of its arrays.
-4. Files that nobody vouches for (`Access.untrusted`) are opened by other processes, which answer the same questions: see
-   `untrusted`.
+1. The first format that claims the file gets it (`registry`). An open object goes to the format of its library.
+2. `find_array` finds the array from metadata alone. It runs on one rank, which tells the others.
+3. `open_source` opens that array on every reading rank; `open_file` opens a file once, for several of its arrays.
+4. Untrusted files (`Access.untrusted`) are opened by helper processes, which answer the same questions: see `untrusted`.
 
-What the caller can mend by writing something else is a `ConfigError`; what is wrong with the file is a `SourceError`,
-whatever the library below raised. What they say is in `diagnosis`.
+If the caller can fix it by passing something else, the error is a `ConfigError`. If the file is wrong, it is a `SourceError`,
+whatever the library below raised. `diagnosis` has the messages.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["find_array", "find_small", "format_of", "list_arrays", "open_file", "open_source", "read_small", "split_path"]
 
-_MOST_LISTED = 1000  # arrays that are looked at to say which one could be meant
+_MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
 def split_path(path: str) -> tuple[str, str | None]:
     """Cut ``"file.h5:/group/rho"`` into the path and the name of the array in it.
 
-    ``~`` at the beginning is the user's home. A path that exists as it stands is kept whole. ``:`` separates where what
-    precedes it exists; ``:/`` separates always (except in ``"s3://"``), so that the message about a missing file names the
-    file.
+    ``~`` at the beginning is the user's home. A path that exists is kept whole. ``:`` separates if the path before it exists.
+    ``:/`` always separates (except in ``"s3://"``), so that an error about a file that does not exist names the file alone.
 
     Examples
     --------
@@ -69,12 +67,12 @@ def split_path(path: str) -> tuple[str, str | None]:
 def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
     """Every array in the file or store at `path`, loadable or not, from metadata alone.
 
-    Collective: no. A link to another place is not followed, but its name can be given to `find_array`.
+    Collective: no. Links to other files are not followed, but their names can be given to `find_array`.
 
     Raises
     ------
     SourceError
-        If there is no such file, it is of no format known here, or it is damaged.
+        If there is no such file, no format claims it, or it is damaged.
     """
     path = _without_scheme(path)
     if access.untrusted is not None:
@@ -86,9 +84,9 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
 
 
 def find_array(path_or_object: Any, dataset: str | None = None, access: Access = STRICT) -> ArrayInfo:
-    """The one array that is meant, from metadata alone.
+    """Find the array that the caller means, from metadata alone.
 
-    Collective: no. One rank runs it, and the others are told.
+    Collective: no. One rank runs it and tells the others.
 
     Parameters
     ----------
@@ -96,22 +94,22 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
         A path (``"file.h5"``, ``"file.h5:/group/rho"``), or an open `h5py.Dataset`, `zarr.Array` or NumPy array.
     dataset : str, optional
         Name of the array, with or without the leading ``/``. Without it the file must hold exactly one array that can
-        be loaded and is not a coordinate of another.
+        be loaded and is not a coordinate.
     access : Access
         What the caller allows.
 
     Returns
     -------
     ArrayInfo
-        With `refused` None.
+        Its metadata, with `refused` None.
 
     Raises
     ------
     ConfigError
-        If no array has this name, if the name is a group's, or if several could be meant; the names there are listed. If an
-        open array is to be `untrusted`.
+        If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
+        array is passed with `untrusted`.
     SourceError
-        If the file cannot be opened, or the array, or its type, cannot be loaded.
+        If the file cannot be opened, or the array or its type cannot be loaded.
     """
     if access.untrusted is not None:
         whole, file, name = _untrusted_place(path_or_object, dataset)
@@ -140,30 +138,30 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
-    """Some of the arrays in a file, and whether there are more."""
+    """Some of the arrays in a file, and True if there are more."""
     with as_source_error(path):
         infos = file_format.sketch_arrays(path, access, _MOST_LISTED, like)
     return infos[:_MOST_LISTED], len(infos) > _MOST_LISTED
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> Source:
-    """Open for reading the array that `find_array` found.
+    """Open the array that `find_array` found.
 
-    Collective: no. Each rank that reads opens its own, and closes it.
+    Collective: no. Each reading rank opens and closes its own source.
 
     Parameters
     ----------
     path_or_object : str, os.PathLike, or an open array
         As given to `find_array`.
     dataset : str
-        The name that `find_array` returned; not looked at for an open array.
+        The name that `find_array` returned; ignored for an open array.
     access : Access
         What the caller allows.
 
     Raises
     ------
     SourceError
-        If it cannot be opened here: gone, not visible from this machine, damaged, or of an encoding unknown here.
+        If it cannot be opened here: deleted, not visible from this machine, damaged, or of an unknown encoding.
     """
     if access.untrusted is not None:
         return _open_untrusted(path_or_object, dataset, access)
@@ -177,15 +175,15 @@ def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> S
 
 
 def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
-    """Open a file once, for several of its arrays: what `open_source` gives, from one open of the file.
+    """Open a file once, for several of its arrays. `OpenFile.open` gives the same sources as `open_source`.
 
-    Collective: no. Close it after use (a ``with`` statement does): that closes what was opened from it, too.
+    Collective: no. Close it after use (a ``with`` statement does): that also closes the sources that it opened.
 
     Parameters
     ----------
     path_or_object, access
-        As given to `open_source`. An open array has no others beside it: it is what each name opens. Where helper processes
-        open the file, each array has its own.
+        As given to `open_source`. For an open array, every name opens that array. If the file is untrusted, each array has its
+        own helper processes.
 
     Raises
     ------
@@ -210,7 +208,7 @@ def open_file(path_or_object: Any, access: Access = STRICT) -> OpenFile:
 
 
 class _Opened(OpenFile):
-    """What a format has opened, with the errors of `open_source`; None where each array is opened by itself."""
+    """An open file whose arrays raise the errors of `open_source`. If `file` is None, each array opens the file by itself."""
 
     def __init__(self, path_or_object: Any, access: Access, file: OpenFile | None) -> None:
         self._handle, self._access, self._file = path_or_object, access, file
@@ -240,7 +238,7 @@ def _open_untrusted(path_or_object: Any, dataset: str, access: Access) -> Source
 
 @contextmanager
 def _naming_what_is_gone(path: str, name: str) -> Iterator[None]:
-    """For opening what was found before: whatever goes wrong is a SourceError."""
+    """Turn every error into a SourceError while an array is opened that was found before; a KeyError means that it is gone."""
     try:
         with as_source_error(path, name):
             yield
@@ -254,7 +252,7 @@ def _naming_what_is_gone(path: str, name: str) -> Iterator[None]:
 
 
 def _checked(source: Source) -> Source:
-    """The same, or SourceError if it is refused."""
+    """Return `source`; if its array is refused, close it and raise SourceError."""
     try:
         _loadable(source.info)
     except SourceError:
@@ -264,7 +262,7 @@ def _checked(source: Source) -> Source:
 
 
 def find_small(path_or_object: Any, dataset: str | None, access: Access) -> tuple[ArrayInfo, bytes | None]:
-    """What `find_array` and then `read_small` give; of a file that is untrusted, from one other process."""
+    """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
     if access.untrusted is None:
         info = find_array(path_or_object, dataset, access)
         return info, read_small(path_or_object, info, access)
@@ -274,15 +272,15 @@ def find_small(path_or_object: Any, dataset: str | None, access: Access) -> tupl
 
 
 def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> bytes | None:
-    """All values of an array that `find_array` found, if it is small: C order, native byte order.
+    """All values of an array that `find_array` found, if it is small: in C order and native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
 
     Returns
     -------
     bytes or None
-        None where the array is large, empty or open already, or its chunks are large, which are decoded whole; or it cannot be
-        read, or some of it is missing, or it changes meanwhile: whoever reads it then says so.
+        None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also None if it
+        cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
     """
     tuning = tuning or default_tuning()
     if _as_path(path_or_object) is None or not 0 < nbytes_of(info) <= tuning.small_nbytes:
@@ -297,7 +295,7 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tu
             source.read_into(Region.whole(info.shape), values)
             if (
                 source.missing(Region.whole(info.shape)) or source.state() != before or source.info.to_json() != info.to_json()
-            ):  # as text: a NaN is not itself
+            ):  # compared as text, because a NaN in the attributes is not equal to itself
                 return None
         finally:
             source.close()
@@ -308,14 +306,14 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tu
 
 
 def _as_path(path_or_object: Any) -> str | None:
-    """The path, if it is one, with ``~`` read as shells read it outside of quotes; None for an open array."""
+    """The path, with a leading ``~`` expanded as in a shell; None for an open array."""
     if isinstance(path_or_object, str | os.PathLike):
         return os.path.expanduser(_without_scheme(os.fsdecode(path_or_object)))
     return None
 
 
 def _without_scheme(path: str) -> str:
-    """A URL of a file or folder of this machine as its path; all else as it is.
+    """The path of a URL of a file or folder on this machine; anything else unchanged.
 
     >>> _without_scheme("file:///data/store.zarr"), _without_scheme("s3://bucket/store.zarr")
     ('/data/store.zarr', 's3://bucket/store.zarr')
@@ -325,7 +323,7 @@ def _without_scheme(path: str) -> str:
 
 
 def _untrusted_place(path_or_object: Any, dataset: str | None) -> tuple[str, str, str | None]:
-    """The path, the file in it, and the name; ConfigError for an open array, which this process has opened already."""
+    """The path as passed, the file in it, and the array's name. ConfigError for an array that is open in this process."""
     path = _as_path(path_or_object)
     if path is None:
         raise ConfigError(
@@ -341,7 +339,7 @@ def _full_name(dataset: str) -> str:
 
 
 def format_of(path: str) -> Format:
-    """The format that claims the file; SourceError, with what the file is instead, if none does."""
+    """The format that claims the file. If none does, SourceError says what the file is instead."""
     if "://" in path:
         found, failed = registry.claiming(lambda file_format: file_format.claims_url(path), plugins_first=True)
     else:
@@ -353,7 +351,7 @@ def format_of(path: str) -> Format:
 
 
 def _format_of_object(obj: Any) -> Format:
-    """The format whose library `obj` comes from."""
+    """The format of the library that `obj` comes from."""
     found, failed = registry.claiming(lambda file_format: file_format.claims_object(obj))
     if found is None:
         more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
@@ -365,7 +363,7 @@ def _format_of_object(obj: Any) -> Format:
 
 
 def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
-    """The metadata of an open array; a name beside it must be its own."""
+    """The metadata of an open array. ConfigError if `dataset` is given and is not its name."""
     info = _format_of_object(obj).open_object(obj, access).info
     if dataset is not None and _full_name(dataset) != info.dataset:
         raise ConfigError(
@@ -375,7 +373,7 @@ def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
 
 
 def _loadable(info: ArrayInfo) -> ArrayInfo:
-    """The same, or SourceError if it is refused."""
+    """Return `info`; SourceError if the array is refused."""
     if info.refused is not None:
         raise SourceError(
             f"{info} cannot be loaded: it holds {info.refused}.",

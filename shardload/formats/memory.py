@@ -1,4 +1,4 @@
-"""How do I obtain values that are in memory already? By looking at them: a NumPy array, or memory map, as source."""
+"""How are values read that are already in memory? A NumPy array or memory map serves as a source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemorySource(Source):
     array : numpy.ndarray
         Not copied, never written.
     info : ArrayInfo, optional
-        Of the file that it was read from, for what messages say.
+        Metadata of the file that it was read from, for messages.
 
     Raises
     ------
@@ -77,12 +77,12 @@ class MemorySource(Source):
         out[...] = self._array[region.slices()]
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """What NumPy gives for these slices."""
+        """The values as NumPy's indexing gives them."""
         return np.asarray(self._array[region.slices()])
 
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
-        """The values of `region` themselves, with the array's own strides; None if they are not as they should be sent:
-        their bytes need swapping, or are booleans other than 0 and 1.
+        """The values of `region` without a copy, with the array's own strides. None if they cannot be sent as they are: the
+        byte order is not native, or booleans have bytes other than 0 and 1.
         """
         if not Region.whole(self._info.shape).contains(region):
             raise ValueError(f"region {region} reaches outside {self._info}, which has shape {self._info.shape}")
@@ -94,12 +94,12 @@ class MemorySource(Source):
     def _has_odd_bools(self) -> bool:
         if self._dtype.kind != "b":
             return False
-        # NumPy goes through an axis that was repeated as often as it says
+        # NumPy would go through every repetition of an axis with stride 0: look at one.
         once = self._array[tuple(slice(1) if stride == 0 else slice(None) for stride in self._array.strides)]
         return bool(once.view(np.uint8).max(initial=0) > 1)
 
     def state(self) -> None:
-        """None: an array in memory has no such mark."""
+        """None: an array in memory has no file state."""
         return None
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class MemoryFormat(Format):
         return False
 
     def claims_object(self, obj: object) -> bool:
-        """Whether `obj` is a NumPy array."""
+        """True if `obj` is a NumPy array."""
         return isinstance(obj, np.ndarray)
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:

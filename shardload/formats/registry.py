@@ -1,17 +1,18 @@
-"""Which formats are there? Our own, and those of other packages that are installed.
+"""Which formats are there? Our own, and those of other installed packages.
 
-1. Our own are asked first: what HDF5 and Zarr mark as theirs is read the same way whatever else is installed, and the list of
-   installed packages is not read for it (4 to 15 ms).
+1. Our own formats are asked first. So a file that HDF5 or Zarr claims is read the same way whatever else is installed, and the
+   list of installed packages is not read for it (4 to 15 ms).
 2. Another package names its formats as entry points of the group ``shardload.formats``::
 
        [project.entry-points."shardload.formats"]
        npy = "shardload_npy:FORMAT"
 
-   They are asked by priority, the highest first, then by name. The priority is in the entry point's name, where it can be read
-   without an import: ``"npy.20"`` has 20, ``npy`` has 0.
-3. URLs are the other way round: other packages first, for Zarr takes any URL to be a store.
-4. A format is imported when its turn comes, so a rank that reads HDF5 never imports zarr. One that cannot be imported, or fails
-   when it is asked, is passed over: the error names it where no other format takes the file, and a warning where one does.
+   They are asked by priority, the highest first, then by name. The priority is part of the entry point's name, so that it is
+   known without an import: ``"npy.20"`` has 20, ``npy`` has 0.
+3. For URLs, other packages are asked first, because Zarr claims any URL as a store.
+4. A format is imported when its turn comes, so a rank that reads HDF5 never imports zarr. A format that cannot be imported, or
+   that raises when it is asked, is skipped. If no other format claims the file, the error names the skipped format; if one
+   does, a warning names it.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ GROUP = "shardload.formats"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a format is to be imported from.
+    """Where to import a format from.
 
     Attributes
     ----------
     name : str
-        As its package calls it; for messages.
+        The package's name for the format, for messages.
     priority : int
         The highest is asked first.
     target : str
-        ``"package.module:attribute"``: a `Format`, or a class of them.
+        ``"package.module:attribute"``: a `Format`, or a subclass of it.
     package : str
-        That it comes from, with its version; empty for our own.
+        The package that it comes from, with its version; empty for our own.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, target: str, package: str) -> Entry:
-        """Of an entry point, whose name may end in a priority.
+        """Make an entry from an entry point, whose name may end in a priority.
 
         >>> Entry.of("npy", "a:B", "c 1").priority, Entry.of("npy.20", "a:B", "c 1"), Entry.of("x.-5", "a:B", "").priority
         (0, Entry(name='npy', priority=20, target='a:B', package='c 1'), -5)
@@ -81,14 +82,14 @@ def _in_order(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 @functools.cache
 def own() -> tuple[Entry, ...]:
-    """Our own formats, in the order in which they are asked."""
+    """Our own formats, in the order of asking."""
     return _in_order(_OWN)
 
 
 @functools.cache
 def installed() -> tuple[Entry, ...]:
-    """Those of other packages, in that order. The list of what is installed is read once in a process."""
-    from importlib.metadata import entry_points  # takes longer to import than the list to read
+    """Formats of other packages, in the order of asking. The list of installed packages is read once per process."""
+    from importlib.metadata import entry_points  # the import takes longer than reading the list
 
     found = []
     for point in entry_points(group=GROUP):
@@ -98,16 +99,16 @@ def installed() -> tuple[Entry, ...]:
 
 
 def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) -> tuple[Format | None, list[str]]:
-    """The first format for which `is_claimed`, and what is said of those that should have been asked before and could not be.
+    """The first format for which `is_claimed` is true, and the formats that failed before it, with the reasons.
 
-    Where another one is found, a warning says that too, once in a process for each.
+    If a format is found after others failed, a warning names each of those once per process.
 
     Returns
     -------
     Format or None
-        None where it is so for none.
+        None if no format claims it.
     list of str
-        ``"'npy' of shardload-npy 0.1 (ModuleNotFoundError: ...)"``.
+        The failed formats: ``"'npy' of shardload-npy 0.1 (ModuleNotFoundError: ...)"``.
     """
     failed: dict[Entry, str] = {}
     for entries in (installed, own) if plugins_first else (own, installed):
@@ -131,14 +132,14 @@ def claiming(is_claimed: Callable[[Format], bool], plugins_first: bool = False) 
 
 
 def names() -> list[str]:
-    """The formats that files can have, for messages."""
+    """The names of the formats that files can have, for messages."""
     found = [load(entry) for entry in (*own(), *installed()) if entry.name != "memory"]
     return [file_format.name for file_format in found if not isinstance(file_format, str)]
 
 
 @functools.cache
 def load(entry: Entry) -> Format | str:
-    """Import a format; where that fails, why."""
+    """Import a format. If that fails, return the reason as text."""
     module, _, attribute = entry.target.partition(":")
     try:
         found: Any = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))

@@ -1,11 +1,13 @@
-"""What does a helper process do? It opens one file that nobody vouches for, and puts its values where its parent can see them.
+"""What does a helper process do? It opens one untrusted file, and puts the values into memory that its parent can read.
 
-It is started as a script by `untrusted.helper`, which imports nothing of it, with a socket and a piece of shared memory. Before
-it looks at the file it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and has a
-limit on memory. Then it answers requests, one at a time, until the socket is closed. Answers are JSON, with their length before
-them (4 bytes, little-endian); values are in the shared memory. A format of another package is found as by the parent.
+1. `untrusted.helper` starts it as a script, with a socket and shared memory, and imports nothing from it.
+2. Before it opens the file, it gives up what it does not need: it ends with its parent, writes no files and no core dumps, and
+   has a limit on memory.
+3. It answers requests, one at a time, until the socket is closed. Answers are JSON, after their length (4 bytes,
+   little-endian); values are in the shared memory.
 
-It imports what reading takes, and neither JAX nor MPI: at the top, only the standard library.
+It finds formats of other packages as the parent does. It imports what reading needs, but neither JAX nor MPI; at the top, only
+the standard library.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ __all__ = ["main"]
 
 _HEAD_NBYTES = 4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
-_LIBRARIES_NBYTES = 1 << 30  # while they are imported; before the file is opened, what they took is measured
-_BASE_NBYTES = 128 << 20  # beside values: threads, what libraries allocate at first use, metadata
-_LOG_NBYTES = 1 << 20  # of what libraries print
+_LIBRARIES_NBYTES = 1 << 30  # limit while libraries are imported; their real use is measured before the file is opened
+_BASE_NBYTES = 128 << 20  # beside values: threads, memory that libraries allocate at first use, metadata
+_LOG_NBYTES = 1 << 20  # output of libraries
 _STACK_NBYTES = 1 << 20
-# What formats may do here beside what the caller allows: what is safe in no process but one that may crash, and of which memory
-# is limited. Decoders, say. This is the one place for it.
+# What formats may do here beyond what the caller allows, for example use any decoder. That is safe only in a process that may
+# crash and has limited memory. This is the one place for it.
 _MORE: dict[str, Any] = {"allow_filters": {"all"}, "is_limited": True}
 
 Answer = dict[str, Any]
@@ -43,8 +45,8 @@ Answer = dict[str, Any]
 def main() -> None:
     """Answer requests until there are no more. Arguments: descriptors of the socket and of the memory, id of the parent."""
     channel, values, parent = (int(text) for text in sys.argv[1:4])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all that a terminal or batch system has started:
-        signal.signal(number, signal.SIG_IGN)  # the parent's to answer, which ends this process, or it would blame the file
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # terminals and batch systems send these to all processes:
+        signal.signal(number, signal.SIG_IGN)  # the parent answers them and ends this process; else it would blame the file
     _give_up_rights(parent)
     server = _Server(socket.socket(fileno=channel), values)
     server.run()
@@ -55,19 +57,19 @@ def _give_up_rights(parent: int) -> None:
     system = ctypes.CDLL(None, use_errno=True)
     for option, value in (
         (_PR_SET_PDEATHSIG, int(signal.SIGKILL)),
-        (_PR_SET_DUMPABLE, 0),  # a core dump that is sent to a program knows no limit
+        (_PR_SET_DUMPABLE, 0),  # RLIMIT_CORE does not limit a core dump that is piped to a program
         (_PR_SET_NO_NEW_PRIVS, 1),
     ):
         if system.prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) is refused here")
-    if os.getppid() != parent:  # it was gone before it could be followed
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_FSIZE, _LOG_NBYTES)
 
 
 def _limit(what: int, most: int) -> None:
-    """Set a limit for good; one that is lower already stays."""
+    """Set a limit that cannot be raised again. A lower limit stays."""
     _, hard = resource.getrlimit(what)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)
@@ -75,14 +77,14 @@ def _limit(what: int, most: int) -> None:
 
 
 def _limit_memory(nbytes: int) -> None:
-    """Let this process allocate so much more, and never again more than that."""
+    """Let this process allocate `nbytes` more than now, and never more than that."""
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * mmap.PAGESIZE
     _limit(resource.RLIMIT_AS, used + nbytes)
 
 
 class _Server:
-    """Answers. What it is asked for, and what it says, is described in `untrusted.Helper`."""
+    """Answers requests. `untrusted.helper.Helper` is the other side."""
 
     def __init__(self, channel: socket.socket, values: int) -> None:
         self._channel, self._values = channel, values
@@ -90,10 +92,10 @@ class _Server:
         self._memory_nbytes = 0
         self._source: Any = None
         self._chunks: Any = None
-        self._scratch: Any = None  # memory for chunks as they are stored
+        self._scratch: Any = None  # memory for stored chunks
 
     def run(self) -> None:
-        """Until the parent closes the socket."""
+        """Answer until the parent closes the socket."""
         while (request := self._receive()) is not None:
             todo: Callable[..., Answer] = getattr(self, "do_" + request.pop("do"))
             try:
@@ -121,7 +123,7 @@ class _Server:
         """Import what all formats need."""
         import threading
 
-        threading.stack_size(_STACK_NBYTES)  # it counts as memory, used or not
+        threading.stack_size(_STACK_NBYTES)  # a stack counts as memory, used or not
         warnings.simplefilter("ignore")
         sys.path[:] = places
         self._memory_nbytes = memory_nbytes
@@ -129,27 +131,27 @@ class _Server:
         import numpy  # noqa: F401
 
         with contextlib.suppress(ImportError):
-            import ml_dtypes  # noqa: F401  (what JAX would have told NumPy of)
+            import ml_dtypes  # noqa: F401  (JAX would register its types with NumPy)
         import shardload.formats.lookup  # noqa: F401
 
         return {}
 
     def _prepare(self, path: str) -> None:
-        """Import what this file needs, and leave it the memory that was granted."""
+        """Import what this file needs, then limit memory to what the parent granted."""
         from shardload.formats.lookup import format_of, split_path
 
         format_of(split_path(path)[0])
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
     def do_list(self, path: str, allow_external: bool) -> Answer:
-        """All arrays."""
+        """List all arrays."""
         from shardload.formats.lookup import list_arrays
 
         self._prepare(path)
         return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, _access(allow_external))]}
 
     def do_find(self, path: str, dataset: str | None, allow_external: bool, values: bool) -> Answer:
-        """The array that is meant; and its values, if they are wanted and few."""
+        """Find the array that the caller means; also read its values, if `values` and the array is small."""
         from shardload.formats.lookup import find_array, read_small
 
         self._prepare(path)
@@ -161,7 +163,7 @@ class _Server:
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
 
     def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
-        """Open it, for what follows."""
+        """Open the array for the requests below."""
         from shardload.formats.base import Scratch
         from shardload.formats.lookup import open_source
 
@@ -172,7 +174,7 @@ class _Server:
         return {"info": json.loads(self._source.info.to_json()), "state": self._source.state()}
 
     def do_limit(self, memory_nbytes: int) -> Answer:
-        """Make do with less memory from now on."""
+        """Lower the limit on memory."""
         _limit_memory(_BASE_NBYTES + memory_nbytes)
         return {}
 
@@ -183,7 +185,7 @@ class _Server:
         return {"state": self._source.state()}
 
     def do_read(self, start: list[int], stop: list[int]) -> Answer:
-        """Values of a region, and after them the numbers, in the region's own grid of chunks, of the missing ones."""
+        """Values of a region; after them the numbers of its missing chunks, counted in the region's own chunk grid."""
         import numpy as np
 
         region = self._region(start, stop)
@@ -213,7 +215,7 @@ class _Server:
         return {}
 
     def do_chunk(self, index: list[int]) -> Answer:
-        """All values of a chunk, also where it reaches over the array's edge."""
+        """All values of a chunk, also if it reaches over the array's edge."""
         at, shape = tuple(index), self._source.info.chunks
         out = self._array(shape)
         if self._chunks is not None:
@@ -239,7 +241,7 @@ class _Server:
         return Region(tuple(start), tuple(stop))
 
     def _bytes(self, nbytes: int) -> Any:
-        """The first bytes of the shared memory, which the parent has made as long as its request needs."""
+        """The first `nbytes` bytes of the shared memory, which the parent has made long enough for its request."""
         import numpy as np
 
         if len(self._memory) < nbytes:

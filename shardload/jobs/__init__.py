@@ -1,8 +1,12 @@
 """What happens in one call, from its arguments to its report?
 
-In the order of a call: `request` takes the arguments of all ranks, and has them agree; `planner` makes a `plan` of what was
-found; `execution` does a job of one or many arrays, each an `array_load`; `report` says what was done. Open `execution` first.
+In the order of a call:
 
-Beside them: `describe` and `picture` print a plan, `progress` shows how far a load is, `consistency` asks whether all ranks
-read the same file and whether it stayed as it was.
+1. `request` checks the arguments, and all ranks agree on them.
+2. `planner` makes a `plan` from the metadata and the arguments.
+3. `execution` does a job of one or many arrays, each an `array_load`.
+4. `report` says what was done.
+
+`describe` and `picture` print a plan, `progress` shows how far a load is, and `consistency` checks that all ranks read the same
+file and that it did not change. Read `execution` first.
 """

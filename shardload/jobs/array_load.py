@@ -1,7 +1,8 @@
 """What does one rank do for one array of a job?
 
-An `ArrayLoad` is the array as all ranks know it: its plan, and what opens it. An `OwnArray` is what this rank has of it while
-the job runs: the open source, the pieces that are filled, what reads into them, and in the end the `jax.Array`.
+1. An `ArrayLoad` is the array as all ranks know it: its plan, its options, and the path or object that opens it.
+2. An `OwnArray` is this rank's share while the job runs: the open source, the pieces, the reader that fills them, and in the
+   end the `jax.Array`. Its methods are in the order in which a job calls them.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class ArrayLoad:
     Attributes
     ----------
     plan : Plan
-        What was planned for it.
+        Its plan.
     options : Options
-        How it was asked for.
+        Its options.
     handle : object
         A path, an open array, or a source in memory (None on the ranks that do not have it).
     origin : object
-        What opens the file, where `handle` holds its values already.
+        The path that opens the file, if `handle` is a source that has the values already.
     """
 
     plan: Plan
@@ -66,28 +67,28 @@ class ArrayLoad:
 
     @property
     def info(self) -> ArrayInfo:
-        """The array in its file."""
+        """Metadata of the array in its file."""
         return self.plan.info
 
     @property
     def layout(self) -> Layout:
-        """How it lies."""
+        """How it lies in its file and over the ranks."""
         return self.plan._layout
 
     @property
     def is_open(self) -> bool:
-        """Whether it is an array that the caller has opened, or has in memory, on every rank."""
+        """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
     def contents(self) -> State:
-        """What tells the array that the caller has opened from that of another rank."""
+        """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source
         with closing(self._open(self.handle)) as source:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
     def verifier(self, seed: int = 0) -> Verifier:
-        """What compares an array with the file that the plan is for."""
+        """The verifier that compares an array with the file of this plan."""
         how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed)
         handle = self.handle if self.origin is None else self.origin
         return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
@@ -97,14 +98,14 @@ class ArrayLoad:
 
 
 class OpenSources:
-    """The sources that one rank reads in a job: a file that several arrays are in is opened once.
+    """The sources that one rank reads in a job. A file with several of the arrays is opened once.
 
     Parameters
     ----------
     loads : sequence of ArrayLoad
-        Those that this rank reads.
+        The arrays that this rank reads.
     opened : ExitStack
-        Closes what is opened here.
+        Closes the files and sources that are opened here.
     """
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
@@ -123,12 +124,12 @@ class OpenSources:
 
     @staticmethod
     def _file_of(load: ArrayLoad) -> Any:
-        """What is equal for arrays of one file; None where the array is not in a file that is opened here."""
+        """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
         is_path = isinstance(load.handle, (str, os.PathLike)) and not load.is_open
         return (os.fspath(load.handle), load.options.access) if is_path else None
 
     def open(self, load: ArrayLoad) -> Source:
-        """The source of an array; it must be what its plan was made for."""
+        """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
         if isinstance(load.handle, MemorySource):
             return load.handle
         key = self._file_of(load) if self._n else None
@@ -144,20 +145,20 @@ class OpenSources:
 
 
 class OwnArray:
-    """What this rank has of one array of a job that runs.
+    """This rank's share of one array, while the job runs.
 
     Attributes
     ----------
     pieces : dict of int to Piece
-        This rank's pieces, by shard.
+        This rank's pieces, by shard number.
     contents : State
-        What tells the source, as it was when it was opened, from that of another rank.
+        The source's state when it was opened, to compare with the other ranks' sources.
     array : jax.Array or None
-        In the end.
+        The loaded array, at the end.
     device : Phase
-        What handing the pieces to JAX took.
+        Seconds and bytes for handing the pieces to JAX.
     checked : Found
-        What was verified of it.
+        What this rank verified.
     """
 
     def __init__(self, load: ArrayLoad, rank: int) -> None:
@@ -174,7 +175,7 @@ class OwnArray:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads any of it."""
+        """True if this rank reads any block of it."""
         return self.load.layout.schedule.is_owner(self.rank)
 
     def open(self, sources: OpenSources) -> None:
@@ -185,7 +186,7 @@ class OwnArray:
         self.contents = self.load.contents() if self.load.is_open else self._state
 
     def make_room(self) -> None:
-        """Make the pieces: the padded tails are filled, the rest is to be written by the exchange."""
+        """Allocate the pieces and fill their padding. The exchange writes the rest."""
         layout, dtype = self.load.layout, self.load.plan.dtype
         numbers = list(layout.schedule.shards.shards_of(self.rank))
         regions = [layout.schedule.shards.region(shard) for shard in numbers]
@@ -197,7 +198,7 @@ class OwnArray:
         self._early = EarlyPieces(self.load.plan.shape_global, self.load.plan.sharding)
 
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
-        """Make what reads this rank's blocks; `opened` waits for what it has begun."""
+        """Make the reader of this rank's blocks. `opened` waits for the reads that it has begun."""
         layout = self.load.layout
         self._reader = SourceReader(
             self._source or _nothing_to_read(self.load.info),
@@ -209,34 +210,34 @@ class OwnArray:
         )
         opened.enter_context(self._reader)
         if isinstance(self._source, UntrustedSource):
-            opened.push(partial(_end_helpers, self._source))  # before the reader waits for its threads, which wait for them
+            opened.push(partial(_end_helpers, self._source))  # runs first: the reader waits for threads that wait for helpers
 
     @property
     def reader(self) -> SourceReader:
-        """What reads this rank's blocks."""
+        """The reader of this rank's blocks."""
         if self._reader is None:
             raise ValueError("the reader has not been made")
         return self._reader
 
     @property
     def counters(self) -> Counters:
-        """What reading it took."""
+        """What this rank's reader counted: seconds, bytes, chunks."""
         return Counters() if self._reader is None else self._reader.counters
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pieces."""
+        """Bytes of this rank's pieces."""
         return sum(piece.data.nbytes for piece in self.pieces.values())
 
     def move(self, seed: int, is_named: bool) -> ArrayMove:
-        """What the exchange is to do for this array, which errors name where there are others."""
+        """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
         flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
         return ArrayMove(
             flow, self.reader, self.pieces, dtype, self._start_early, seed, str(self.load.info) if is_named else ""
         )
 
     def _start_early(self, piece: Piece) -> None:
-        """A piece is complete: it may go to its device."""
+        """Start to copy a complete piece to its device."""
         if self._early is not None:
             self._early.start(piece.region, piece.data)
 
@@ -249,19 +250,19 @@ class OwnArray:
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:
-        """SourceError where the file is not what it was when it was opened."""
+        """Raise SourceError if the file has changed since it was opened."""
         if self._source is not None:
             info = self.load.info
             check_unchanged(str(info), self._state, self._source.state(), info.path, info.dataset)
 
     def verify(self) -> None:
-        """Compare what the devices of this process hold, as far as was asked for."""
+        """Verify what the devices of this process hold, at the level that the caller asked for."""
         held = {piece.region: piece.data for piece in self.pieces.values()}
         self.checked = self.load.verifier().check(self.array, self.rank, held)
 
 
 def _as_planned(source: Source, info: ArrayInfo) -> Source:
-    """The same, if it is what the plan was made for; else closed, and SourceError."""
+    """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
     found = source.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
@@ -275,13 +276,13 @@ def _as_planned(source: Source, info: ArrayInfo) -> Source:
 
 
 def _close(source: Source | OpenFile, kind: type[BaseException] | None, *_: object) -> None:
-    """Close, unless a thread may be held up in a read of it: the library would wait for that thread."""
+    """Close `source`, but not after a stall: a thread may hang in a read of it, and the library would wait for that thread."""
     if kind is None or not issubclass(kind, StallError):
         source.close()
 
 
 def _end_helpers(source: UntrustedSource, kind: type[BaseException] | None, *_: object) -> None:
-    """Nobody wants their answers any more: after a stall or Ctrl-C, say."""
+    """After an error, for example a stall or Ctrl-C: end the helpers, because nobody waits for their answers any more."""
     if kind is not None:
         source.close()
 

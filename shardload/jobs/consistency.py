@@ -1,15 +1,17 @@
-"""Did all ranks read the same array, and did it stay as it was?
+"""Did all ranks read the same array, and did the file stay unchanged meanwhile?
 
-A file that is replaced while ranks open it, or written while they read, would give an array of which one part is old and
-another new, without any error. So each rank that reads looks at the file's size and time of last change (`Source.state`) when
-it has opened it and again when it has read, and the ranks compare what they saw in the sums that they agree on in the end
-anyway: a few more integers, no further message.
+If a file is replaced while ranks open it, or written while they read it, the array would be a mixture of old and new values,
+without any error. Therefore:
 
-An array that the caller has opened, or has in memory, may be another one on each rank, under the same name and of the same
-shape. Then every rank, whether it reads or not, looks at its own (`contents_of`), and they are compared in the same sums.
+1. Each reading rank takes the file's size and time of last change (`Source.state`) after opening and again after reading.
+   They must be equal (`check_unchanged`).
+2. An array that the caller has open or in memory may differ from rank to rank, with the same name and shape. So every rank,
+   also one that does not read, takes a fingerprint of its own array (`contents_of`).
+3. All ranks compare these numbers (`to_sums`, `check_same`) in the sums of the last agreement: a few more integers, no further
+   message.
 
-The comparison: with a number `h` of each of `n` ranks, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal.
-`h` has 20 bits, so that the sums over a million ranks fit into 64, and there are three of them.
+The comparison: if each of `n` ranks has a number `h`, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal.
+`h` has 20 bits, so that the sums over a million ranks fit into 64 bits, and each rank has three such numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from shardload.transfer.checksum import checksum
 __all__ = ["N_SUMS", "State", "check_same", "check_unchanged", "contents_of", "is_open", "to_sums"]
 
 State = tuple[int, ...] | None
-_N_COMPARED = 2  # size and time: what follows tells files apart on one machine only
+_N_COMPARED = 2  # size and time: the numbers after them tell files apart only on one machine
 _BITS, _N_NUMBERS = 20, 3
 N_SUMS = 1 + 2 * _N_NUMBERS
 _N_BOXES = 8
@@ -39,32 +41,32 @@ _FIX = "Load it again when nothing writes to it any more; write a new version be
 
 
 def is_open(handle: Any) -> bool:
-    """Whether this is an array that the caller has opened or has in memory, on every rank, and no path.
+    """True if `handle` is an array that the caller has open or in memory on every rank; False for a path.
 
     >>> is_open("data.h5"), is_open(None), is_open(np.zeros(3))
     (False, False, True)
     """
     if isinstance(handle, (str, os.PathLike)):
-        return "memory://" in os.fspath(handle)  # fsspec's: each process has its own
+        return "memory://" in os.fspath(handle)  # fsspec's memory: each process has its own
     return handle is not None and not isinstance(handle, Source)
 
 
 def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid | None) -> tuple[int, int]:
-    """What tells an open array from another one: that of its file where it has one, else of its values.
+    """A fingerprint of an open array: size and time of its file if it has one, else a size and checksum of its values.
 
-    Of a NumPy array all that is selected goes in, at the speed of memory; of a memory map, or of an array in a store that no
-    file belongs to, a few regions.
+    For a NumPy array the checksum is over the whole selection, at the speed of memory. For a memory map, or an array in a store
+    without a file, it is over a few regions.
 
     Parameters
     ----------
     source : Source
-        Of the array.
+        The array's source.
     handle : object
-        What the caller passed.
+        The object that the caller passed.
     selection : Selection
         Which elements are loaded.
     chunks : Grid or None
-        The selected array cut into the file's chunks, so that each region takes one chunk to be decoded.
+        The selected array cut into the file's chunks, so that each region lies in one chunk.
     """
     state = source.state()
     if state is not None:
@@ -83,7 +85,7 @@ def contents_of(source: Source, handle: Any, selection: Selection, chunks: Grid 
 
 
 def _is_mapped(array: Any) -> bool:
-    """Whether its values are in a file, so that to look at all of them takes as long as to load them."""
+    """True if the array's values are in a file (a memory map), so that reading all of them takes as long as a load."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             return True
@@ -92,7 +94,7 @@ def _is_mapped(array: Any) -> bool:
 
 
 def to_sums(state: State) -> list[int]:
-    """What to add up over the ranks; a rank that read nothing, or something without a state, adds nothing.
+    """The numbers to sum over the ranks; all 0 for a rank that read nothing, or whose source has no state.
 
     >>> to_sums(None)
     [0, 0, 0, 0, 0, 0, 0]
@@ -105,7 +107,7 @@ def to_sums(state: State) -> list[int]:
 
 
 def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: bool = False) -> None:
-    """SourceError where not all ranks read the same, from the sums over all ranks. The same answer on every rank."""
+    """Raise SourceError if the sums say that the ranks did not all read the same. Every rank gets the same answer."""
     n, firsts, seconds = sums[0], sums[1 : 1 + _N_NUMBERS], sums[1 + _N_NUMBERS :]
     if all(n * second == first * first for first, second in zip(firsts, seconds, strict=True)):
         return
@@ -126,7 +128,7 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
 
 
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:
-    """SourceError where the file is not what it was before it was read."""
+    """Raise SourceError if the file changed while it was read."""
     if before is not None and after != before:
         was = "is gone" if after is None else f"had {before[0]} bytes and has {after[0]}" if after[0] != before[0] else ""
         raise SourceError(

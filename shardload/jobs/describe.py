@@ -1,4 +1,4 @@
-"""What does a plan say to a person? As text of a given width, as a line, and as HTML for notebooks: the same facts in all."""
+"""How is a plan shown to a person? As text of a given width, as one line, or as HTML for notebooks, with the same facts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_p
 if TYPE_CHECKING:
     from shardload.jobs.plan import Plan
 
-_WIDE = 60  # from here on names stand in a column of their own
+_WIDE = 60  # from this width on, names have a column of their own
 
 
 def describe_plan(plan: Plan, width: int = WIDTH) -> str:
-    """A plan as text that fits `width` columns: what is loaded, and a table of what each way of reading would take."""
+    """A plan as text that fits `width` columns: what is loaded, and a table of the cost of each way of reading."""
     lines = wrap(_title(plan), width, "", "  ")
     for name, text in _facts(plan).items():
         first = f"  {name:<10}" if width >= _WIDE else f"  {name}  "
@@ -29,14 +29,14 @@ def describe_plan(plan: Plan, width: int = WIDTH) -> str:
 
 
 def describe_plan_in_a_line(plan: Plan) -> str:
-    """A plan as a program's inspector shows it."""
+    """A plan in one line, for its `repr`."""
     taken = f"{plan.readers}, {plan.n_readers} of {plan.n_ranks} ranks read"
     what = f"{_shape(plan.shape_global)} {plan.dtype} as {plan.decomposition} {_spec(plan)} on mesh {_mesh(plan)}; {taken}"
     return f"<Plan of {printable(str(plan.info))}: {what}>"
 
 
 def describe_plan_as_html(plan: Plan, picture: str = "") -> str:
-    """A plan for a notebook: the same as the text, with `picture` between the facts and the table."""
+    """A plan as HTML for a notebook: the same as the text, with `picture` between the facts and the table."""
     facts = "".join(f"<tr>{_cell('th', name)}{_cell('td', text)}</tr>" for name, text in _facts(plan).items())
     modes, rows = _quantities(plan)
     taken = [" background: rgba(100, 150, 255, 0.2);" if mode == plan.readers else "" for mode in modes]
@@ -81,7 +81,7 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
-    """The ways of reading, and what each of them would take: a row for each quantity."""
+    """The ways of reading, and a row for each quantity with its value for each way."""
     costs = list(plan.costs.values())
     bounds = ["" if cost.is_exact else "<= " for cost in costs]
     rows = {
@@ -104,7 +104,7 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _table(plan: Plan, width: int) -> list[str]:
-    """A column for each way of reading, or, where these do not fit beside each other, one below the other."""
+    """A table with a column for each way of reading; if it is too wide, one table below the other."""
     modes, rows = _quantities(plan)
     heads = [f"-> {mode}" if mode == plan.readers else mode for mode in modes]
     lines = _columns([["", *heads], *([name, *cells] for name, cells in rows.items())])
@@ -137,7 +137,7 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def describe_job(made: Plan) -> str:
-    """What every rank must have planned alike, as text."""
+    """The plan as the text that ranks compare: every rank must have planned the same."""
     p = made.schedule
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "

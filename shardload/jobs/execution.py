@@ -1,11 +1,11 @@
-"""How is a job done? One way through for all its arrays, be it one or many.
+"""How is a job done? In the same steps for one array and for many:
 
-1. Open the sources and make room: what cannot be had is known before others wait for it.
-2. Agree (unless each rank reads what it holds: then nobody waits for anybody).
-3. Read and exchange all arrays, with one set of threads and staging buffers; hand the pieces to JAX.
-4. Verify, close, agree: on errors, on what was read, on what was proven. One report.
+1. Open the sources and allocate the pieces. Errors here are known before other ranks wait for the values.
+2. Agree that every rank is ready. (Skipped if each rank reads what its own devices hold: then no rank waits for another.)
+3. Read and exchange all arrays, with one set of threads and staging buffers. Hand the pieces to JAX.
+4. Verify and close. Agree on errors, on what was read and on what was proven. Make one report.
 
-A rank that fails goes all the way too, and says so where the ranks agree.
+A rank that fails also goes through all steps, and reports its error where the ranks agree.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger("shardload")
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """What a job gives: the arrays in order, what was proven of each, and one report for all."""
+    """The result of a job: the arrays in order, what was proven of each, and one report for all."""
 
     arrays: list[jax.Array]
     proven: list[VerifyReport]
@@ -60,18 +60,18 @@ class Loaded:
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """What a plan is handed to be executed. Finds the ranks by their communicator, each time.
+    """The executor of a plan. It finds the ranks by their communicator each time it is called.
 
     Attributes
     ----------
     comm : mpi4py.MPI.Comm or None
         The caller's communicator.
     options, handle : Options, object
-        As `ArrayLoad` has them.
+        As in `ArrayLoad`.
     agreed : mapping of str to str
-        What all ranks passed and planned alike: which plan this is.
+        The arguments and the plan on which all ranks agreed. They identify the plan.
     tuning : Tuning
-        As it was when the plan was made.
+        The tuning constants when the plan was made.
     """
 
     comm: Any
@@ -81,7 +81,7 @@ class Execution:
     tuning: Tuning
 
     def __call__(self, plan: Plan) -> tuple[jax.Array, LoadReport]:
-        """Agree on which plan it is, then do it. Collective."""
+        """Agree that all ranks execute the same plan, then load. Collective."""
         started = time.perf_counter()
         group = group_of(self.comm, self.options.timeout)
         with outer_exception(), group.call(self.options.timeout) as refusal:
@@ -94,7 +94,7 @@ class Execution:
 
 
 class _Outcome:
-    """What one rank has done for a job, and the first thing that went wrong."""
+    """What one rank has done for a job, and its first error."""
 
     def __init__(self, arrays: list[OwnArray]) -> None:
         self.arrays = arrays
@@ -103,7 +103,7 @@ class _Outcome:
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """What is raised inside is kept for when the ranks agree; but not a stall, after which they never will."""
+        """Keep an error that is raised inside, until the ranks agree. A stall passes: after it the ranks cannot agree."""
         try:
             yield
         except StallError:
@@ -113,7 +113,7 @@ class _Outcome:
             self.error = self.error or found
 
     def report(self) -> LoadReport:
-        """What this rank has done, before the ranks have summed it up."""
+        """The report of this rank alone, before the sums over all ranks."""
         counters, device = Counters(), Phase(0.0, 0)
         for own in self.arrays:
             counters.add(own.counters)
@@ -122,12 +122,12 @@ class _Outcome:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether all arrays are there."""
+        """True if all arrays are loaded on this rank without an error."""
         return self.error is None and all(own.array is not None for own in self.arrays)
 
 
 class Job:
-    """The arrays that one call loads. Every method is collective, inside a call of all ranks.
+    """The arrays that one call loads. Every method is collective, inside a call that all ranks make.
 
     Parameters
     ----------
@@ -136,9 +136,9 @@ class Job:
     loads : sequence of ArrayLoad
         The arrays, at least one. Their `staging`, `timeout`, `progress` and `verify` are the same.
     agreed : mapping of str to str
-        What all ranks passed and planned alike.
+        The arguments and the plan on which all ranks agreed.
     tuning : Tuning
-        From which sizes on is what worth it.
+        The sizes from which each optimization pays off.
     """
 
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Mapping[str, str], tuning: Tuning) -> None:
@@ -148,11 +148,11 @@ class Job:
         self.name = f"{loads[0].info}{more}"
 
     def begin(self) -> None:
-        """From here on it is said that this job is under way."""
+        """Tell the watchdog that this job has begun."""
         self.group.watch.begin(self.name, self._options.timeout)
 
     def run(self, started: float | None = None) -> Loaded:
-        """Load the arrays. The report counts from `started`, by `time.perf_counter`."""
+        """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
         tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
         segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
@@ -171,7 +171,7 @@ class Job:
         return loaded
 
     def verify(self, array: jax.Array, seed: int) -> VerifyReport:
-        """Compare an array with the one file of this job."""
+        """Compare an array with the file. The job has one array."""
         (load,) = self.loads
         group, state, error = self.group, None, None
         self.begin()
@@ -192,7 +192,7 @@ class Job:
 
     @cached_property
     def staging(self) -> Staging:
-        """How the memory under the cap is used, by all arrays together."""
+        """How all arrays together use the memory under the cap."""
         layouts = [load.layout for load in self.loads]
         if len(layouts) == 1:
             return layouts[0].staging(self._options.staging_nbytes)
@@ -201,12 +201,12 @@ class Job:
 
     @property
     def _is_direct(self) -> bool:
-        """Whether nobody sends anything."""
+        """True if no rank sends values to another."""
         return all(load.layout.schedule.is_direct for load in self.loads)
 
     @property
     def _shares(self) -> bool:
-        """Whether the ranks of a machine hand blocks over in shared memory."""
+        """True if the ranks of a machine pass blocks in shared memory."""
         least = self.tuning.worth_sharing_nbytes
         schedules = [load.layout.schedule for load in self.loads]
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
@@ -243,14 +243,14 @@ class Job:
                 with mine.keeping_errors():
                     self._fill(mine, tags, buffers, advance)
         except BaseException:
-            with suppress(Exception):  # what is raised already is the better reason
+            with suppress(Exception):  # the first error names the cause better
                 opened.__exit__(*sys.exc_info())
             raise
-        with mine.keeping_errors():  # the others still wait for what this rank says of the load
+        with mine.keeping_errors():  # the other ranks still wait for this rank in the last agreement
             opened.close()
 
     def _get_ready(self, arrays: list[OwnArray], opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
-        """Open and make all that the exchange needs; gives what is to be told of its progress."""
+        """Open the sources and make what the exchange needs; returns the function to call with its progress."""
         sources = OpenSources([own.load for own in arrays if own.reads], opened)
         for own in arrays:
             own.open(sources)
@@ -282,7 +282,7 @@ class Job:
     # --- what all ranks do together
 
     def _agree(self, mine: _Outcome) -> Loaded:
-        """The last agreement: one reduction with the error, what was read, and what each array is to be compared by."""
+        """The last agreement: one reduction of the error, the counts, and the sums that compare the files of all ranks."""
         own_report = mine.report()
         counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
         for own in mine.arrays:
@@ -309,7 +309,7 @@ class Job:
         return Loaded([own.array for own in mine.arrays if own.array is not None], proven, report)
 
     def _settle_missing(self, arrays: list[OwnArray], n_missing: list[int]) -> None:
-        """Warn or raise, as the caller asked, now that all ranks know how many chunks are not stored."""
+        """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
         how = self._options.missing
         found = [(own, n) for own, n in zip(arrays, n_missing, strict=True) if n]
         if how == "fill" or not found:

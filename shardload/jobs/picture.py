@@ -1,8 +1,8 @@
 """Which device holds which region, as a picture?
 
-An SVG for notebooks, of two axes of the array: those that are cut last, or, where fewer are cut, the longest of the others.
-Further axes that are cut make one drawing for each of their parts. A rank has a colour, or a shard where one rank holds all.
-Of large meshes the first corner is drawn, and the rest counted.
+An SVG for notebooks shows two axes of the array: the last two axes that are cut. If fewer are cut, the longest other axes take
+their place. If more are cut, each of their intervals gets a drawing of its own. Each rank has a colour; if one rank holds all
+shards, each shard has one. Of a large mesh only the first corner is drawn, and a line gives the number of shards.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["draw_shards"]
 
 _MOST_ALONG, _MOST_DRAWINGS, _MOST_CELLS = 8, 4, 64
 _WIDTH, _LEAST_HEIGHT, _MOST_HEIGHT, _FLAT_HEIGHT = 320, 120, 320, 60
-_LETTER = 6.5  # width of one at 11 px, with some room
-_TURN = 137.508  # degrees of hue from a rank to the next: neighbours are told apart, however many there are
+_LETTER = 6.5  # width of a letter at 11 px, with some room
+_TURN = 137.508  # degrees of hue from one rank to the next: neighbours look different for any number of ranks
 
 
 def draw_shards(shards: Shards, devices: Mapping[Region, Sequence[str]] | None = None) -> str:
@@ -31,12 +31,12 @@ def draw_shards(shards: Shards, devices: Mapping[Region, Sequence[str]] | None =
     shards : Shards
         Which rank holds which shard.
     devices : mapping of Region to names, optional
-        The devices that hold each region, where they are known.
+        The devices that hold each region, if they are known.
 
     Returns
     -------
     str
-        HTML: the drawings, and a line on what was not drawn. Empty for an array without elements or axes.
+        HTML: the drawings, and a line if not all shards are drawn. Empty for an array without elements or axes.
     """
     shape, cuts = shards.shape_global, shards.cuts
     if not shape or not math.prod(shape):
@@ -58,7 +58,7 @@ def draw_shards(shards: Shards, devices: Mapping[Region, Sequence[str]] | None =
 
 
 def _plane(shape: Sequence[int], cuts: Sequence[int]) -> tuple[int | None, int]:
-    """The axes that run down and to the right."""
+    """The axes that run down (None for a 1-d array) and to the right."""
     cut = [axis for axis, n in enumerate(cuts) if n > 1][-2:]
     uncut = sorted((axis for axis in range(len(shape)) if cuts[axis] == 1), key=lambda axis: (-shape[axis], -axis))
     axes = sorted((cut + uncut)[: min(2, len(shape))])
@@ -135,7 +135,7 @@ def _cell(
 
 
 def _some(what: str, names: Sequence[str], wide: float) -> str:
-    """As many names as there is room for."""
+    """The first names, as many as fit, and the number of the others."""
     most = wide / _LETTER
     shown = list(names[:16])
     while shown:
@@ -144,7 +144,7 @@ def _some(what: str, names: Sequence[str], wide: float) -> str:
         if len(text) <= most:
             return text
         shown.pop()
-    return f"{len(names)} {what}s" if len(names) > 1 else names[0]  # a number alone still says more than nothing
+    return f"{len(names)} {what}s" if len(names) > 1 else names[0]  # no name fits: give the number
 
 
 def _range(shards: Shards, place: Sequence[int], axis: int) -> str:

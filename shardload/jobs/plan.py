@@ -1,7 +1,8 @@
-"""What will a load do? A `Plan` is what the caller inspects, prints and executes.
+"""What will a load do? The caller inspects a `Plan`, prints it and executes it.
 
-A plan is facts: it is frozen, and holds no group of ranks and no open file of its own. What executes it is handed to it, and
-finds the ranks by their communicator when it is called. A plan that is kept for the next load of its kind has none.
+A plan has facts only: it is frozen, and holds no group of ranks and no open file. An executor is passed in for `Plan.execute`;
+it finds the ranks by their communicator when it is called. Plans that are kept for the next load of the same kind have no
+executor.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from shardload.system.terminal import width_of_prints
 
 __all__ = ["Executor", "Layout", "Plan"]
 
-_MOST_TOLD = 4096  # devices that are named in a picture; of more, JAX's list takes longer than a reader will wait
+_MOST_TOLD = 4096  # devices to name in a picture; for more, JAX's list takes longer than a reader will wait
 
 Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """How an array lies: in its file, over the ranks, how many threads may read it.
+    """How an array lies in its file and over the ranks, and how many threads may read it.
 
     Attributes
     ----------
     source : SourceLayout
-        In the file.
+        How it lies in the file.
     schedule : Schedule
-        Who reads what, and who needs which part of it.
+        Which rank reads which block, and which rank needs which part of it.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
@@ -50,10 +51,10 @@ class Layout:
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
-    _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # known already: loads of a kind share a layout
+    _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # a cache: loads of the same kind share a layout
 
     def staging(self, cap_nbytes: int) -> Staging:
-        """How the memory under a cap is used where this array is loaded alone."""
+        """How the memory under a cap is used if this array is loaded alone."""
         if cap_nbytes not in self._staging:
             self._staging[cap_nbytes] = self._plan_staging(cap_nbytes)
         return self._staging[cap_nbytes]
@@ -71,31 +72,31 @@ class Plan:
     info : ArrayInfo
         The array in the file: name, format, shape, dtype, chunks, codec.
     shape, shape_global : tuple of int
-        The true shape that is loaded (after `select`), and the shape of the jax.Array (padded, where it was padded).
+        The shape that is loaded (after `select`, without padding), and the shape of the jax.Array (with padding).
     dtype : dtype
-        Of the jax.Array.
+        Dtype of the jax.Array.
     sharding : NamedSharding
-        Of the jax.Array.
+        Sharding of the jax.Array.
     decomposition : str
         ``"slab"``, ``"pencil"``, ``"block"``, ``"replicated"`` or ``"whole"``.
     shard_shape : tuple of int
-        What one device holds.
+        Shape of the shard that one device holds.
     n_replicas : int
-        Devices that hold each shard.
+        Number of devices that hold each shard.
     n_ranks : int
-        Ranks that take part.
+        Number of ranks that take part.
     readers : str
-        The way of reading that is taken: ``"root"``, ``"parallel"`` or ``"direct"``.
+        The chosen way of reading: ``"root"``, ``"parallel"`` or ``"direct"``.
     n_readers : int
-        Ranks that read.
+        Number of ranks that read.
     why : str
-        Why this way.
+        The reason for this way.
     costs : mapping of str to Cost
         For each way of reading: chunks decoded, amplification, messages, bytes, memory, estimated seconds.
     staging_nbytes : int
-        The cap on host memory beyond the pieces.
+        Cap on each process's host memory beyond its own pieces.
     report : LoadReport or None
-        What happened, after `execute`.
+        The report of the last `execute`; None before.
     """
 
     info: ArrayInfo
@@ -114,26 +115,26 @@ class Plan:
     staging_nbytes: int
     _layout: Layout = field(kw_only=True)
     _executor: Executor | None = field(default=None, kw_only=True)
-    # The report of the last execution, if there was one: all that changes in a plan, and in each copy for itself.
+    # The report of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
 
     @property
     def report(self) -> LoadReport | None:
-        """What happened, after `execute`; None before."""
+        """The report of the last `execute`; None before."""
         return self._reports[-1] if self._reports else None
 
     @property
     def chunks(self) -> tuple[int, ...] | None:
-        """The file's chunk shape; None where it has no chunks."""
+        """The file's chunk shape; None if it has no chunks."""
         return self.info.chunks
 
     @property
     def schedule(self) -> Schedule:
-        """Who reads what, and who needs which part of it: region by region."""
+        """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
 
     def __str__(self) -> str:
-        """For a person: fits the terminal that is printed to; exactly the same on all ranks where that is none."""
+        """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""
         return describe_plan(self, width_of_prints())
 
     def __repr__(self) -> str:
@@ -141,23 +142,23 @@ class Plan:
         return describe_plan_in_a_line(self)
 
     def _repr_html_(self) -> str:
-        """For a notebook: the facts, a picture of which device holds what, and the costs."""
+        """HTML for a notebook: the facts, a picture of which device holds which region, and the costs."""
         devices = None
         if not isinstance(self.sharding.mesh, jax.sharding.AbstractMesh) and self.sharding.mesh.size <= _MOST_TOLD:
             devices = devices_of_regions(self.sharding, self.shape_global)
         return describe_plan_as_html(self, draw_shards(self.schedule.shards, devices))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the plan with the report it has now, in a place of its own."""
+        """For copies and pickles: the plan with its present report, in a list of its own."""
         return {**vars(self), "_reports": list(self._reports)}
 
     def execute(self) -> jax.Array:
-        """Do it. Collective: yes, over the ranks that planned. May be called again.
+        """Load the array. Collective: yes, over the ranks that planned. May be called again.
 
         Returns
         -------
         jax.Array
-            See `load`.
+            As from `load`.
 
         Raises
         ------

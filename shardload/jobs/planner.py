@@ -1,10 +1,11 @@
-"""From metadata and checked arguments to a plan: what is decided before anything is read.
+"""How does a load come from metadata and checked arguments to a plan?
 
-Nothing here opens a file or sends a message, and nothing that is made holds either: ranks that ask the same make the same plan.
+1. Check that the array can be loaded: dtype, axes, the sharding against JAX's own index map, one chunk against `staging`.
+2. Plan every possible way of reading.
+3. Take the way that the caller asked for, or the way that costs least.
 
-1. Check what can be loaded at all: dtype, axes, the sharding against JAX's own index map, one chunk against `staging`.
-2. Plan every way of reading that is possible.
-3. Take the one that was asked for, or that costs least.
+This module opens no file and sends no message, and a plan holds no open file and no communicator. Ranks that ask for the same
+make the same plan.
 """
 
 from __future__ import annotations
@@ -36,29 +37,29 @@ from shardload.units import format_nbytes
 
 __all__ = ["Ask", "Ranks", "check_together", "plan_array", "plan_scatter"]
 
-# What one reading rank holds in blocks: three slots, two buffers with packed parts, and as much again in the threads that
-# decode.
+# Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
+# threads that decode.
 _BLOCKS_HELD = 7
-_MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # that NumPy can count, and that processors can address
+_MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
 _NO_MPI = "without MPI these processes can send each other nothing"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that a load is planned for, in numbers.
+    """The ranks that a load is planned for, as plain numbers.
 
     Attributes
     ----------
     rank, n : int
-        This one, and how many there are.
+        This rank, and the number of ranks.
     of_process : mapping of int to int, optional
-        The rank of each JAX process; None for an abstract mesh, whose devices are dealt out in their order.
+        The rank of each JAX process; None for an abstract mesh, whose devices go to the ranks in mesh order.
     machine : Machine, optional
-        What they run on; None for an abstract mesh.
+        The nodes that they run on; None for an abstract mesh.
     can_send : bool
-        Whether they can send each other values.
+        True if the ranks can send each other values.
     devices_per_rank : int
-        Of an abstract mesh.
+        For an abstract mesh: the number of consecutive devices of one rank.
     """
 
     rank: int
@@ -70,13 +71,13 @@ class Ranks:
 
     @property
     def is_one_machine(self) -> bool:
-        """Whether all run on the same; so it is taken to be where nobody knows."""
+        """True if all ranks run on one machine; assumed if the machine is not known."""
         return self.machine is None or len(set(self.machine.leaders)) == 1
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What was asked for: how the array is to lie, how it is to be loaded, by whom."""
+    """What the caller asks for: the sharding, the options, the ranks that load, and the tuning constants."""
 
     sharding: NamedSharding
     options: Options
@@ -85,7 +86,7 @@ class Ask:
 
     @property
     def max_block_nbytes(self) -> int:
-        """Cap on a block."""
+        """Cap on the bytes of a block."""
         cap = self.tuning.block_nbytes if self.ranks.is_one_machine else self.tuning.block_between_nodes_nbytes
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
@@ -101,7 +102,7 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
-    """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
+    """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
     if not ask.ranks.can_send:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
     file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
@@ -119,7 +120,7 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
 
 
 def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
-    """ConfigError unless several arrays fit under the cap that they share; each of them alone does."""
+    """Raise ConfigError unless several arrays fit together under the staging cap. (Each fits alone.)"""
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     if needed > staging_nbytes:
         raise ConfigError(
@@ -129,7 +130,7 @@ def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
 
 
 def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
-    """How the array that is asked for lies in its file."""
+    """How the selected array lies in its file."""
     try:
         selection = select_axes(options.select, info.shape)
     except (ValueError, IndexError) as error:
@@ -138,7 +139,7 @@ def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
-    """All of them, unless ranks cannot send each other anything."""
+    """All ways of reading; only ``"direct"`` if the ranks cannot send each other values."""
     if ask.ranks.can_send:
         return MODES
     readers = ask.options.readers
@@ -161,13 +162,13 @@ def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]
 
 
 def _lay_out(ask: Ask, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) -> Shards:
-    """Cut the array by its sharding and check it all: dtype, axes, processes, JAX's index map."""
+    """Cut the array by its sharding, and check dtype, axes, processes and JAX's index map."""
     sharding, ranks, pad = ask.sharding, ask.ranks, ask.options.pad
     axes = read_spec(sharding, len(shape))
     shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
     sizes = tuple(sharding.mesh.shape.values())
     held = [n // math.prod(sizes[m] for m in cut) for n, cut in zip(shape_global, axes, strict=True)]
-    # NumPy counts the other axes also where one is empty.
+    # NumPy also counts the other axes if one is empty.
     nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_global, held))
     if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
         raise SourceError(
@@ -185,7 +186,10 @@ def _lay_out(ask: Ask, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) 
 
 
 def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
-    """ConfigError where JAX would make 32 bits of 64. Nobody has seen the values yet: no dtype is named without its limits."""
+    """Raise ConfigError if JAX would cut 64 bits to 32.
+
+    The values are not known yet, so the message gives the limits of each dtype that it proposes.
+    """
     if dtype.kind in "iufc" and not jax.config.read("jax_enable_x64"):
         parts = 2 if dtype.kind == "c" else 1
         if dtype.itemsize // parts > 4:
@@ -203,7 +207,7 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
 
 
 def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -> None:
-    """ConfigError unless one chunk at a time can be read, decoded, and sent."""
+    """Raise ConfigError if `staging` is too small to read, decode and send one chunk at a time."""
     needed = least_staging(source)
     if needed > staging_nbytes:
         raise ConfigError(
@@ -215,7 +219,7 @@ def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -
 
 
 def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule]) -> Plan:
-    """Take one of the schedules: the one that was asked for, or the one that costs least."""
+    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
     layouts = {mode: Layout(source, made, n_threads) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
@@ -244,13 +248,13 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
 
 
 def _cost(layout: Layout, nodes: Nodes | None, cap_nbytes: int) -> Cost:
-    """What one way of reading costs; with a cap of 0 nothing is staged."""
+    """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
     return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:
-    """The way of reading, and why."""
+    """The way of reading, and the reason for it."""
     if list(costs) == [DIRECT]:
         return DIRECT, f"{_NO_MPI}: each rank reads what it holds"
     if readers == AUTO:

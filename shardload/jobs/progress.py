@@ -1,6 +1,6 @@
-"""How far is it? One bar, on rank 0, where somebody can see it: in a terminal, or below the cell of a notebook.
+"""How far is the load? Rank 0 shows a bar, in a terminal or below the cell of a notebook.
 
-Nothing is shown for loads that take a moment, or where there is neither a terminal nor a notebook, unless it is asked for.
+By default it shows nothing for short loads, or without a terminal or notebook.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from shardload.units import format_nbytes
 
 __all__ = ["progress_of"]
 
-# About a second's worth for a slow codec: a bar that is gone at once only flickers.
+# A load of this size takes about a second with a slow codec. For shorter loads a bar would only flicker.
 _WORTH_SHOWING_NBYTES = 256 << 20
 _REDRAWN_SECONDS = 0.1
 
 
 @contextmanager
 def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> Iterator[Callable[[int], None]]:
-    """A function to be told of every part that has arrived.
+    """Give the function to call with the bytes of each part that has arrived.
 
     Parameters
     ----------
     progress : bool, callable or None
-        As given to `load`: True and False speak for themselves, None shows a bar where it is useful, a function gets
-        ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
+        As given to `load`. True shows a bar, False shows none, None shows one for a large load in a terminal or notebook. A
+        function gets ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
     name : str
-        What is being loaded.
+        Name of the array that is loaded.
     total_nbytes : int
         Bytes of this rank's pieces.
     rank : int
@@ -62,7 +62,7 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
         with _in_notebook(name, total_nbytes) as advance:
             yield advance
         return
-    from rich.console import Console  # only here: a job without a terminal never needs it
+    from rich.console import Console  # imported late: a job without a terminal never needs it
     from rich.markup import escape as escape_markup
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
@@ -73,14 +73,14 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
         columns = [columns[0], BarColumn(16 if width < 100 else 30), columns[1], TimeRemainingColumn()]
     if width >= 100:
         columns.insert(3, TransferSpeedColumn())
-    room = max(8, width - {2: 18, 4: 44, 5: 70}[len(columns)])  # beside what these take
+    room = max(8, width - {2: 18, 4: 44, 5: 70}[len(columns)])  # the width that the columns leave for the name
     with Bar(*columns, console=Console(stderr=True, width=width)) as bar:
         task = bar.add_task(escape_markup(_short(f"rank 0: {name}", room)), total=total_nbytes)
         yield lambda nbytes: bar.advance(task, nbytes)
 
 
 def _short(text: str, room: int) -> str:
-    """`text`, or its beginning and its end, where the name of the file is.
+    """`text`, or its beginning and its end (which has the file's name) if it is longer than `room`.
 
     >>> _short("rank 0: '/rho' in '/a/long/path/to/run.h5'", 28)
     "rank 0: '/r…path/to/run.h5'"
@@ -89,13 +89,13 @@ def _short(text: str, room: int) -> str:
 
 
 def _is_notebook() -> bool:
-    """Whether this process is a Jupyter kernel: whoever runs one has IPython imported already."""
+    """True if this process is a Jupyter kernel. Every kernel has imported IPython already."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class _Bar:
-    """What a notebook shows; as text in consoles."""
+    """A bar as HTML for notebooks, and as text for consoles."""
 
     def __init__(self, name: str, done: int, total: int, seconds: float) -> None:
         self.name, self.done, self.total, self.seconds = name, done, total, seconds
@@ -110,7 +110,7 @@ class _Bar:
 
 @contextmanager
 def _in_notebook(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar below the cell, drawn with what every Jupyter has; rich's needs ipywidgets there."""
+    """A bar below the cell, drawn with IPython alone; rich's bar would need ipywidgets there."""
     began = drawn = time.monotonic()
     done = 0
     shown: Any = import_module("IPython.display").display(_Bar(name, 0, total, 0.0), display_id=True)

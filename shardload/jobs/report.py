@@ -1,4 +1,4 @@
-"""What did a load do, what did it take, and what was proven? Figures for programs, and a line for people."""
+"""What did a load do, what did it cost, and what was proven? A `LoadReport` has the numbers, and one line for people."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class LoadReport:
     Attributes
     ----------
     seconds : float
-        On this rank, from the start of `execute` to the assembled array.
+        Seconds on this rank, from the start of `execute` to the assembled array.
     chunks_decoded : int
-        Chunk decodes in the whole job, counted as they happened (0 where the file has no chunks).
+        Chunk decodes in the whole job, counted as they happened (0 if the file has no chunks).
     nbytes_read : int
         Bytes of values read from the file in the whole job.
     phases : mapping of str to Phase
-        This rank's share: ``"read"`` (from the file, as stored), ``"decode"`` (with the reading, where the format's library
+        Phases of this rank: ``"read"`` (from the file, as stored), ``"decode"`` (includes reading, if the format's library
         does both), ``"exchange"`` (copies into the pieces), ``"device"`` (handing the pieces to JAX). They overlap.
     peak_staging_nbytes : int
-        Most bytes that were in staging slots at a time on this rank (without the decoding threads' own).
+        Most bytes in staging buffers at a time on this rank (without the memory of the decoding threads).
     proven : VerifyReport
         What was proven of the array.
     chunks_missing : int
-        Chunks of the selection that are not stored in the file, whose values are its fill value: in the whole job, each once.
-        1 for an array without chunks that was never written.
+        Missing chunks in the selection, each counted once in the whole job: they are not stored in the file, and their values
+        are its fill value. 1 for an array without chunks that was never written.
     """
 
     seconds: float
@@ -67,23 +67,23 @@ class LoadReport:
 
 
 def make_report(counters: Counters, moved: Moved, device: Phase) -> LoadReport:
-    """What one rank did, before the ranks have summed it up."""
+    """The report of one rank alone, before the sums over all ranks."""
     phases = {
         "read": Phase(counters.read_seconds, counters.nbytes_stored or counters.nbytes_read),
         "decode": Phase(counters.decode_seconds, counters.nbytes_read if counters.chunks_decoded else 0),
         "exchange": Phase(counters.copy_seconds + moved.seconds, counters.nbytes_copied + moved.nbytes),
         "device": device,
     }
-    proven = VerifyReport(INDEX, n_parts=counters.n_checksums + moved.n_checksums)  # the rest is for all ranks together
+    proven = VerifyReport(INDEX, n_parts=counters.n_checksums + moved.n_checksums)  # all ranks fill in the rest together
     return LoadReport(
         0.0, counters.chunks_decoded, counters.nbytes_read, phases, moved.peak_nbytes, proven, counters.chunks_missing
     )
 
 
 def join_proven(proven: Sequence[VerifyReport], n_parts: int) -> VerifyReport:
-    """What was proven of all arrays of a job: the counts added up; the digest where there is one array.
+    """What was proven of all arrays of a job: the sums of the counts, and the digest if there is one array.
 
-    Parts are counted for the job as a whole: `n_parts`.
+    `n_parts` is the count of parts in the whole job.
     """
     if len(proven) == 1:
         return replace(proven[0], n_parts=n_parts)

@@ -1,8 +1,10 @@
-"""What do all ranks ask for, and is it the same?
+"""What do the ranks ask for, and do all ask for the same?
 
-A `Request` is the arguments of one call as one rank sees them, and the agreement of all ranks on them: the two messages that
-every call begins with. A `Call` is the arguments for one array, checked. `plan_file` and `plan_memory` make an `ArrayLoad` of
-it and of what was found in the file; plans of the same kind are made once.
+1. A `Target` has the arguments for one array as the caller passed them; a `Call` has them checked.
+2. A `Request` has the arguments of the whole call on this rank. `Request.plan` makes the ranks agree on them: in the normal
+   case with one broadcast and one reduction, with which every call begins.
+3. `plan_file` and `plan_memory` make an `ArrayLoad` from a `Call` and the array's metadata. Recent plans are kept, and used
+   again for arrays of the same kind.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from shardload.system.interruption import let_interruption_pass, outer_exception
 
 __all__ = ["Call", "Request", "Target", "plan_file", "plan_memory"]
 
-_RECENT = 4  # plans that are kept, per group
-# Each is facts alone (`Plan`): no group, no communicator, no open file, nothing else of the caller's.
+_RECENT = 4  # plans to keep, per group
+# A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
 _PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
@@ -43,9 +45,9 @@ _NAMES = tuple(Options.check().describe())
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments for one array, checked, and the ranks that pass them. `group` is None for an abstract mesh.
+    """The checked arguments for one array, and the ranks that pass them. `group` is None for an abstract mesh.
 
-    `devices_per_rank` is of an abstract mesh: so many of its devices, in their order, are one process's.
+    `devices_per_rank` is for an abstract mesh: the number of consecutive devices that belong to one process.
     """
 
     sharding: NamedSharding
@@ -55,7 +57,7 @@ class Call:
     devices_per_rank: int = 1
 
     def ask(self) -> Ask:
-        """The same in numbers, for the planner.
+        """The same arguments for the planner, with the ranks as plain numbers.
 
         Raises
         ------
@@ -79,11 +81,11 @@ class Target:
     Attributes
     ----------
     mesh, spec : object
-        Its sharding.
+        The caller's mesh and spec.
     what : dict of str to str
-        What else must be the same on every rank; ``"path"`` first.
+        Other arguments that must be the same on every rank, as text; ``"path"`` first.
     options : dict
-        Keywords of `Options.check`.
+        Keywords for `Options.check`.
     """
 
     mesh: Any
@@ -92,12 +94,12 @@ class Target:
     options: dict[str, Any]
 
     def check(self, processes: Any, tuning: Tuning) -> Call:
-        """The arguments, checked, not yet of any ranks."""
+        """The checked arguments, without a group of ranks yet."""
         n = devices_per_process(_mesh_of(self.mesh), processes)
         return Call(read_sharding(self.mesh, self.spec), Options.check(**self.options), tuning, devices_per_rank=n)
 
     def describe(self, call: Call | None) -> dict[str, str]:
-        """What every rank must pass alike, as text; the same names where it could not be checked."""
+        """What every rank must pass alike, as text. If the check failed (None), the same names with empty text."""
         if call is None:
             return {**self.what, "sharding": "", **dict.fromkeys(_NAMES, "")}
         return {**self.what, "sharding": describe_sharding(call.sharding), **call.options.describe()}
@@ -110,13 +112,13 @@ class Request:
     Attributes
     ----------
     group : Group or None
-        The ranks that make it; None for an abstract mesh.
+        The ranks that make the call; None for an abstract mesh.
     comm : mpi4py.MPI.Comm or None
-        Their communicator, as the caller passed it.
+        The communicator that the caller passed.
     asked : Invocation
-        What must be the same on every rank; after `plan`, the plan too.
+        What must be the same on every rank. After `plan` it includes the plan.
     calls : list of Call or None
-        The arguments for each array, checked; None where `error` says what is wrong.
+        The checked arguments for each array; None if `error` says what is wrong.
     """
 
     group: Group | None
@@ -130,18 +132,18 @@ class Request:
     def open(
         cls, kind: str, targets: Sequence[Target], comm: Any, processes: Any = None, error: ConfigError | None = None
     ) -> Iterator[Request]:
-        """Check the arguments on this rank, and hold the group for all that the call does. Collective the first time.
+        """Check the arguments on this rank, and hold the group until the call ends. Collective the first time.
 
         Parameters
         ----------
         kind : str
             The function that was called.
         targets : sequence of Target
-            The arrays that it is about, at least one.
+            The arrays of the call, at least one.
         comm : mpi4py.MPI.Comm, optional
-            As the caller passed it.
+            The communicator that the caller passed.
         processes : int, optional
-            How many processes an abstract mesh is of.
+            Number of processes, for an abstract mesh.
         error : ConfigError, optional
             What is wrong with other arguments on this rank.
         """
@@ -155,7 +157,7 @@ class Request:
             asked = _invocation(kind, targets, calls)
         except ConfigError as found:
             error = error or found
-        except Exception as found:  # an argument that nobody thought of: the others wait for this rank all the same
+        except Exception as found:  # an unforeseen argument: the other ranks wait for this one, so the error must be agreed on
             let_interruption_pass(found)
             error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
         if asked is None:
@@ -169,14 +171,14 @@ class Request:
         group = group_of(comm, timeout)
         with outer_exception(), group.call(timeout) as refusal:
             group.watch.begin(targets[0].what["path"], timeout)
-            _ = group.machine, group.processes(jax.process_index())  # asked for where no rank can be missing
+            _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
             error = refusal or error
             if calls is not None:
                 calls = [replace(call, group=group) for call in calls]
             yield cls(group, comm, asked, None if error is not None else calls, error)
 
     def agree(self) -> list[Call]:
-        """The calls, if all ranks make the same ones. Collective."""
+        """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
         if self.group is not None:
             self.group.agree_same(self.asked, self.error)
         return self._checked()
@@ -187,7 +189,7 @@ class Request:
         return self.calls
 
     def settle(self) -> list[Call]:
-        """`agree`, in the messages that every call begins with. Collective."""
+        """Do `agree` in the messages with which every call begins. Collective."""
         if self.group is not None:
             self.group.settle(self.asked, self.error)
         return self._checked()
@@ -195,18 +197,20 @@ class Request:
     def plan(
         self, find: Callable[[list[Call]], str], make: Callable[[list[Call], str], list[ArrayLoad]], root: int | None = None
     ) -> list[ArrayLoad]:
-        """What `make` plans from what `find` found on `root`, if all ranks call and plan the same. Collective.
+        """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
 
-        While all is well that takes one broadcast and one reduction. If something is wrong anywhere, the ranks go through it
-        step by step, so that the first cause is named: a wrong argument, then calls and arguments that differ, then what `find`
-        met.
+        If nothing is wrong, this takes one broadcast and one reduction. If something is wrong on any rank, the ranks check step
+        by step, so that the error names the first cause: a wrong argument, then calls or arguments that differ, then an error
+        in `find`.
 
         Parameters
         ----------
-        find, make : callable
-            Of the checked arguments, and of what was found.
+        find : callable
+            Takes the checked arguments; returns the metadata as text. Runs on one rank.
+        make : callable
+            Takes the checked arguments and that text; returns the planned arrays. Runs on every rank.
         root : int, optional
-            Where to find, after `settle`. Without it the call begins here, and rank 0 finds.
+            The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
         """
         group, text, made = self.group, None, None
         self._enter("metadata")
@@ -215,7 +219,7 @@ class Request:
         try:
             text = self._find(find, root)
         except StallError:
-            raise  # there is nobody left to compare anything with
+            raise  # the ranks can compare nothing any more
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")
@@ -241,13 +245,13 @@ class Request:
         return made
 
     def job(self, loads: list[ArrayLoad]) -> Job:
-        """What loads the arrays that were planned, inside this call."""
+        """The job that loads the planned arrays, inside this call."""
         if self.group is None:
             raise ConfigError("there are no ranks that could load anything")
         return Job(self.group, loads, self.asked.values, self._checked()[0].tuning)
 
     def hand_out(self, load: ArrayLoad) -> Plan:
-        """The plan for the caller, who may execute it later."""
+        """The plan for the caller, with the executor that can do it later."""
         if self.group is None:
             return load.plan
         executor = Execution(self.comm, load.options, load.handle, self.asked.values, self._checked()[0].tuning)
@@ -267,14 +271,14 @@ class Request:
 
 
 def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | None) -> Invocation:
-    """What the ranks compare: all arguments for all arrays, as text."""
+    """What the ranks compare: the arguments for all arrays, as text."""
     path = targets[0].what["path"]
     title = path if path.startswith(kind) else f"{kind} of {path}"
     values: dict[str, str] = {}
     for k, target in enumerate(targets):
         described = target.describe(None if calls is None else calls[k])
         values |= {(f"{name} of array {k}" if k else name): text for name, text in described.items()}
-    if len(targets) > 1:  # another kind, because it has more values
+    if len(targets) > 1:  # a kind of its own, because it has more values
         kind, title = f"{kind} of {len(targets)} arrays", f"{title} and {len(targets) - 1} more arrays"
     return Invocation(kind, title, values)
 
@@ -284,10 +288,13 @@ def _mesh_of(mesh: Any) -> Any:
 
 
 def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> ArrayLoad:
-    """Plan the load of an array in a file: `info` is its metadata, `path` what opens it (or `origin`: then `path` has it)."""
+    """Plan the load of an array in a file.
+
+    `info` is its metadata. `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
+    """
     if call.group is None:
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
-    # A series of files of one kind is planned once: for small ones that is a good part of the time.
+    # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
     known = _recent.setdefault(call.group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     key = (call.sharding, call.tuning, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
@@ -301,5 +308,5 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
 
 
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> ArrayLoad:
-    """Plan the scatter of an array in the memory of `root`; `as_it_is` where it can be sent from views."""
+    """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
     return ArrayLoad(plan_scatter(call.ask(), info, root, as_it_is), call.options, source)

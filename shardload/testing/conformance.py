@@ -1,11 +1,11 @@
 """Which promises does a format make, and how is each of them tested?
 
-1. Arrays of many types and shapes are written by the author of the format; every value tells its own place, so that one that
-   turns up elsewhere says where it came from.
-2. Each promise is one function here, called for each file or array. What it raises is kept, with its name, and the next one is
-   tried.
-3. A wrong format must not be able to pass by luck: buffers are filled with two different patterns before a read, and lie
-   between bytes that must stay; regions begin and end on and beside the edges of chunks.
+1. The format's author passes a function that writes arrays of many types and shapes. Every value is its own flat index, so
+   that a misplaced value shows where it came from.
+2. Each promise has one function here, called for each file or array. If it raises, the error is kept with the promise's name,
+   and the next promise is tried.
+3. A wrong format must not pass by luck. Buffers are filled with two different patterns before a read, and lie between guard
+   bytes that must not change. Regions begin and end on and beside the edges of chunks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DTYPES = (
     *("float16", "float32", "float64", "complex64", "complex128"),
     *(">i2", ">i4", ">i8", ">u2", ">u4", ">u8", ">f2", ">f4", ">f8", ">c8", ">c16"),
 )
-# Square ones show a transposed axis that others would refuse; those without elements, and without axes, are arrays too.
+# Square shapes find swapped axes, which other shapes would refuse. Arrays without elements or without axes must load too.
 SHAPES = ((), (11,), (6, 6), (5, 7), (5, 5, 5), (3, 5, 7), (2, 3, 5, 7), (0,), (4, 0, 3))
 
-_MOST_BROKEN = 3  # of one promise that are told
+_MOST_BROKEN = 3  # failures to show for one promise
 _GUARD_NBYTES = 64
 _N_THREADS, _N_ROUNDS = 4, 12
 _FORBIDDEN = ("jax", "jaxlib", "mpi4py")
 _PRIMES = {"bool": 2, "int8": 113, "uint8": 251, "float16": 2039}
 
-# Files of other kinds, which no format may take for its own.
+# Files of other kinds, which no format may claim.
 _FOREIGN: dict[str, bytes] = {
     "an empty file": b"",
     "a file of zeros": bytes(4096),
@@ -65,7 +65,7 @@ Write = Callable[[str, dict[str, Array]], None]
 
 
 class ConformanceError(AssertionError):
-    """A format breaks promises, each of which is named."""
+    """A format breaks promises. The text names each of them."""
 
 
 class _BrokenError(Exception):
@@ -90,28 +90,28 @@ def check_format(
     Parameters
     ----------
     file_format : Format
-        To be tested. It need not be installed.
+        The format to test. It need not be installed.
     write : callable
-        ``write(path, arrays)`` writes a file (or a folder) at `path` with these arrays, whose keys are names such as ``"a"``
-        and ``"group/b"``, in place of one that is there. By another library than the format reads with, if there is one.
+        ``write(path, arrays)`` writes a file (or a folder) at `path` with these arrays, and replaces an existing one. The keys
+        are names such as ``"a"`` and ``"group/b"``. If possible, use another library than the format reads with.
     folder : str or PathLike
-        Where files are made. It must exist, and is not emptied.
+        Folder for the files. It must exist, and is not emptied.
     suffix : str
-        Of the names of files: ``".npy"``.
+        Suffix of the file names: ``".npy"``.
     several : bool
-        Whether a file holds several arrays. Where it does not, each array is in a file of its own, whatever its name in there.
+        True if a file can hold several arrays. If False, each array gets a file of its own, and may have any name in it.
     dtypes : sequence of str
-        Types that the format can hold, by NumPy's names: all that JAX has, in both byte orders, unless said otherwise.
+        Types that the format can hold, by NumPy's names. Default: all that JAX has, in both byte orders.
     shapes : sequence of tuple of int
-        Shapes that it can hold. Leave out those that it has not, such as ``()``.
+        Shapes that the format can hold. Leave out those that it cannot, such as ``()``.
     write_missing : callable, optional
-        ``write_missing(path)`` writes a file with one array of which some chunks are not stored. Returns its values, with the
-        fill value where they are not, and the indices of those chunks. For formats that can leave chunks out.
+        For formats that can leave chunks out. ``write_missing(path)`` writes a file with one array that has missing chunks. It
+        returns the array's values, with the fill value in missing chunks, and the indices of those chunks.
 
     Raises
     ------
     ConformanceError
-        Naming each promise that is broken, with the array, the region, what was found and what was expected.
+        It names each broken promise, with the array, the region, and the values found and expected.
 
     Examples
     --------
@@ -139,7 +139,7 @@ def check_format(
             with found.promise("opens what it lists"):
                 opens().close()
                 check_source(opens, held[name], _found=found)
-    if not found:  # the rest would say the same again, in other words
+    if not found:  # otherwise the other checks would fail for the same reasons
         _check_files(found, file_format, files, arrays, write_missing)
     found.raise_all()
 
@@ -147,18 +147,18 @@ def check_format(
 def check_source(
     open_source: Callable[[], Source], expected: Array, *, is_handed_in: bool = False, _found: _Findings | None = None
 ) -> None:
-    """Raise `ConformanceError` unless the source that `open_source` opens delivers exactly `expected`.
+    """Raise `ConformanceError` unless the source that `open_source` opens gives exactly `expected`.
 
     Collective: no.
 
     Parameters
     ----------
     open_source : callable
-        Opens the array anew each time.
+        Opens the array again each time.
     expected : ndarray
-        Its values, in any byte order. A message can say where a wrong value belongs if no two of them are the same.
+        Its values, in any byte order. If all values differ, a message can say where a wrong value belongs.
     is_handed_in : bool
-        Whether the array is an open one that the caller hands in, and that `close` leaves open.
+        True if the caller passes in an open array, which `close` leaves open.
 
     Raises
     ------
@@ -182,7 +182,7 @@ def check_source(
 
 
 def ramp(shape: tuple[int, ...], dtype: Any = "float32") -> Array:
-    """An array whose values are their own flat index plus one (modulo a prime, where the type is too small for that)."""
+    """An array whose values are their own flat index plus one (modulo a prime if the type is too small for that)."""
     dtype = np.dtype(dtype)
     index = np.arange(1, 1 + math.prod(shape), dtype="int64").reshape(shape)
     if dtype.kind == "b":
@@ -195,7 +195,7 @@ def ramp(shape: tuple[int, ...], dtype: Any = "float32") -> Array:
 
 
 class _Findings:
-    """The promises that are broken, and how."""
+    """The broken promises, with their failures."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -206,7 +206,7 @@ class _Findings:
 
     @contextlib.contextmanager
     def promise(self, promise: str) -> Iterator[None]:
-        """To test a promise in: what it raises means that it is broken."""
+        """Test a promise inside this context: an error means that it is broken, and is kept."""
         try:
             yield
         except _BrokenError as error:
@@ -215,7 +215,7 @@ class _Findings:
             self._broken.setdefault(promise, []).append(f"{type(error).__name__}: {error}")
 
     def raise_all(self) -> None:
-        """Raise, if there is anything."""
+        """Raise `ConformanceError` if any promise is broken."""
         if not self._broken:
             return
         lines = [f"{self._what} breaks {len(self._broken)} of its promises:"]
@@ -231,32 +231,32 @@ def _expect(is_so: bool, text: str) -> None:
 
 
 class _Files:
-    """Writes what is asked for into files of the format."""
+    """Writes arrays into new files of the format."""
 
     def __init__(self, write: Write, folder: Path, suffix: str, several: bool) -> None:
         self._write, self.folder, self.suffix, self._several = write, folder, suffix, several
         self._numbers = itertools.count()
 
     def path(self) -> str:
-        """Of a file that is not there yet."""
+        """The path of a file that does not exist yet."""
         while (path := self.folder / f"file{next(self._numbers)}{self.suffix}").exists():
             pass
         return str(path)
 
     def write(self, arrays: dict[str, Array], path: str | None = None) -> str:
-        """One file; where it is."""
+        """Write one file; returns its path."""
         path = path or self.path()
         self._write(path, arrays)
         return path
 
     def write_all(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
-        """As many files as these arrays need: the arrays of each, by its path."""
+        """Write as many files as these arrays need; returns the arrays in each file, by path."""
         groups = [arrays] if self._several else [{name: values} for name, values in arrays.items()]
         return {self.write(group): group for group in groups}
 
 
 def _fields(file_format: Format, path: str) -> list[ArrayInfo]:
-    """What is listed, without the coordinates that a library writes by itself."""
+    """The listed arrays, without the coordinates that a library writes by itself."""
     return [info for info in file_format.list_arrays(path) if not info.is_coordinate]
 
 
@@ -302,7 +302,7 @@ def _check_described(info: ArrayInfo, expected: Array) -> None:
 
 
 def regions_of(shape: tuple[int, ...], chunks: Sequence[int] | None) -> Iterator[Region]:
-    """The whole, the ends, single elements, planes, what begins, ends or lies on the edges of chunks, and some by chance."""
+    """The whole array, its ends, single elements, planes, regions on and beside the edges of chunks, and a few random ones."""
     yield Region.whole(shape)
     if 0 in shape:
         return
@@ -333,7 +333,7 @@ def _check_values(source: Source, expected: Array) -> None:
 
 
 def _read(source: Source, region: Region, fill: int = 0xA5) -> Array:
-    """What `read_into` writes into a buffer full of `fill`, between bytes that it must not touch."""
+    """Call `read_into` on a buffer full of `fill`, between guard bytes that it must not change."""
     nbytes = region.size * source.dtype.itemsize
     memory = np.full(nbytes + 2 * _GUARD_NBYTES, fill, np.uint8)
     out = memory[_GUARD_NBYTES : _GUARD_NBYTES + nbytes].view(source.dtype).reshape(region.shape)
@@ -344,7 +344,7 @@ def _read(source: Source, region: Region, fill: int = 0xA5) -> Array:
 
 
 def _compare(info: ArrayInfo, region: Region, found: Array, expected: Array) -> None:
-    """Bit by bit: a NaN is itself, and -0.0 is not 0.0."""
+    """Compare bit by bit: equal NaNs are the same, and -0.0 is not 0.0."""
     native = expected.astype(native_dtype(expected.dtype))
     here: Any = (*region.slices(), ...)
     right = native[here].copy(order="C")
@@ -362,7 +362,7 @@ def _compare(info: ArrayInfo, region: Region, found: Array, expected: Array) -> 
 
 
 def _hint(found: Array, right: Array, whole: Array, value: Any) -> str:
-    """What the mistake looks like."""
+    """A guess at the cause, in parentheses."""
     if right.itemsize > 1 and right.dtype.kind != "b":
         kind = np.dtype(f"u{right.itemsize // (2 if right.dtype.kind == 'c' else 1)}")
         if found.reshape(-1).view(kind).byteswap().tobytes() == right.tobytes():
@@ -417,7 +417,7 @@ def _check_refusals(source: Source, expected: Array) -> None:
         _expect_value_error(partial(source.read_into, whole, buffer), f"a buffer {what} for {whole} of {info}")
     if max(shape, default=0) > 1:
         strided = np.full((*shape[:-1], 2 * shape[-1] + 1), 77).astype(dtype)[..., :-1:2]
-        with contextlib.suppress(ValueError):  # which is what is asked for
+        with contextlib.suppress(ValueError):  # a ValueError is right, and so are right values
             source.read_into(whole, strided)
             _compare(info, whole, strided, expected)
 
@@ -447,7 +447,7 @@ def _check_view(source: Source, expected: Array) -> None:
 
 
 def _check_missing(source: Source, expected: Array) -> None:
-    """Nothing is, but a format may leave out chunks that are equal to their fill value."""
+    """No chunk is missing here, except that a format may leave out chunks that are equal to their fill value."""
     for region in regions_of(expected.shape, source.info.chunks):
         source.read_into(region, np.empty(region.shape, source.dtype))
         for index in source.missing(region):
@@ -490,7 +490,7 @@ def _check_state(source: Source, expected: Array) -> None:
 
 
 def _check_other_thread(source: Source, expected: Array) -> None:
-    """One at a time, but not always the same."""
+    """Reads come from one thread at a time, but not always from the same thread."""
     for region in itertools.islice(regions_of(expected.shape, source.info.chunks), 4):
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(_read, source, region).result()
@@ -579,7 +579,7 @@ def _check_listing(found: _Findings, file_format: Format, path: str, held: Mappi
 
 
 def _check_claims(found: _Findings, file_format: Format, files: _Files, own: str) -> None:
-    """By content: under another name too, and no other file under its own."""
+    """A format claims files by content: its own under any name, and no other file under its suffix."""
     with found.promise("claims its own files, whatever they are called"):
         _expect(file_format.claims_path(own), f"'{own}' is not claimed")
         renamed = str(files.folder / "renamed.bin")
@@ -657,7 +657,7 @@ def _check_descriptors(file_format: Format, path: str) -> None:
             file_format.open_path(path, "/no such array")
         return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
-    once()  # what libraries open for good
+    once()  # libraries may open files that they keep for good
     before = once()
     after = [once() for _ in range(4)][-1]
     _expect(after <= before, f"{after - before} descriptors stay open after four times opening and closing '{path}'")
@@ -691,7 +691,7 @@ def _check_cut(file_format: Format, files: _Files, arrays: dict[str, Array]) -> 
 
 @contextlib.contextmanager
 def _damage(what: str, dataset: str) -> Iterator[None]:
-    """For reading what is damaged: right values and errors that become a SourceError are fine."""
+    """Read a damaged file inside this context: right values, and errors that become a SourceError, are fine."""
     try:
         yield
     except _BrokenError as error:
@@ -728,7 +728,7 @@ def _check_what_is_missing(
 
 @contextlib.contextmanager
 def _importing_nothing_of(names: Collection[str], file_format: Format) -> Iterator[None]:
-    """Raise if one of these packages is imported inside, or was by the format's module."""
+    """Raise if one of these packages is imported inside this context, or was imported by the format's module."""
     module = sys.modules.get(type(file_format).__module__)
     held = {v.__name__.partition(".")[0] for v in vars(module).values() if isinstance(v, ModuleType)} if module else set()
     _expect(not held & {*names}, f"the module {type(file_format).__module__} imports {', '.join(sorted(held & {*names}))}")

@@ -1,6 +1,11 @@
 """HDF5 and netCDF4 files.
 
-Open `source` first. `metadata` says what an array is, `links` where a name leads, `missing` which chunks are not there,
-`integrity` whether the file's own statements fit what is; `chunks`, `contiguous` and `raw_file` read around the library's lock;
-`filters` and `chunk_heads` are checked before.
+Read `source` first.
+
+metadata                       describes an array
+links                          follows a name, and finds the other files of a dataset
+missing                        finds the missing chunks
+integrity                      checks that what the file says of itself is true
+chunks, contiguous, raw_file   read without the library and its lock
+filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 """

@@ -1,8 +1,13 @@
-"""What do stored chunks say of their own length, and can that be? Asked before HDF5 decodes them.
+"""Is the length that a stored chunk declares possible? This is checked before HDF5 decodes the chunk.
 
-Some of HDF5's filters believe the first bytes of a chunk: they take as much memory, or read and write as many bytes, as those
-say. `check_heads` reads the chunks that a read will meet as they are stored, undoes what was applied after such a filter, and
-compares. The chunks that are decoded without HDF5 (`chunks`) do not need it.
+Some of HDF5's filters trust the first bytes of a chunk: they take as much memory, or read and write as many bytes, as those
+bytes declare. So for each chunk that a read meets, `check_heads` does this:
+
+1. Read the stored chunk.
+2. Undo the filters that were applied after such a filter.
+3. Compare the declared length with the chunk's real length.
+
+Chunks that are decoded without HDF5 (`chunks`) do not need it.
 """
 
 from __future__ import annotations
@@ -28,12 +33,12 @@ _GZIP, _SHUFFLE, _FLETCHER = 1, 2, 3
 
 
 def check_heads(dataset: h5py.Dataset, region: Region) -> None:
-    """Look at the stored chunks of `dataset` that meet `region`.
+    """Check the stored chunks of `dataset` that meet `region`.
 
     Raises
     ------
     ValueError
-        If one says something that it cannot be, or its filters hide what it says.
+        If a chunk declares an impossible length, or its filters hide what it declares.
     """
     creation = dataset.id.get_create_plist()
     if creation.get_layout() != h5py.h5d.CHUNKED or region.size == 0:
@@ -58,9 +63,9 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
 
 
 def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes] | None:
-    """Filter mask and bytes of a chunk; None where it is missing.
+    """Filter mask and bytes of a chunk; None if it is missing.
 
-    To say where a chunk is, HDF5 walks the list of all, so it is asked for the bytes first.
+    It asks HDF5 for the bytes first, because HDF5 walks the list of all chunks to say where one is.
     """
     try:
         with phil:
@@ -68,14 +73,14 @@ def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
         if any(words in str(error) for words in MISSING_WORDS):
             return None
-        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # versions of HDF5 differ in what they say
+        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # the texts of HDF5's versions differ
             return None
         raise
     return mask, data
 
 
 def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: int, size: int) -> None:
-    """Undo the filters of one chunk, the last one first, down to the one that has to be looked at."""
+    """Undo the filters of one chunk, the last one first, down to the filter that needs a check."""
     at = next((k for k, (number, _) in enumerate(applied) if number in _CHECKS), None)
     if at is None:
         return
@@ -101,21 +106,21 @@ def _inflated(stored: Bytes, most: int) -> Bytes:
 
 
 def _szip(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Four bytes: the length when decoded."""
+    """The header is 4 bytes: the decoded length."""
     said = int.from_bytes(stored[:4].tobytes(), "little")
     if len(stored) <= 4 or said != nbytes:
         raise ValueError(f"szip declares {said} bytes, the chunk has {nbytes}")
 
 
 def _nbit(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Nothing but bits, as many as the parameters say (which fit the type: `filters`)."""
+    """There is no header, only bits, as many as the parameters say (`filters` has checked that these fit the type)."""
     needed = nbytes if values[1] else -(-n * _bits(values[3:])[0] // 8)
     if len(stored) < needed or (values[1] and len(stored) != needed):
         raise ValueError(f"{len(stored)} bytes are stored, its n-bit numbers take {needed}")
 
 
 def _bits(values: tuple[int, ...]) -> tuple[int, int]:
-    """Bits of an element in the words of the n-bit filter, and how many of the words describe it."""
+    """Bits of an element by the n-bit filter's parameters, and how many of the parameters describe it."""
     if values[0] == 1:  # a number: size, byte order, precision, offset
         return values[3], 5
     if values[0] == 3:  # a record: size, members, each with its place
@@ -128,9 +133,9 @@ def _bits(values: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _scaleoffset(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Bits of a number (4 bytes), bytes of the least one (1), the least one (8), 8 bytes that are not used; then bits."""
+    """The header: bits per number (4 bytes), bytes of the minimum (1), the minimum (8), 8 unused bytes. Then the bits."""
     size = values[4]
-    if values[0] == 2 and values[1] == 8 * size:  # all bits were asked for, so nothing was done
+    if values[0] == 2 and values[1] == 8 * size:  # all bits are kept, so the filter did nothing
         if len(stored) != nbytes:
             raise ValueError(f"{len(stored)} bytes are stored, expected {nbytes}")
         return
@@ -141,7 +146,7 @@ def _scaleoffset(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) ->
 
 
 def _lz4(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Bytes of the chunk (8), of a block (4); then blocks, each behind its length (4)."""
+    """The header: bytes of the chunk (8), bytes of a block (4). Then blocks, each after its length (4)."""
     head = stored[:12].tobytes()
     said, block = int.from_bytes(head[:8], "big"), int.from_bytes(head[8:], "big")
     if len(head) < 12 or said != nbytes or not 0 < block < 1 << 31:
@@ -159,7 +164,7 @@ def _blosc(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
 
 
 def _zstd(stored: Bytes, nbytes: int, values: tuple[int, ...], n: int) -> None:
-    """Decoded here: HDF5's filter does not look whether the library below it found damage, and delivers old memory then."""
+    """Decode here: HDF5's filter ignores damage that the library below it reports, and then gives old memory."""
     unzstd().undo(stored, np.empty(nbytes, dtype=np.uint8))
 
 
@@ -171,4 +176,4 @@ _CHECKS: dict[int, Callable[[Bytes, int, tuple[int, ...], int], None]] = {
     32004: _lz4,
     32015: _zstd,
 }
-_BY_LENGTH = frozenset({5})  # a shuffle after these hides nothing that is looked at
+_BY_LENGTH = frozenset({5})  # only the length is checked, which a shuffle after these filters does not change

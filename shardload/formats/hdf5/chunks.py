@@ -1,12 +1,12 @@
-"""How are the chunks of an HDF5 dataset read and decoded by several threads, when the HDF5 library does one at a time?
+"""How do several threads read and decode the chunks of an HDF5 dataset, although the HDF5 library does one at a time?
 
-1. `open_chunks` takes a dataset if HDF5 would do nothing to it that is not done here: the type and every filter are known.
-2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is, and reads those bytes past HDF5, without its lock.
-3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. A missing chunk is the fill value.
+1. `open_chunks` accepts a dataset if this module can do all that HDF5 would do: the type and every filter are known.
+2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is. It reads the bytes without HDF5 and without its lock.
+3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. The values of a missing chunk are the fill value.
 
-Where a chunk is: HDF5 lists all chunks in a microsecond each, but to answer for one (``H5Dget_chunk_info_by_coord``) it walks
-the same list. So all are listed once, as soon as that costs little beside the chunks that were asked for; until then a chunk
-is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
+To find a chunk: HDF5 lists all chunks in a microsecond each, but walks the same list to find one
+(``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon as that costs little compared with the chunks that were
+asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shardload.formats.hdf5.raw_file import RawFile, swap_size
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 
 _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
-_LISTED_PER_FETCH = 64  # ... and more of them, at 1-2 microseconds each, when as many were asked for as make up for it
-_MOST_LISTED = 1 << 21  # chunks: 20 bytes each are kept
+_LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
+_MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
 _NOWHERE = 2**64 - 1
 
 
 def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
-    """A reader for the chunks of `dataset` as values of `dtype` (a native one); None where only HDF5 may decode them."""
+    """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
     creation = dataset.id.get_create_plist()
     swap = swap_size(dataset, dtype)
     if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
@@ -56,9 +56,9 @@ def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole
 
 
 def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """What `dataset` holds where nothing was written, as a 0-d array; zero where HDF5 leaves the reader's buffer as it is.
+    """The value of `dataset` where nothing was written, as a 0-d array; zero if HDF5 leaves the reader's buffer as it is.
 
-    That is so if its creator asked HDF5 never to fill, or not to have a fill value. h5py hands HDF5 a buffer of zeros.
+    HDF5 does that if the dataset's creator chose never to fill, or no fill value. h5py passes HDF5 a buffer of zeros.
     """
     creation = dataset.id.get_create_plist()
     value = np.zeros((), dtype)
@@ -68,7 +68,7 @@ def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, A
 
 
 def leaves_gaps(dataset: h5py.Dataset) -> bool:
-    """Whether HDF5 writes nothing into the reader's buffer for missing values."""
+    """True if HDF5 writes nothing into the reader's buffer for missing values."""
     creation = dataset.id.get_create_plist()
     return bool(
         creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
@@ -76,12 +76,12 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
 
 
 def _is_empty(dataset: h5py.Dataset) -> bool:
-    """Whether no chunk was ever written."""
+    """True if no chunk was ever written."""
     return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
 
 
 def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
-    """How an HDF5 filter is undone; None for one that is not known here."""
+    """The stage that undoes an HDF5 filter; None for a filter that this module does not know."""
     if number == 1:
         return inflate()
     if number == 2:
@@ -95,7 +95,7 @@ def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a chunk is in the file; bit k of `mask` set: filter k was not applied to it."""
+    """Where a chunk is in the file. If bit k of `mask` is set, filter k was not applied to it."""
 
     offset: int
     nbytes: int
@@ -108,17 +108,17 @@ class Hdf5Chunks:
     Parameters
     ----------
     dataset : h5py.Dataset
-        Open, chunked.
+        An open, chunked dataset.
     dtype : dtype
-        Of the decoded values, in native byte order.
+        Type of the decoded values, in native byte order.
     raw : RawFile
-        The file it is in.
+        The file that holds it.
     whole : Whole
-        Whether that is still all there.
+        Checks that the file was not cut.
     chain : Chain
-        The inverse of its filters, the last one first, and what comes after.
+        Undoes its filters, the last one first, and then the byte order.
     filters : sequence of Stage
-        Those of the chain's stages that are filters, which come first.
+        The stages of the chain that are filters; they come first.
     """
 
     def __init__(
@@ -131,14 +131,14 @@ class Hdf5Chunks:
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._is_empty = _is_empty(dataset)
         self._fill = fill_value(dataset, dtype)
-        self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter known here makes a chunk longer than that
+        self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
         self._listing = threading.Lock()
         self._listed: tuple[array[int], array[int], array[int]] | None = None  # offsets, sizes, masks
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._n_fetched = 0
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read the chunk at `index` as it is stored; None where it is missing.
+        """Read the chunk at `index` as it is stored; None if it is missing.
 
         Raises
         ------
@@ -169,7 +169,7 @@ class Hdf5Chunks:
         return self._encoded(data, place.mask, offsets)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
-        """Decode into `out`, of the chunk's full shape; ValueError where the chunk is damaged."""
+        """Decode into `out`, which has the chunk's full shape. ValueError if the chunk is damaged."""
         if encoded is None:
             out[...] = self._fill
         else:
@@ -179,8 +179,8 @@ class Hdf5Chunks:
         n = len(self._filters)
         skipped = frozenset(n - 1 - k for k in range(n) if mask >> k & 1)
         # A dataset may ask HDF5 not to filter chunks that reach over the array's edge (H5D_CHUNK_DONT_FILTER_PARTIAL_CHUNKS).
-        # Nothing tells but the size: such a chunk has that of its values. Shuffled ones have it too, so HDF5 has to read it.
-        # But HDF5's decoders believe what the chunk says, so it gets none that says more than there can be.
+        # Only the size shows that: such a chunk is as long as its values. A shuffled chunk is too, so HDF5 has to read it. But
+        # HDF5's decoders trust the length that a chunk declares, so HDF5 gets no chunk that may declare an impossible one.
         is_edge = any(at + c > end for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
         if is_edge and n > len(skipped) and len(data) == self._chain.nbytes:
             applied = [stage for k, stage in enumerate(self._filters) if k not in skipped]
@@ -191,7 +191,7 @@ class Hdf5Chunks:
         return Encoded(data, skipped)
 
     def _is_stream(self, applied: Sequence[Stage], data: np.ndarray[Any, Any], skipped: frozenset[int]) -> bool:
-        """Whether a chunk as long as its values was compressed, damaged or not; if not, it is the values themselves."""
+        """True if a chunk that is as long as its values was compressed, damaged or not. If False, it is the values."""
         head = _HEADS.get(applied[0].name if applied[0].name != "fletcher32" or len(applied) < 2 else applied[1].name)
         if head is not None and head(data):
             return True
@@ -208,13 +208,13 @@ class Hdf5Chunks:
         )
 
     def _fetch_by_hdf5(self, offsets: tuple[int, ...], room: Room) -> Encoded | None:
-        """The same as `fetch`, without knowing where the chunk is."""
+        """Do the same as `fetch`, without knowing where the chunk is."""
         try:
             with phil:
                 mask, data = self._identifier.read_direct_chunk(offsets, out=room(self._most_nbytes))
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
-            # Versions of HDF5 differ in what they do about a missing chunk: one of several errors, or a
-            # size that is not one. The slow question is sure.
+            # For a missing chunk, versions of HDF5 raise one of several errors, or give an impossible size. The slow question
+            # (by coordinates) has a sure answer.
             said = str(error)
             if any(words in said for words in MISSING_WORDS):
                 return None
@@ -223,11 +223,11 @@ class Hdf5Chunks:
             if isinstance(error, ValueError) and "buffer is only" in said:
                 raise self._too_long() from None
             raise OSError(said) from error
-        self._whole.check()  # HDF5 gives zeros for what is past the end
+        self._whole.check()  # HDF5 gives zeros past the end of the file
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
 
     def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Values of a chunk, decoded by HDF5 but in the byte order of the file."""
+        """Values of a chunk, decoded by HDF5, but in the byte order of the file."""
         out = np.zeros(self._chunk, self._dtype)
         shape = tuple(min(c, end - at) for at, c, end in zip(offsets, self._chunk, self._shape, strict=True))
         in_file, in_memory = self._identifier.get_space(), h5py.h5s.create_simple(self._chunk)
@@ -238,7 +238,7 @@ class Hdf5Chunks:
         return out.reshape(-1).view(np.uint8)
 
     def _places(self) -> tuple[array[int], array[int], array[int]] | None:
-        """Where all chunks are; None while listing them would cost too much for those that were asked for."""
+        """Where all chunks are; None while listing them would cost too much for the number of chunks asked for so far."""
         if self._listed is not None or not self._may_list:
             return self._listed
         with self._listing:
@@ -250,7 +250,7 @@ class Hdf5Chunks:
             return self._listed
 
     def _list(self) -> tuple[array[int], array[int], array[int]] | None:
-        """Offset, size and filter mask of every chunk; None where HDF5 contradicts itself."""
+        """Offset, size and filter mask of every chunk; None if HDF5 contradicts itself."""
         n = math.prod(self._grid)
         found = array("Q", [_NOWHERE]) * n, array("Q", [0]) * n, array("I", [0]) * n
 
@@ -263,7 +263,7 @@ class Hdf5Chunks:
             at = 0
             for offset, (length, end, step) in zip(offsets, axes, strict=True):
                 if offset >= end:
-                    return  # outside the array: only a damaged index has such
+                    return  # outside the array: the index is damaged
                 at += offset // length * step
             places[at], sizes[at], masks[at] = place, nbytes, mask
 
@@ -279,10 +279,10 @@ class Hdf5Chunks:
 
 
 def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:
-    """Whether HDF5 can be given a chunk that may have been stored by these stages, or without them.
+    """True if it is safe to give HDF5 a chunk that may have been stored with these stages, or without them.
 
-    It can where none of them makes more than it gets; or where one does, and that is gzip, HDF5's own, which reports damage,
-    and does not make more than a chunk of this.
+    It is safe if no stage expands its data. It is also safe if only gzip does (HDF5's own filter, which reports damage), and
+    the data does not expand to more than a chunk.
     """
     names = [stage.name for stage in applied if stage.n_more is None]
     if not names:
@@ -293,11 +293,11 @@ def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbyt
     most = nbytes + 4 * len(applied)
     try:
         return len(stream.decompress(data.tobytes(), most + 1)) <= most
-    except zlib.error:  # after less than that
+    except zlib.error:  # damaged, before it gave more than that
         return True
 
 
-# What each compressor's data begins with.
+# Tests for the first bytes of each compressor's data.
 _HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
     "gzip": lambda data: data[0] & 15 == 8 and data[0] >> 4 <= 7 and int.from_bytes(data[:2].tobytes(), "big") % 31 == 0,
     "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",

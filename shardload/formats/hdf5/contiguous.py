@@ -1,10 +1,10 @@
 """How is a region of a contiguous HDF5 dataset read without the HDF5 library? By positional reads into the caller's buffer.
 
-1. Axes that the region covers wholly are merged with the axis before them: what is left last are its runs, the parts of the
-   region that are contiguous in the file, and they are contiguous in the buffer too.
-2. Where runs start far from each other, each is one read into its place.
-3. Where they start near each other, many are read at once into a small buffer, with what lies between, and copied from there.
-4. The other byte order is turned in that copy.
+1. Merge each axis that the region covers completely with the axis before it. The last axis then has the runs of the region:
+   they are contiguous in the file, and in the buffer too.
+2. If runs start far from each other, read each run straight into its place.
+3. If they start near each other, read many runs at once into a small buffer, with the bytes between them, and copy from there.
+4. That copy also converts the byte order, if it is not native.
 
 No lock of HDF5 or Python is held while reading or copying.
 """
@@ -24,12 +24,12 @@ from shardload.planning.region import Region
 
 __all__ = ["Hdf5Contiguous", "open_contiguous"]
 
-_NEAR_NBYTES = 32 << 10  # reading this much more takes less than another call of the system (docs/design/decode.md)
-_SPAN_NBYTES = 1 << 20  # read at once; stays in a core's cache until it is copied
+_NEAR_NBYTES = 32 << 10  # reading this much more takes less time than another system call (docs/design/decode.md)
+_SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
 
 
 def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Contiguous | None:
-    """A reader of `dataset` as values of `dtype` (a native one); None where HDF5 has to read it."""
+    """A reader of `dataset` as values of `dtype` (a native type); None if HDF5 has to read it."""
     creation = dataset.id.get_create_plist()
     if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count() > 0:
         return None
@@ -46,13 +46,13 @@ class Hdf5Contiguous:
     Parameters
     ----------
     raw : RawFile
-        The file it is in.
+        The file that holds it.
     offset : int
-        Of its first byte in the file.
+        Position of its first byte in the file.
     shape : tuple of int
         Elements along each axis.
     swap : int
-        Bytes to reverse, as `swap_size` says.
+        Bytes to reverse, from `swap_size`.
     """
 
     def __init__(self, raw: RawFile, offset: int, shape: tuple[int, ...], swap: int) -> None:
@@ -60,12 +60,12 @@ class Hdf5Contiguous:
         self._scratch = Scratch()
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Read `region`, which is not empty, into `out`, a C-contiguous buffer of its shape.
+        """Read a non-empty region into `out`, a C-contiguous buffer of its shape.
 
         Raises
         ------
         OSError
-            If the file ends before, or cannot be read.
+            If the file is too short or cannot be read.
         """
         size = self._swap or min(out.dtype.itemsize, 8)
         kind = np.dtype(f"u{size}")
@@ -84,7 +84,7 @@ class Hdf5Contiguous:
                 self._raw.read_into(target[index].view(np.uint8), at)
 
     def _read_spans(self, inner: list[tuple[int, int, int]], at: int, stride: int, target: np.ndarray[Any, Any]) -> None:
-        """Rows that start `stride` bytes apart; of each, `inner` says which part along each further axis goes into `target`."""
+        """Read rows that start `stride` bytes apart. `inner` says which part of each row, along each axis, goes to `target`."""
         n_rows = max(1, _SPAN_NBYTES // stride)
         memory = self._scratch(min(n_rows, len(target)) * stride)
         kind = target.dtype.newbyteorder("S" if self._swap else "=")
@@ -98,9 +98,9 @@ class Hdf5Contiguous:
 
 
 def merged_axes(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The same region over as few axes as can be, each as (length, start, number).
+    """The same region over as few axes as possible, each as (length, start, number).
 
-    An axis that the region covers wholly becomes part of the one before it.
+    An axis that the region covers completely is merged with the axis before it.
 
     Examples
     --------

@@ -1,13 +1,14 @@
-"""May these decoders be used on this dataset, and do their parameters fit it? Asked before HDF5 sees a chunk.
+"""May these filters be used on this dataset, and do their parameters fit it? This is checked before HDF5 sees a chunk.
 
-A file names the decoders of its chunks by number, and HDF5 loads and runs them. Some were written for files that their own
-program wrote: a damaged chunk, or a parameter that does not fit, makes them crash, loop for ever, take all memory or end the
+A file names the filters of its chunks by number, and HDF5 loads and runs them. Some filters were written only for files that
+their own program wrote: a damaged chunk, or a wrong parameter, makes them crash, loop for ever, take all memory or end the
 process. Nothing in Python can catch that.
 
-1. `SURVIVED` are the filters with which no such thing was seen in many thousands of damaged chunks and parameters
-   (``python -m benchmarks fuzz-filters``, docs/trust-files.md). All others are used if the caller names them (`allow_filters`).
-2. The parameters of each (``cd_values``) are compared with the dataset's type and chunks: filters trust them.
-3. hdf5plugin, which registers all its filters with HDF5, is imported when one is needed that may be used.
+1. `SURVIVED` has the filters that did none of this in many thousands of tests with damaged chunks and parameters
+   (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other filters are used only if the caller names them
+   (`allow_filters`).
+2. The parameters of each filter (``cd_values``) are compared with the dataset's type and chunks, because filters trust them.
+3. hdf5plugin registers all its filters with HDF5 when it is imported. It is imported only if an allowed filter needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shardload.formats.access import STRICT, Access
 
 __all__ = ["NAMES", "SIZED", "SURVIVED", "is_stacked", "n_compressors", "refuse_filter", "refuse_filters"]
 
-# Names people use. The numbers below 32000 are HDF5's own, but for bzip2; those above are registered with the HDF Group.
+# Common names. Numbers below 32000 are HDF5's own, except bzip2; the others are registered with the HDF Group.
 NAMES = {
     1: "gzip",
     2: "shuffle",
@@ -47,12 +48,12 @@ NAMES = {
     32033: "htj2k",
 }
 
-SIZED = {2, 3, 5, 6}  # filters that give as much as follows from their parameters; what any other gives is for the data to say
+SIZED = {2, 3, 5, 6}  # the size of their output follows from their parameters; for other filters it depends on the data
 SURVIVED = frozenset({1, 2, 3, 4, 5, 6, 32000, 32001, 32004, 32015, 32026})
 
-_OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # of HDF5 and h5py
+_OWN = frozenset({1, 2, 3, 4, 5, 6, 32000})  # filters of HDF5 and h5py themselves
 
-# What damaged chunks were seen to do, in words that follow "damaged data".
+# What damaged chunks did in tests, in words that follow "damaged data".
 _SEEN = {
     307: "made it loop for ever",
     32008: "crashed the process, or made it loop for ever",
@@ -67,9 +68,9 @@ _ZFP_MAGIC = int.from_bytes(b"zfp\x05", "little")
 
 
 def is_stacked(dataset: h5py.Dataset, access: Access = STRICT) -> bool:
-    """Whether its chunks are compressed more than once: each time, a thousand bytes can be made of one.
+    """True if its chunks are compressed more than once. Each compressor can expand one byte to a thousand.
 
-    What the caller allows is not always counted: see `Access.counts`.
+    Filters that the caller allows are not always counted: see `Access.counts`.
     """
     creation = dataset.id.get_create_plist()
     return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), access) > 1
@@ -84,7 +85,7 @@ def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
 
 
 def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
-    """Why a dataset's chunks are not decoded, in words that follow "holds"; None where they are."""
+    """Why a dataset's chunks are not decoded, in words that follow "holds"; None if they are."""
     creation = dataset.id.get_create_plist()
     if creation.get_layout() != h5py.h5d.CHUNKED:
         return None
@@ -100,18 +101,18 @@ def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
 def refuse_filter(
     number: int, label: bytes, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...], access: Access
 ) -> str | None:
-    """Why one filter is not used, in words that follow "holds"; None where it is. Asks HDF5 nothing about the filter.
+    """Why one filter is not used, in words that follow "holds"; None if it is. Does not ask HDF5 about the filter.
 
     Parameters
     ----------
     number : int
-        Of the filter.
+        Number of the filter.
     label : bytes
-        What the file calls it; only shown.
+        The file's name for it; only shown in messages.
     values : tuple of int
         Its parameters, ``cd_values``.
     kind : h5py.h5t.TypeID
-        Of the values in the file.
+        Type of the values in the file.
     chunk : tuple of int
         Elements of a chunk along each axis.
     access : Access
@@ -123,11 +124,11 @@ def refuse_filter(
         why = (
             f"its decoder does not survive damage (damaged data {seen})"
             if seen
-            else "how it takes damage is not known well enough"
+            else "it is not known well enough how its decoder handles damage"
         )
         word = name or str(number)
         return (
-            f"chunks encoded with {_told(number, label)}, which is not decoded unasked: {why}. If you trust who wrote the "
+            f"chunks encoded with {_told(number, label)}, which is not decoded by default: {why}. If you trust who wrote the "
             f"file, pass allow_filters='{word}'"
         )
     wrong = _unfit(number, values, kind, chunk)
@@ -142,12 +143,12 @@ def _told(number: int, label: bytes) -> str:
 
 
 def _missing(number: int, label: bytes) -> str | None:
-    """What is said of a filter that this HDF5 cannot undo. HDF5 looks for it in HDF5_PLUGIN_PATH, and loads it from there.
+    """Why this HDF5 cannot undo a filter; None if it can. HDF5 loads filters from HDF5_PLUGIN_PATH.
 
-    That is asked last: netCDF4, when it is imported, sets it to filters that are linked to another copy of HDF5.
+    This check comes last: importing netCDF4 sets that path to filters that are linked to another copy of HDF5.
     """
     if number not in _OWN:
-        with contextlib.suppress(ImportError):  # importing it registers its filters with HDF5; nothing else of it is used
+        with contextlib.suppress(ImportError):  # the import registers its filters with HDF5; nothing else is used
             importlib.import_module("hdf5plugin")
     if h5py.h5z.filter_avail(number) and (h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_DECODE_ENABLED):
         return None
@@ -161,13 +162,13 @@ def _missing(number: int, label: bytes) -> str | None:
 
 
 def _unfit(number: int, values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
-    """What is wrong with the parameters of a filter for chunks of this type and shape; None where nothing is known to be."""
+    """What is wrong with a filter's parameters for chunks of this type and shape; None if nothing is known to be wrong."""
     check = _CHECKS.get(number)
     return None if check is None else check(values, kind, chunk)
 
 
 def _compare(*found_and_expected: tuple[str, Any, Any]) -> str | None:
-    """The first that differs, in words."""
+    """The first value that differs from the expected one, in words; None if none does."""
     for what, found, expected in found_and_expected:
         fits = found in expected if isinstance(expected, range | tuple | frozenset) else found == expected
         if not fits:
@@ -193,7 +194,7 @@ def _shuffle(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str 
 
 
 def _szip(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
-    """As HDF5 computes them when a dataset is made."""
+    """Compare with the parameters that HDF5 computes when a dataset is made."""
     if (wrong := _count(values, 4)) is not None:
         return wrong
     options, block, bits, line = values
@@ -211,13 +212,13 @@ def _szip(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | N
 def _nbit(values: tuple[int, ...], kind: Any, chunk: tuple[int, ...]) -> str | None:
     packed, is_full = _nbit_type(kind)
     expected = (3 + len(packed), int(is_full), math.prod(chunk), *packed)
-    # Complex numbers have 18 of them, and h5py 3.12 delivers 16 and noise. Where all bits are kept, the filter does nothing.
+    # Complex numbers have 18 parameters, but h5py 3.12 gives 16 and noise. If all bits are kept, the filter does nothing.
     n = 16 if is_full else len(expected)
     return _count(values, len(expected)) or _compare(("what they say of type and chunk", values[:n], (expected[:n],)))
 
 
 def _nbit_type(kind: Any) -> tuple[list[int], bool]:
-    """A type in the words of HDF5's n-bit filter, and whether none of its bits can be left out."""
+    """A type as parameters of HDF5's n-bit filter, and True if none of its bits can be left out."""
     size = kind.get_size()
     if kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT):
         order = {h5py.h5t.ORDER_LE: 0, h5py.h5t.ORDER_BE: 1}.get(kind.get_order(), -1)

@@ -1,8 +1,8 @@
-"""Do a file's own statements fit what is there? Asked where HDF5 does not ask, and delivers something else.
+"""Is what a file says of itself true? Two checks that HDF5 does not make; without them it would give wrong values.
 
-1. `Whole`: is the file as long as it was when it was opened? HDF5 compares its size with what its header says only then; in the
-   place of what was cut off since, it delivers zeros.
-2. `Sizes`: is each chunk stored in as many bytes as its filters can make of it?
+1. `Whole`: is the file still as long as when it was opened? HDF5 compares its size with the header only at opening. If the file
+   is cut later, HDF5 gives zeros for the end.
+2. `Sizes`: can each chunk's filters produce the number of bytes that are stored for it?
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
 
 
 class Sizes:
-    """Whether a chunk that HDF5 is to decode is stored in no more bytes than it can have.
+    """Checks the stored size of each chunk that HDF5 is to decode.
 
-    HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored bytes. All chunks' sizes
-    are listed once, a microsecond each, unless all of them together are as short as one may be. And of a chunk that is too
-    short, though no filter made it so, HDF5 delivers what was in its memory for the rest; its Fletcher-32 filter reads past the
-    end of memory if there is no room for the checksum.
+    If a chunk is too long, HDF5's gzip filter takes memory as long as the stream goes on, up to a thousand times the stored
+    bytes. If a chunk without compression is too short, HDF5 fills the rest with whatever is in its memory, and its Fletcher-32
+    filter reads past the end of memory if there is no room for the checksum. The sizes of all chunks are listed once (a
+    microsecond each), unless all chunks together are as short as a single chunk may be.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -34,7 +34,7 @@ class Sizes:
         if creation.get_layout() != h5py.h5d.CHUNKED:
             return
         self._nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
-        self._most = self._nbytes + self._nbytes // 2 + 4096  # no filter makes a chunk longer than that
+        self._most = self._nbytes + self._nbytes // 2 + 4096  # no filter makes a chunk longer than this
         self._filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
         self._every_filter = (1 << creation.get_nfilters()) - 1
         self._fitting: dict[int, range | tuple[int, ...]] = {}  # by filter mask
@@ -58,7 +58,7 @@ class Sizes:
             self._wrong = f"a stored chunk of {stored.size} bytes; expected {expected}"
 
     def _fitting_sizes(self, mask: int) -> range | tuple[int, ...]:
-        """The sizes that a chunk may have to which the filters in `mask` were not applied."""
+        """The sizes that a chunk may have if the filters in `mask` were not applied to it."""
         applied = [number for k, number in enumerate(self._filters) if not mask >> k & 1]
         n_checksums = applied.count(3)
         if not set(applied) <= {2, 3}:
@@ -67,20 +67,20 @@ class Sizes:
         return tuple(sorted({self._nbytes, self._nbytes + 4 * n_checksums}))
 
     def check(self) -> None:
-        """Raise ValueError if one is longer, or shorter though no filter was applied to it."""
+        """Raise ValueError if a stored size is impossible: too long, or too short without compression."""
         if self._wrong:
             raise ValueError(f"the file declares {self._wrong}: its index is damaged")
 
 
 class Whole:
-    """Whether a file that HDF5 has open is still as long as it was when HDF5 opened it.
+    """Checks that an open HDF5 file is still as long as when HDF5 opened it.
 
     Parameters
     ----------
     descriptor : int or None
-        HDF5's own; None where it has none.
+        HDF5's own descriptor; None if it has none.
     nbytes : int
-        How long it was.
+        Size when it was opened.
     """
 
     def __init__(self, descriptor: int | None, nbytes: int) -> None:
@@ -88,10 +88,10 @@ class Whole:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Whole:
-        """The file that `dataset` is in."""
+        """For the file that holds `dataset`."""
         file = dataset.file
         plain = file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
-        reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer's file may yet have to grow
+        reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer may still make the file longer
         return cls(file.id.get_vfd_handle() if plain and reading else None, file.id.get_filesize())
 
     def check(self) -> None:

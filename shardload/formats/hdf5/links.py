@@ -1,18 +1,20 @@
-"""Where does an HDF5 dataset lead? To other files, in three ways, none of which the HDF5 library asks anybody about.
+"""Which other files does an HDF5 dataset lead to? There are three ways, and the HDF5 library checks none of them.
 
 1. A name may go through soft links, and through external links into other files. `follow` takes it link by link, opens the
-   other files itself, and hands on the object it came to: the library never follows a link between files by itself.
-2. A virtual dataset is made of datasets in other files, and they may be so again: `look_through` goes through all of them.
-3. The values may be in files without any structure (external storage): `look_through` too.
+   other files itself, and returns the object at the end. The library never follows a link between files by itself.
+2. A virtual dataset consists of datasets in other files, which may be virtual again. `look_through` checks all of them.
+3. The values may be in raw files (external storage). `look_through` checks those too.
 
-Each other file has to be inside the fence, there, whole, and hold what it should: HDF5 delivers fill values for a part of a
-virtual dataset that it cannot open, and zeros for what is past the end of a file. Where HDF5 looks for a file that is named
-without a folder (HDF5_EXT_PREFIX, HDF5_VDS_PREFIX, HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working
-folder) is looked at in the same order. It takes the first place where a file can be opened; here the first place where there is
-anything must be that one. Names are bytes to HDF5, and to `follow`. A name that is not understood is refused.
+Each other file must be inside the fence, exist, be complete, and hold what it should: HDF5 gives fill values for a part of a
+virtual dataset that it cannot open, and zeros past the end of a file.
 
-The files of a virtual dataset are opened by the library, when it reads. `nothing_else_opened` looks, after it did, at which
-files the process has open then: the library's own answer to where it went.
+To find a file that is named without a folder, the same places are tried as in HDF5, in the same order: HDF5_EXT_PREFIX,
+HDF5_VDS_PREFIX or HDF5_EXTFILE_PREFIX, the folder of the file that names it, the working folder. HDF5 takes the first place
+where it can open a file; here the first place where anything exists must be that file. Names are bytes to HDF5, and to
+`follow`. A name that is not understood is refused.
+
+The library opens the files of a virtual dataset itself when it reads. After the read, `nothing_else_opened` checks which files
+the process has open: that is where the library really went.
 """
 
 from __future__ import annotations
@@ -38,36 +40,36 @@ from shardload.formats.hdf5.raw_file import plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "look_through", "nothing_else_opened", "place_of"]
 
-_MOST_LINKS = 40  # in one name, as for the system's own links
-_MOST_LEVELS = 16  # of virtual datasets made of virtual datasets
-_MOST_SOURCES = 1 << 20  # files and datasets that a virtual dataset is made of
-_LONGEST_NAME = 159  # h5py does not give more of the name of a file of external storage
+_MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
+_MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
+_MOST_SOURCES = 1 << 20  # files and datasets in one virtual dataset
+_LONGEST_NAME = 159  # h5py gives at most this much of the name of an external storage file
 _UNLIMITED = 2**64 - 1
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class LostError(OSError):
-    """A link that leads to nothing."""
+    """A link without a target."""
 
 
 @dataclass
 class Others:
-    """The other files that the values of a dataset are in.
+    """The other files that hold the values of a dataset.
 
     Attributes
     ----------
     sizes : dict of str to int
-        Bytes of each when it was looked at.
+        Size of each file, in bytes, when it was checked.
     refused : str or None
-        Why the dataset cannot be loaded, in words that follow "holds"; None where it can.
+        Why the dataset cannot be loaded, in words that follow "holds"; None if it can.
     fence : Fence
-        Where they may be.
+        The folders where they may be.
     is_virtual : bool
-        Whether the HDF5 library opens files when it reads.
+        True if the HDF5 library opens files when it reads.
     is_unlimited : bool
-        Whether it opens files to say how long the dataset is.
+        True if the library opens files to find the dataset's shape.
     chunks : list of tuple of int
-        The shapes of chunks in what a virtual dataset is made of.
+        The chunk shapes of the datasets in a virtual dataset.
     access : Access
         What the caller allows.
     """
@@ -81,52 +83,52 @@ class Others:
     access: Access = STRICT
 
     def smallest_chunk(self, ndim: int) -> tuple[int, ...] | None:
-        """The least length of those chunks along each of `ndim` axes, the last ones being the same; None without any."""
+        """The least length of those chunks along each of `ndim` axes, aligned at the last axis; None without chunks."""
         if not self.chunks:
             return None
         padded = [((1,) * ndim + chunk)[len(chunk) :] for chunk in self.chunks]
         return tuple(map(min, zip(*padded, strict=True)))
 
     def add_part(self, dataset: h5py.Dataset) -> None:
-        """Note how a dataset that a virtual one is made of is stored; ValueError if its chunks cannot be as it says."""
+        """Note the chunks of a dataset in a virtual dataset. ValueError if their declared sizes are impossible."""
         if dataset.chunks is not None and tuple(dataset.chunks) not in self.chunks:
             self.chunks.append(tuple(dataset.chunks))
         if is_stacked(dataset, self.access):
-            raise ValueError("its chunks are compressed more than once: nothing bounds what HDF5 makes of a few bytes")
+            raise ValueError("its chunks are compressed more than once: HDF5 decodes them without a limit on the size")
         Sizes(dataset).check()
 
     def check_whole(self) -> None:
-        """OSError if one of them is shorter than it was: HDF5 would give zeros or fill values."""
+        """Raise OSError if one of the files has become shorter: HDF5 would give zeros or fill values."""
         for path, nbytes in self.sizes.items():
             found = os.stat(path).st_size
             if found < nbytes:
-                raise OSError(f"'{path}', where values are, was cut to {found} bytes from {nbytes} since it was opened")
+                raise OSError(f"'{path}', which holds values, was cut to {found} bytes from {nbytes} since it was opened")
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """To read in: raises OutsideError where the library opened another file than those that were looked at."""
+        """Read inside this context: it raises OutsideError if the library opened a file outside the fence."""
         return nothing_else_opened(self.fence) if self.is_virtual else contextlib.nullcontext()
 
 
 def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.File]]:
-    """What `name` leads to, link by link.
+    """Find the object that `name` leads to, link by link.
 
     Returns
     -------
     ObjectID
-        Of h5py: of a dataset, a group or a type.
+        h5py's identifier of a dataset, a group or a type.
     list of h5py.File
-        The files that were opened on the way, to be closed after it.
+        The files that were opened on the way. Close them after the object.
 
     Raises
     ------
     KeyError
         If there is no such name.
     LostError
-        If a link on the way leads to nothing.
+        If a link on the way has no target.
     OutsideError
-        If one leads out of the fence, or to what is no file.
+        If a link leads out of the fence, or to something that is not a file.
     OSError
-        If what is there cannot be opened.
+        If the target cannot be opened.
     """
     opened: list[h5py.File] = []
     try:
@@ -139,18 +141,18 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
 
 
 def close_all(files: Sequence[h5py.File]) -> None:
-    """Close what `follow` opened."""
+    """Close the files that `follow` opened."""
     for file in reversed(files):
         file.close()
 
 
 class _NotThereError(Exception):
-    """In what the caller named there is no such name."""
+    """The caller's file has no such name (and no link was followed)."""
 
 
 def _walk(file: h5py.File, name: bytes, fence: Fence, opened: list[h5py.File]) -> Any:
     at, here, left = _root(file), b"", deque(name.split(b"/"))
-    link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the parts that are left are its
+    link, n_of_link, n_links = "", 0, 0  # the last link, and how many of the remaining parts come from it
     while left:
         part, is_of_link = left.popleft(), n_of_link > 0
         n_of_link = max(0, n_of_link - 1)
@@ -196,7 +198,7 @@ def _root(file: h5py.File) -> Any:
 
 
 def _link_at(at: Any, part: bytes, here: bytes) -> tuple[int | None, Any]:
-    """The kind of the link `part` in a group, and where it leads; None where there is none."""
+    """The kind of the link `part` in a group, and its target; None if there is no such link."""
     if not isinstance(at, h5py.h5g.GroupID) or b"\0" in part:
         return None, None
     try:
@@ -226,12 +228,12 @@ def _open_linked(file: h5py.File, name: str, link: str, fence: Fence) -> h5py.Fi
 
 
 def _open_other(path: str, what: str, fence: Fence) -> h5py.File:
-    """Open a file that `what` leads to, and look at what was opened.
+    """Open a file that `what` leads to, and check the file that was opened.
 
     Raises
     ------
     OutsideError
-        If it is outside of the fence, or no file.
+        If it is outside the fence, or not a file.
     LostError
         If HDF5 cannot open it.
     """
@@ -255,7 +257,7 @@ def _leads_outside(what: str) -> str:
 
 
 def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT) -> Others:
-    """Where the values of `dataset` are, beside its own file. Opens what virtual datasets are made of, reads no values."""
+    """Find the other files that hold values of `dataset`. Opens the datasets in a virtual dataset; reads no values."""
     others = Others(fence=fence, access=access)
     try:
         _look(dataset, others, set(), 0)
@@ -265,7 +267,7 @@ def look_through(dataset: h5py.Dataset, fence: Fence, access: Access = STRICT) -
 
 
 class _RefusedError(Exception):
-    """Says why a dataset cannot be loaded."""
+    """A dataset cannot be loaded; the text says why."""
 
 
 def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int) -> None:
@@ -274,7 +276,7 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
     if level > _MOST_LEVELS:
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
     if creation.get_external_count() > 0:
-        if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files all the same
+        if layout != h5py.h5d.CONTIGUOUS:  # HDF5 reads the other files nevertheless
             raise _RefusedError("values of other files, and values of its own")
         _look_at_storage(dataset, creation, others)
     if level > 0 and (why := refuse_filters(dataset, others.access)) is not None:
@@ -296,16 +298,16 @@ def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], lev
 
 @dataclass(frozen=True)
 class _Mapping:
-    """One part of a virtual dataset, as its metadata has it.
+    """One mapping of a virtual dataset, from its metadata: which dataset of which file it comes from.
 
     Attributes
     ----------
     file, inside : tuple of str
-        The names of the file and of the dataset in it, cut where the number of a block stands.
+        The names of the file and of the dataset in it, cut where HDF5 puts a block's number.
     axis, start, step : int or None, int, int
-        Block k begins at start + k step along this axis; None where there are no numbers.
+        Block k begins at start + k step along this axis; None if the names have no numbers.
     is_unlimited : bool
-        Whether how long it is depends on its sources.
+        True if its length depends on its sources.
     """
 
     file: tuple[str, ...]
@@ -330,12 +332,12 @@ class _Mapping:
         return cls(file, inside, *limits, True)
 
     def names(self, number: int) -> tuple[str, str]:
-        """Of the file, and of the dataset in it, that block `number` is in."""
+        """The names of the file, and of the dataset in it, that hold block `number`."""
         return str(number).join(self.file), str(number).join(self.inside)
 
 
 def _pattern(name: str) -> tuple[str, ...]:
-    """A name as HDF5 reads it, cut at each ``%b``, in whose place it puts the number of a block; ``%%`` is a percent sign.
+    """A name as HDF5 reads it, cut at each ``%b``, which HDF5 replaces by a block's number; ``%%`` is a percent sign.
 
     Examples
     --------
@@ -359,7 +361,7 @@ def _pattern(name: str) -> tuple[str, ...]:
 
 
 def _limits(space: Any) -> tuple[int, int, int] | None:
-    """Along which axis a selection has no end, where it begins there, and its steps; None for one that ends."""
+    """The axis along which a selection has no end, its start and its step; None if the selection ends."""
     if space.get_select_type() != h5py.h5s.SEL_HYPERSLABS or not space.is_regular_hyperslab():
         return None
     start, stride, count, block = space.get_regular_hyperslab()
@@ -370,7 +372,7 @@ def _limits(space: Any) -> tuple[int, int, int] | None:
 
 
 def _look_at_pattern(dataset: h5py.Dataset, one: _Mapping, others: Others, seen: set[tuple[str, str]], level: int) -> None:
-    """The files and datasets that a pattern stands for: numbers from 0 on, up to the first that is not there, as HDF5 does."""
+    """Check the files and datasets of a pattern: numbers from 0 up to the first that does not exist, as HDF5 does."""
     number = 0
     while _look_at_source(dataset.file, *one.names(number), others, seen, level, may_be_missing=True):
         number += 1
@@ -393,7 +395,7 @@ def _look_at_source(
     level: int,
     may_be_missing: bool = False,
 ) -> bool:
-    """One dataset that a virtual one in `file` is made of. False where it is not there, if that may be."""
+    """Check one dataset in a virtual dataset of `file`. False if it does not exist and `may_be_missing`."""
     path = str(file.filename) if name == "." else _place(name, "HDF5_VDS_PREFIX", file)
     what = f"values of another file, '{printable(name)}'"
     if not others.fence.holds(path):
@@ -430,7 +432,7 @@ def _look_at_source(
 
 
 def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
-    """The files of external storage, each of which must be as long as what it should hold."""
+    """Check the files of external storage: each must be long enough for its values."""
     left = math.prod(dataset.shape or ()) * int(dataset.id.get_type().get_size())
     prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
     if prefix.startswith("${ORIGIN}"):
@@ -439,8 +441,8 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
         stored, offset, size = creation.get_external(k)
         name = os.fsdecode(stored)
         if len(stored) >= _LONGEST_NAME:
-            raise _RefusedError("values of another file with a name that is too long to be told")
-        path = os.path.join(prefix, name)  # without a prefix: from the working folder, unlike all else
+            raise _RefusedError("values of another file with a name that is too long for h5py")
+        path = os.path.join(prefix, name)  # without a prefix, HDF5 starts from the working folder, only here
         what = f"values of another file, '{printable(name)}'"
         if not others.fence.holds(path):
             raise OutsideError(_leads_outside(what))
@@ -457,7 +459,7 @@ def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> No
 
 
 def place_of(file: h5py.File) -> str:
-    """Where an open file is: its name, or its place if the name does not lead to it any more (a changed working folder)."""
+    """The path of an open file: its name, or its real path if the name no longer leads to it (a changed working folder)."""
     name, descriptor = str(file.filename), plain_descriptor(file)
     if descriptor is None:
         return name
@@ -477,14 +479,14 @@ def _beside(file: h5py.File) -> str:
 
 
 def _place(name: str, variable: str, file: h5py.File) -> str:
-    """Where HDF5 finds the file `name` that `file` names: the first place where there is one, or else beside `file`."""
+    """Where HDF5 finds the file `name` that `file` names: the first place where it exists, or else beside `file`."""
     beside, setting = _beside(file), os.environ.get(variable, "")
     prefixes = [text for text in setting.split(":") if text]
-    if setting.startswith("${ORIGIN}"):  # understood at the beginning, and then there is one prefix
+    if setting.startswith("${ORIGIN}"):  # HDF5 understands it at the beginning, and then takes one prefix
         prefixes.append(beside + "/" + setting.removeprefix("${ORIGIN}"))
     prefixes += [text.replace("${ORIGIN}", beside) for text in prefixes if "${ORIGIN}" in text]
     real = os.path.dirname(os.path.realpath(place_of(file)))
-    last = os.path.basename(name) if os.path.isabs(name) else name  # HDF5 looks for its last part, if it is not where it says
+    last = os.path.basename(name) if os.path.isabs(name) else name  # if that path does not exist, HDF5 looks for its name
     places = [os.path.join(folder, last) for folder in (*prefixes, beside, "", real)]
     if os.path.isabs(name):
         places.insert(0, name)
@@ -493,15 +495,15 @@ def _place(name: str, variable: str, file: h5py.File) -> str:
 
 @contextlib.contextmanager
 def nothing_else_opened(fence: Fence) -> Iterator[None]:
-    """Look at the HDF5 files that the process has open before and after what is done in this context.
+    """Compare the HDF5 files that the process has open before and after this context.
 
-    h5py's own lock is held meanwhile: no other thread opens a file through it. Only files of HDF5's format count, since other
-    threads may open others.
+    h5py's own lock is held meanwhile, so that no other thread opens a file through it. Only HDF5 files count, because other
+    threads may open other files.
 
     Raises
     ------
     OutsideError
-        If there is one more outside of the fence.
+        If a new one is outside the fence.
     """
     if not fence.folders:
         yield
@@ -516,14 +518,14 @@ def nothing_else_opened(fence: Fence) -> Iterator[None]:
 
 
 def _open_files() -> set[tuple[int, int, int]]:
-    """The files that this process has open: descriptor, device and number; none where the system does not say."""
+    """The files that this process has open: descriptor, device and inode; empty if the system does not say."""
     try:
         numbers = [int(text) for text in os.listdir("/proc/self/fd")]
     except OSError:
         return set()
     found = set()
     for descriptor in numbers:
-        with contextlib.suppress(OSError):  # the one that listed them
+        with contextlib.suppress(OSError):  # the descriptor that listed them is closed again
             state = os.fstat(descriptor)
             if stat.S_ISREG(state.st_mode):
                 found.add((descriptor, state.st_dev, state.st_ino))
@@ -537,6 +539,6 @@ def _is_hdf5(descriptor: int) -> bool:
             if os.pread(descriptor, len(_SIGNATURE), at) == _SIGNATURE:
                 return True
             at = 2 * at or 512
-    except OSError:  # closed meanwhile, or open for writing alone
+    except OSError:  # closed meanwhile, or open for writing only
         pass
     return False

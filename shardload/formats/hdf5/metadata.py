@@ -1,7 +1,7 @@
-"""What is known of an HDF5 dataset without reading its values?
+"""What is known about an HDF5 dataset without reading its values?
 
-`describe` turns its metadata into an `ArrayInfo`. What cannot be loaded, and why, is settled here, so that reading is the
-plain case.
+`describe` turns its metadata into an `ArrayInfo`. It also decides what cannot be loaded, and why, so that the reading code need
+not.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shardload.formats.hdf5.links import Others
 
 __all__ = ["describe", "filters_of"]
 
-_HELPERS = (2, 3)  # rearrange or check bytes; named after the filter that makes them fewer
-_DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` bounds what is between them
+_HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
+_DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
 
 _REFUSED_CLASSES = {
     h5py.h5t.TIME: ("time", "HDF5 times, a type without a portable meaning"),
@@ -29,7 +29,7 @@ _REFUSED_CLASSES = {
     h5py.h5t.VLEN: ("vlen", "lists of variable length as elements"),
     h5py.h5t.ARRAY: ("array", "small arrays as elements"),
 }
-# HDF5 reads an attribute whole when it is looked up. Those of a dataset that together are longer are not looked at.
+# HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
 _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 
@@ -37,19 +37,19 @@ _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "
 def describe(
     dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
-    """What is known of a dataset without reading its values.
+    """Describe a dataset without reading its values.
 
     Parameters
     ----------
     dataset : h5py.Dataset
-        Open.
+        An open dataset.
     path, name : str
-        As the user named the file and the dataset.
+        File and dataset as the user named them.
     others : Others
-        The other files that its values are in.
+        The other files that hold its values.
     texts : bool
-        Whether attributes of variable length are read, too. They are in the file's global heap, in which HDF5 2.0.0 goes round
-        in circles where it is damaged (docs/trust-files.md): nothing that a load needs is there.
+        True to read attributes of variable length too. They are in the file's global heap. If the heap is damaged, HDF5 2.0.0
+        loops for ever (docs/trust-files.md). A load needs nothing from there.
     access : Access
         What the caller allows.
     """
@@ -81,13 +81,13 @@ def describe(
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
-    """The filters of a dataset: number, flags, values, name."""
+    """The filters of a dataset: number, flags, parameters, name."""
     creation = dataset.id.get_create_plist()
     return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
 def _type_of(file_type: Any) -> tuple[str, str | None]:
-    """Name of the values' type, and why it is refused."""
+    """Name of the values' type, and why it is refused (or None)."""
     if file_type.get_class() in _REFUSED_CLASSES:
         return _REFUSED_CLASSES[file_type.get_class()]
     try:
@@ -101,15 +101,15 @@ def _type_of(file_type: Any) -> tuple[str, str | None]:
 
 
 def _unbounded(filters: list[tuple[int, int, Any, bytes]], access: Access) -> str | None:
-    """What is said of compressors over each other that only HDF5 can undo."""
+    """Why stacked compressors that only HDF5 can undo are refused; None if there are none."""
     compressors = [(number, _name(number, label)) for number, _, _, label in filters if number not in SIZED]
     if n_compressors((number for number, _ in compressors), access) < 2 or all(
         number in _DECODED_HERE for number, _ in compressors
     ):
         return None
     return (
-        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), where nothing bounds what HDF5 "
-        "makes of a few bytes. Write it anew with one compressor: `h5repack -f GZIP=4`"
+        f"chunks compressed more than once ({', then '.join(name for _, name in compressors)}), which HDF5 decodes without a "
+        "limit on the size of the result. Write it again with one compressor: `h5repack -f GZIP=4`"
     )
 
 
@@ -118,13 +118,13 @@ def _name(number: int, label: bytes) -> str:
 
 
 def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
-    """The filter pipeline for people: what compresses first, then what helps it."""
+    """The filter pipeline for people: compressors first, then shuffle and checksum."""
     ordered = sorted(filters, key=lambda f: f[0] in _HELPERS)
     return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
 
 
 def _flavour(dataset: h5py.Dataset) -> str:
-    """``"netCDF4"`` where the netCDF library left its marks, else ``"HDF5"``."""
+    """``"netCDF4"`` if the file has the netCDF library's marks, else ``"HDF5"``."""
     file = dataset.file
     marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
     marked = any(_has_attributes(owner) and key in owner.attrs for owner, key in marks)
@@ -132,7 +132,7 @@ def _flavour(dataset: h5py.Dataset) -> str:
 
 
 def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
-    """Whether there are attributes, and none of a length that no memory should be spent on."""
+    """True if there are attributes, and together they are not too long to read."""
     if not h5py.h5a.get_num_attrs(owner.id):
         return False
     stored = h5py.h5o.get_info(owner.id).meta_size.attr
@@ -140,7 +140,7 @@ def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
 
 
 def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
-    """Those that change what values mean; that there are some, where they are too long to be looked at."""
+    """The attributes that change what values mean; or a note if the attributes are too long to read."""
     if not _has_attributes(dataset):
         return {"attributes": "too long to be read"} if h5py.h5a.get_num_attrs(dataset.id) else {}
     return {
@@ -149,7 +149,7 @@ def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
 
 
 def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
-    """Whether an attribute is numbers, or text of a fixed length."""
+    """True if an attribute is numbers, or text of a fixed length."""
     if key not in dataset.attrs:
         return False
     kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
@@ -159,7 +159,7 @@ def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
 
 
 def _attribute(dataset: h5py.Dataset, key: str) -> Any:
-    """An attribute as plain Python; None where there is none, words where h5py cannot read it."""
+    """An attribute as plain Python; None if there is none, a text if h5py cannot read it."""
     if key not in dataset.attrs:
         return None
     try:

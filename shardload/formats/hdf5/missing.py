@@ -1,6 +1,6 @@
-"""Which chunks of an HDF5 dataset are missing? Those that were never written, in whose place HDF5 delivers the fill value.
+"""Which chunks of an HDF5 dataset are missing? The chunks that were never written; HDF5 gives the fill value for them.
 
-Of contiguous data all or nothing is missing.
+Contiguous data is either complete, or missing as a whole.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardload.planning.region import Region
 __all__ = ["MISSING_WORDS", "MissingChunks"]
 
 _MOST_LISTED = 1 << 21  # chunks
-MISSING_WORDS = ("not allocated", "address isn't defined")  # HDF5's words for it, by kind of index
+MISSING_WORDS = ("not allocated", "address isn't defined")  # in HDF5's errors for missing chunks, by kind of index
 
 
 class MissingChunks:
-    """Which chunks of a dataset are missing?
+    """Finds the missing chunks of a dataset.
 
-    Counting the chunks that are there takes 0.1 microseconds each, and mostly they all are. If not, those that are there are
-    listed once, a microsecond each. (Asked for single chunks, HDF5 takes one that it made for a read for one that is there.)
+    First the stored chunks are counted (0.1 microseconds each): mostly none is missing. Otherwise the stored chunks are listed
+    once (a microsecond each). Asking HDF5 for single chunks would be wrong: it takes a chunk that it made for a read as stored.
 
     Parameters
     ----------
     dataset : h5py.Dataset
-        Open.
+        An open dataset.
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
@@ -54,7 +54,7 @@ class MissingChunks:
             self._all_missing = dataset.id.get_offset() is None and creation.get_external_count() == 0
 
     def meeting(self, region: Region) -> list[tuple[int, ...]]:
-        """Those that meet `region`, which is not empty; ``[()]`` for data without chunks of which nothing is stored."""
+        """The missing chunks that meet a non-empty region; ``[()]`` if the dataset has no chunks and no stored values."""
         if self._layout != h5py.h5d.CHUNKED:
             return [()] if self._all_missing else []
         if self._none_missing:
@@ -68,7 +68,7 @@ class MissingChunks:
             found = self._stored
             met = np.logical_and.reduce([(found[k] >= axis.start) & (found[k] < axis.stop) for k, axis in enumerate(axes)])
             is_stored[tuple(found[:, met].astype(np.intp) - first[:, None])] = True
-        else:  # too many to keep: gone through each time
+        else:  # too many to keep: list them again each time
 
             def mark(at: list[int]) -> None:
                 if all(k in axis for k, axis in zip(at, axes, strict=True)):
@@ -79,7 +79,7 @@ class MissingChunks:
 
     @functools.cached_property
     def _stored(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where the chunks that were are in the grid: a row for each axis."""
+        """Positions of the stored chunks in the chunk grid: one row per axis."""
         places = array("q")
         self._go_through(places.extend)
         return np.frombuffer(places, dtype=np.int64).reshape(-1, len(self._grid)).T

@@ -1,13 +1,13 @@
-"""Which datasets may be read past the HDF5 library, and how? Those whose bytes in the file are surely their values' bytes.
+"""Which datasets may be read without the HDF5 library, and how? Only those whose bytes in the file are surely the values.
 
-1. `RawFile.open` says yes where HDF5 itself would do no more than read those bytes: a plain file, opened for reading only
-   (a writer keeps chunks in memory that the file does not have yet), that starts with the HDF5 signature at byte 0.
+1. `RawFile.open` accepts a file if HDF5 itself would only read those bytes: a plain file that starts with the HDF5 signature at
+   byte 0, and is opened for reading only. (A writer keeps chunks in memory that are not in the file yet.)
 2. `swap_size` compares the dataset's type in the file with the two types (one per byte order) that NumPy knows.
-3. What is in doubt is refused here, and then read by the library.
+3. If there is any doubt, this module refuses, and the library reads.
 
-Reads are positional, on a duplicate of HDF5's own descriptor: the same open file even if it was renamed or replaced since, no
-file offset that two threads would share, no lock of HDF5 or of Python held. And where the caller closes the file during a load,
-the number cannot come to stand for another file.
+Reads are positional, on a duplicate of HDF5's own descriptor. So they read the same open file even if it was renamed or
+replaced since, threads share no file offset, and no lock of HDF5 or Python is held. If the caller closes the file during a
+load, the duplicate's number cannot come to mean another file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def plain_descriptor(file: h5py.File) -> int | None:
-    """Of an open file that is read alone, and as it lies on disk; None for any other."""
+    """The descriptor of a plain file that is open for reading only; None for any other file."""
     below = file.id
     is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
     is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
@@ -41,7 +41,7 @@ class RawFile:
     Parameters
     ----------
     descriptor : int
-        Of the open file. It is duplicated, and stays the caller's.
+        Descriptor of the open file. It is duplicated, and stays the caller's.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -50,7 +50,7 @@ class RawFile:
 
     @classmethod
     def open(cls, dataset: h5py.Dataset) -> RawFile | None:
-        """The file that holds the values of `dataset`; None where only the HDF5 library may read it."""
+        """The file that holds the values of `dataset`; None if only the HDF5 library may read it."""
         file = dataset.file
         descriptor = plain_descriptor(file)
         is_mounted = h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
@@ -71,34 +71,34 @@ class RawFile:
         return os.fstat(self._descriptor).st_size
 
     def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
-        """Fill `out`, a C-contiguous array of bytes, with those of the file from `offset` on.
+        """Fill `out`, a C-contiguous array of bytes, from the file at `offset`.
 
         Raises
         ------
         OSError
-            If the file ends before, or cannot be read; after `close` too.
+            If the file is too short, cannot be read, or was closed by `close`.
         """
         if read_at(self._alive(), out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
     def close(self) -> None:
-        """Give back the descriptor."""
+        """Close the descriptor."""
         self._close()
 
     def _alive(self) -> int:
         if not self._close.alive:
-            raise OSError("the file was closed")  # its number may stand for another file by now
+            raise OSError("the file was closed")  # its number may mean another file by now
         return self._descriptor
 
 
 def swap_size(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> int | None:
-    """How the values' bytes in the file become `dtype`, a native one.
+    """How the values' bytes in the file become values of `dtype`, a native type.
 
     Returns
     -------
     int or None
-        0: they are the same. n > 1: once each group of n bytes is reversed (a part of a complex number is a group). None
-        where they are not, or may not be: HDF5 has to convert.
+        0: they are the same. n > 1: reverse each group of n bytes (the real or imaginary part of a complex number is a group).
+        None: HDF5 has to convert them, or may have to.
     """
     in_file = dataset.id.get_type()
     part = dtype.itemsize // (2 if dtype.kind == "c" else 1)

@@ -1,14 +1,13 @@
-"""How do I obtain values from HDF5, and so from netCDF4? With the HDF5 library, straight into the caller's buffer.
+"""How are values read from HDF5, and so from netCDF4? With the HDF5 library, straight into the caller's buffer.
 
 1. `open_path` opens the file read-only and looks the name up, through soft and external links.
-2. `describe` turns the dataset's metadata into an `ArrayInfo`, without touching values; what cannot be loaded, and why,
-   is settled there, so that reading is the plain case.
-3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts
-   byte order on the way, and writes into the caller's buffer. Values that lie in the file as they are (contiguous) are read
-   past it, by `contiguous`.
-4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `chunks`, where that is surely right.
+2. `describe` turns the dataset's metadata into an `ArrayInfo`, without reading values. It also decides what cannot be loaded,
+   and why, so that the reading code need not.
+3. `Hdf5Source.read_into` is one ``H5Dread`` per region: HDF5 decodes each chunk that meets the region once, converts the byte
+   order, and writes into the caller's buffer. Contiguous values are read without HDF5, by `contiguous`.
+4. `Hdf5Source.chunk_reader` gives single chunks to callers with several threads, by `chunks`, if that is surely correct.
 
-Where chunks are missing (never written), the values are the fill value, as HDF5 defines it.
+The values of missing chunks (never written) are the fill value, as HDF5 defines it.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
-_MOST_NAMES = 1 << 17  # that are read to say which are there, when one is not
+_MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
-_UNBOUNDED = {32001, 32015}  # HDF5's filters for these make as much of a chunk as it declares, a million times its bytes
-_MOST_AT_ONCE = 256  # chunks of one call: HDF5 holds 6 KiB for each, and takes longer for each where they are more
+_UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
+_MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
 _COMPLEX = {"complex64": "NATIVE_FLOAT_COMPLEX", "complex128": "NATIVE_DOUBLE_COMPLEX"}
 
 
@@ -67,15 +66,15 @@ class Hdf5Source(Source):
     Parameters
     ----------
     dataset : h5py.Dataset
-        Open; one that `info.refused` does not refuse.
+        Open, and not refused by `info.refused`.
     info : ArrayInfo
-        What `describe` says of it.
+        Its description, from `describe`.
     others : Others
-        The other files that its values are in.
+        The other files that hold its values.
     files : sequence of h5py.File
         The files to close with this source.
     is_own : bool
-        Whether the dataset itself is closed with it: not where it is the caller's.
+        True if `close` closes the dataset; False if it is the caller's.
     """
 
     def __init__(
@@ -88,10 +87,10 @@ class Hdf5Source(Source):
     ) -> None:
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
-        self._missing: list[tuple[int, ...]] | None = None  # what `read_into` did not find, where it looked chunk by chunk
+        self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
-        # h5py makes the type in memory from NumPy's. That is a pair (r, i) for complex numbers, which HDF5 does not
-        # convert to from the complex type of HDF5 2.0 in the other byte order.
+        # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
+        # HDF5 2.0 in the other byte order to that pair.
         is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
@@ -99,7 +98,7 @@ class Hdf5Source(Source):
 
     @property
     def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the rest."""
+        """Shape, dtype, chunks and the other metadata."""
         return self._info
 
     @property
@@ -108,7 +107,7 @@ class Hdf5Source(Source):
         return self._dtype
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Read `region` into `out`: straight from the file, or with one ``H5Dread``."""
+        """Read `region` into `out`: straight from the file, or with ``H5Dread``."""
         check_request(self._info, self._dtype, region, out)
         if region.size == 0:
             return
@@ -127,7 +126,7 @@ class Hdf5Source(Source):
         if identifier.valid:
             self._sizes.check()
         if self._leaves_gaps:
-            out.fill(0)  # what h5py gives; `out` may hold another block's values
+            out.fill(0)  # as h5py does; `out` may hold another block's values
         try:
             if identifier.valid:
                 check_heads(self._dataset, region)
@@ -141,33 +140,33 @@ class Hdf5Source(Source):
                         at = tuple(a - b for a, b in zip(part.start, region.start, strict=True))
                         in_memory.select_hyperslab(at, part.shape)
                     identifier.read(in_memory, in_file, out, self._memory_type)
-        finally:  # where the file was cut, that is the better reason
+        finally:  # if the file was cut, that error names the cause better
             if identifier.valid:
                 self._whole.check()
                 self._others.check_whole()
 
     def _parts(self, region: Region) -> Iterator[Region]:
-        """What of a region, which is not empty, HDF5 is asked for at once."""
+        """Cut a non-empty region into regions to read in one call of HDF5."""
         chunk = self._info.chunks or self._others.smallest_chunk(region.ndim)
         return iter((region,)) if chunk is None else a_few_chunks(region, chunk, _MOST_AT_ONCE)
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks that meet `region` and are missing; ``[()]`` where there are no chunks, nor any values."""
+        """The missing chunks that meet `region`; ``[()]`` for a dataset without chunks and without stored values."""
         if region.size == 0 or not self._dataset.id.valid:
             return []
         return self._missing_chunks.meeting(region) if self._missing is None else self._missing
 
     @functools.cached_property
     def _bounded(self) -> ChunkReader | None:
-        """Single chunks, where HDF5's filters take as much memory as the file says."""
+        """A reader of single chunks, if HDF5's own filters would take as much memory as the file declares; else None."""
         numbers = {number for number, *_ in filters_of(self._dataset)}
         if self._info.refused or not (numbers & _UNBOUNDED or is_stacked(self._dataset)):
             return None
         found = self.chunk_reader()
         if found is None and is_stacked(self._dataset, self._others.access):
             raise ValueError(
-                "its chunks are compressed more than once, and only HDF5 can decode them here, where nothing bounds what it "
-                "makes of a few bytes: write it anew with one compressor"
+                "its chunks are compressed more than once, and only HDF5 can decode them here, without a limit on the size of "
+                "the result: write it again with one compressor"
             )
         return found
 
@@ -180,7 +179,7 @@ class Hdf5Source(Source):
         return MissingChunks(self._dataset)
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """What h5py gives for these slices."""
+        """The values as h5py's indexing gives them."""
         with self._others.watched():
             try:
                 return self._plain(region)
@@ -192,7 +191,7 @@ class Hdf5Source(Source):
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
         self._sizes.check()
         parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
-        if is_stacked(self._dataset) and self._bounded is not None:  # decoded here first: HDF5 may make more than there can be
+        if is_stacked(self._dataset) and self._bounded is not None:  # decode here first, because HDF5 would not limit the size
             for part in self._parts(region) if parts else ():
                 read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         else:
@@ -205,25 +204,25 @@ class Hdf5Source(Source):
         return out
 
     def chunk_reader(self) -> ChunkReader | None:
-        """Single chunks, decoded past HDF5; None where only HDF5 can."""
+        """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
         if self._info.refused is not None or self._info.chunks is None or self._raw is None:
             return None
         return open_chunks(self._dataset, self._dtype, self._raw, self._whole)
 
     @functools.cached_property
     def _raw(self) -> RawFile | None:
-        """The bytes of the file, where they may be read past HDF5."""
+        """The bytes of the file; None if only HDF5 may read them."""
         return RawFile.open(self._dataset)
 
     @functools.cached_property
     def _contiguous(self) -> Hdf5Contiguous | None:
-        """The dataset, where its values can be read past HDF5."""
+        """A reader of contiguous values without HDF5; None if only HDF5 can read them."""
         if self._info.chunks is not None or self._raw is None:
             return None
         return open_contiguous(self._dataset, self._dtype, self._raw)
 
     def state(self) -> tuple[int, ...] | None:
-        """Of the open file that holds the dataset, where it is open for reading only and a plain file."""
+        """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None."""
         try:
             descriptor = plain_descriptor(self._dataset.file)
             return None if descriptor is None else state_of(descriptor)
@@ -231,7 +230,7 @@ class Hdf5Source(Source):
             return None
 
     def close(self) -> None:
-        """Close the dataset and the file, where this object opened them."""
+        """Close the dataset and the files, if this object opened them."""
         raw = self.__dict__.get("_raw")
         if raw is not None:
             raw.close()
@@ -242,12 +241,12 @@ class Hdf5Source(Source):
 
 
 class Hdf5Format(Format):
-    """HDF5 files, of any layout and with any filter that the HDF5 library at hand can decode."""
+    """HDF5 files, with any layout, and any filter that the installed HDF5 library can decode."""
 
     name = "HDF5"
 
     def claims_path(self, path: str) -> bool:
-        """Whether the HDF5 signature is at byte 0, 512, 1024, 2048, ... as the HDF5 file format asks."""
+        """True if the HDF5 signature is at byte 0, 512, 1024, 2048, ..., as the HDF5 file format requires."""
         try:
             size, at = os.path.getsize(path), 0
             with os.fdopen(open_file(path), "rb") as file:
@@ -261,16 +260,16 @@ class Hdf5Format(Format):
         return False
 
     def claims_object(self, obj: object) -> bool:
-        """Whether `obj` is an `h5py.Dataset`, group or file."""
+        """True if `obj` is an `h5py.Dataset`, group or file."""
         return isinstance(obj, h5py.Dataset | h5py.Group)
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every dataset in the file; links to elsewhere are not followed."""
+        """Every dataset in the file; links to other files are not followed."""
         with _open_file(path) as file:
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same without attributes that are texts, and not more than `most` and one."""
+        """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
         with _open_file(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
@@ -291,7 +290,7 @@ class Hdf5Format(Format):
         return _Hdf5File(_open_file(path), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Take an open `h5py.Dataset`."""
+        """Make a source of an open `h5py.Dataset`."""
         if not obj:
             raise SourceError(
                 f"the {type(obj).__module__.partition('.')[0]}.{type(obj).__name__} handed in is closed, so nothing "
@@ -313,7 +312,7 @@ FORMAT = Hdf5Format()
 
 
 class _Hdf5File(OpenFile):
-    """A file that was opened once, whose datasets share it."""
+    """A file that is opened once; its datasets share it."""
 
     def __init__(self, file: h5py.File, path: str, access: Access) -> None:
         self._file, self._path, self._access = file, path, access
@@ -326,7 +325,7 @@ class _Hdf5File(OpenFile):
 
 
 def _open_dataset(file: h5py.File, path: str, name: str, access: Access, is_own: bool) -> Hdf5Source:
-    """Open a dataset of an open file, which is closed with it if that `is_own`."""
+    """Open a dataset of an open file. With `is_own`, the file is closed with the source."""
     fence, opened = Fence.around_file(path, access.allow_external), list[h5py.File]()
     try:
         found, opened = _look_up(file, path, name, fence)
@@ -339,7 +338,7 @@ def _open_dataset(file: h5py.File, path: str, name: str, access: Access, is_own:
 
 
 def _open_file(path: str) -> h5py.File:
-    """Open read-only; SourceError, with what to do about it, if the library will not."""
+    """Open a file read-only. If the library refuses, SourceError says what to do."""
     try:
         return h5py.File(path, "r")
     except OSError as error:
@@ -359,8 +358,8 @@ def _open_file(path: str) -> h5py.File:
 
 
 def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
-    """The dataset of that name, and the files opened on the way; KeyError if there is none, SourceError if a link leads
-    nowhere, or outside.
+    """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a link
+    has no target, or leads outside.
     """
     try:
         found, opened = follow(file, name, fence)
@@ -379,7 +378,7 @@ def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.
 def _describe(
     dataset: h5py.Dataset, path: str, name: str, others: Others, texts: bool = False, access: Access = STRICT
 ) -> ArrayInfo:
-    """What is known of a dataset. The library is not asked how long one is if it would open files for it that are refused."""
+    """Describe a dataset. Its shape is not asked for if the library would open refused files to find it."""
     if not (others.refused and others.is_unlimited):
         try:
             with others.watched():
@@ -398,10 +397,10 @@ def _describe_all(
     like: str = "",
     access: Access = STRICT,
 ) -> Iterator[ArrayInfo]:
-    """What is known of every dataset below `group`; one that cannot be opened is listed as such.
+    """Describe every dataset below `group`. A dataset that cannot be opened is listed as refused.
 
-    With `most`, names are read up to a limit (16 microseconds each; a dataset takes 300), and where there are more than that,
-    those like `like` come first.
+    With `most`, only a limited number of names is read (16 microseconds each; a dataset takes 300). If there are more than
+    `most`, the names most similar to `like` come first.
     """
     names: list[Any] = []
 
@@ -414,7 +413,7 @@ def _describe_all(
     if most is not None and len(names) > most and like:
         names = _likest_first(names, like.removeprefix(base).strip("/"))
     for name in names:
-        full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for what is not UTF-8
+        full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for names that are not UTF-8
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
@@ -424,7 +423,7 @@ def _describe_all(
 
 
 def _likest_first(names: list[Any], like: str) -> list[Any]:
-    """What is below the group `like`, then the names most like it, then the others."""
+    """Names below the group `like` first, then names similar to it, then the others."""
     texts = {os.fsdecode(name): name for name in names}
     below = itertools.islice((text for text in texts if text.startswith(like + "/")), MOST_NAMED)
     near = [*below, *difflib.get_close_matches(like, texts, n=MOST_NAMED)]

@@ -1,5 +1,5 @@
-"""Files that nobody vouches for, opened and decoded by helper processes (``untrusted=True``).
+"""Untrusted files, opened and decoded by helper processes (``untrusted=True``).
 
-Open `source` first: a `Source` like any other to the rest. `helper` starts, asks and ends such a process, `answers` says which
-answers can be so. What runs in it is `shardload.formats.untrusted_process`.
+Read `source` first: for the rest of the package it is a `Source` like any other. `helper` starts, asks and ends a helper
+process. `answers` checks its answers. The process itself runs `shardload.formats.untrusted_process`.
 """

@@ -1,7 +1,7 @@
-"""What may a helper process say? Every answer is checked as if it were meant to harm: lengths, types, shapes, numbers.
+"""Which answers of a helper process are accepted? Every answer is checked as if it were an attack: lengths, types, shapes.
 
-Whoever decodes hostile bytes may have been taken over by them. What could be so of any file is taken as it is; what could not
-be so of any is a `HelperError`.
+A process that decodes hostile bytes may have been taken over by them. An answer that could be true of some file is accepted. An
+answer that cannot be true of any file is a `HelperError`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _INT64 = 2**63
 
 
 class HelperError(OSError):
-    """A helper process died, took too long, wanted too much memory, or gave an answer that none could give."""
+    """A helper process died, took too long, needed too much memory, or gave an impossible answer."""
 
 
 def clean(text: str) -> str:
-    """Text from somebody who may want to write more than text to a terminal."""
+    """Text from an untrusted process, with control characters escaped, so that it cannot control a terminal."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def lie(what: str) -> HelperError:
-    """The error about an answer that cannot be so."""
+    """The error about an impossible answer."""
     return HelperError(f"the helper process that read it gave an answer that cannot be right: {what}")
 
 
 def is_int(value: object, end: int) -> bool:
-    """Whether it is a number from 0 to below `end`."""
+    """True if `value` is an integer from 0 to below `end`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < end
 
 
@@ -55,7 +55,7 @@ def _numbers(value: object, what: str, least: int = 0) -> tuple[int, ...]:
 
 
 def state_of(found: object) -> tuple[int, ...] | None:
-    """What a helper says as `Source.state`."""
+    """A helper's answer for `Source.state`, checked."""
     if found is None:
         return None
     if not isinstance(found, list) or len(found) > _LONGEST_STATE:
@@ -66,7 +66,7 @@ def state_of(found: object) -> tuple[int, ...] | None:
 
 
 def info_of(found: object, path: str) -> ArrayInfo:
-    """What a helper says of an array, if that could be so of any array. The path is not the helper's to say."""
+    """A helper's description of an array, checked. The path comes from the caller, not from the helper."""
     if not isinstance(found, dict):
         raise lie("no description of an array")
     refused = found.get("refused")
@@ -96,7 +96,7 @@ def info_of(found: object, path: str) -> ArrayInfo:
 
 
 def _itemsize(name: str) -> int:
-    """Of a type that values can be given in: a number, or truth."""
+    """Bytes per element of a type of numbers or booleans, by its name."""
     if re.fullmatch(r"[a-z][a-z0-9_]{1,30}", name):
         try:
             dtype = np.dtype(name)
@@ -108,7 +108,7 @@ def _itemsize(name: str) -> int:
 
 
 def _plain(found: object) -> dict[str, Any]:
-    """Attributes, at the end of which nobody has looked: JSON, with texts that are texts."""
+    """Attributes, unchecked so far: plain JSON values, with their texts cleaned."""
 
     def settled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -123,7 +123,7 @@ def _plain(found: object) -> dict[str, Any]:
 
 
 def loadable(info: ArrayInfo) -> ArrayInfo:
-    """The same; a helper that names a refused array has to give an error."""
+    """Return `info`. For a refused array the helper should have answered with an error."""
     if info.refused is not None:
         raise lie("an array that cannot be loaded, without an error")
     return info

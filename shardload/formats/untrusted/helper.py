@@ -1,9 +1,9 @@
-"""How is a process asked that may crash, hang and lie? With limits on memory and time, and by parents that can end it.
+"""How is a process used that may crash, hang or lie? With limits on memory and time, by a parent that can end it.
 
-1. A `Helper` is such a process: started for one file, and ended by its parent. It runs `SCRIPT` (`untrusted_process`), which
-   opens and decodes; this process never does. When it dies, or takes too long, it is a `HelperError`.
-2. Values come through memory that both have mapped, and that the helper can not make shorter; all else comes as JSON, each
-   message with its length before it (4 bytes, little-endian).
+1. A `Helper` is such a process. Its parent starts it for one file, and ends it. It runs `SCRIPT` (`untrusted_process`), which
+   opens and decodes the file; the parent never does. If the helper dies or takes too long, that is a `HelperError`.
+2. Values come through memory that both processes have mapped, and that the helper cannot make shorter. Everything else comes as
+   JSON. Each message begins with its length (4 bytes, little-endian).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from shardload.units import format_nbytes
 
 __all__ = ["FIRST_NBYTES", "SCRIPT", "Helper"]
 
-# What a helper runs: started by its path, never imported here.
+# The script that a helper runs: started by its path, never imported here.
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCRIPT = os.path.join(_FOLDER, "untrusted_process.py")
 
-# A process with one of these would take itself for a rank of this job. MPI4PY_... below: a parallel HDF5 would start MPI.
+# With one of these variables a helper would act as a rank of this job. MPI4PY_... below: a parallel HDF5 would start MPI.
 _LAUNCHERS = ("ALPS_", "FLUX_", "HYDI_", "HYDRA_", "I_MPI_", "MPI", "MV2_", "OMPI_", "OPAL_", "PALS_", "PMI", "PRTE", "SLURM")
-_OTHERS = ("JAX_", "XLA_", "PYTHON", "SHARDLOAD_")  # PYTHON...: what Python does is said on the command line and by `do_begin`
+_OTHERS = ("JAX_", "XLA_", "PYTHON", "SHARDLOAD_")  # PYTHON...: the command line and `do_begin` configure Python
 _KEPT = ("PYTHONHOME",)
 _SET = {
     "MPI4PY_RC_INITIALIZE": "0",
-    "MALLOC_ARENA_MAX": "2",  # each takes 64 MiB of addresses, which count
+    "MALLOC_ARENA_MAX": "2",  # each arena takes 64 MiB of address space, which the limit counts
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "BLOSC_NTHREADS": "1",
@@ -55,14 +55,14 @@ _SET = {
     "PYTHONIOENCODING": "utf-8:backslashreplace",
 }
 
-_START_SECONDS = 300.0  # to import NumPy from a file system that a thousand ranks ask at once
-_SLOWEST = 1 << 20  # bytes that any decoder makes in a second
+_START_SECONDS = 300.0  # to import NumPy from a file system that a thousand ranks use at once
+_SLOWEST = 1 << 20  # bytes per second that even the slowest decoder gives
 _TICK_SECONDS = 0.5
-_END_SECONDS = 1.0  # a process that is in the kernel for longer is left to it
+_END_SECONDS = 1.0  # do not wait longer for a process that is held in the kernel
 
-FIRST_NBYTES = 1 << 16  # of shared memory: more than `read_small` ever gives
-_MOST_ANSWER_NBYTES = 1 << 20  # as objects they take twenty times as much
-_HEAD_NBYTES = 4  # before each message: its length
+FIRST_NBYTES = 1 << 16  # shared memory at first: more than `read_small` ever gives
+_MOST_ANSWER_NBYTES = 1 << 20  # as Python objects they take twenty times as much
+_HEAD_NBYTES = 4  # the length before each message
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ConfigError, SourceError, OutsideError, NotAFileError, ValueError, RuntimeError)
@@ -73,25 +73,25 @@ Array = np.ndarray[Any, Any]
 
 @cache
 def _starter(process: int) -> Pool:
-    """A thread of this process that starts helpers. It never ends, so that no helper is ended with it before the process is.
+    """A thread of this process that starts helpers. It never ends while the process runs.
 
-    (The signal that a process asks for at its parent's death comes when the thread ends that started it.)
+    (A process can ask for a signal at its parent's death. That signal comes when the thread ends that started the process.)
     """
     return Pool(1, "shardload-helpers")
 
 
 class Helper:
-    """One process, and what was asked of it and answered.
+    """One helper process, and the exchange of requests and answers with it.
 
     Parameters
     ----------
     limits : Limits
-        What it may take.
+        Its limits on memory and time.
 
     Raises
     ------
     ConfigError
-        If it cannot be started: before it has seen any file.
+        If it cannot be started. It has not seen any file then.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -103,12 +103,12 @@ class Helper:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             self._values = self._holds.keep(os.memfd_create("shardload-helper-values", flags))
             os.ftruncate(self._values, FIRST_NBYTES)
-            # Or the helper could make it shorter, and this process would be ended by looking at what is not there any more.
+            # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
             fcntl.fcntl(self._values, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._values, 0, prot=mmap.PROT_READ)
             self._channel, other = socket.socketpair()
             self._holds.channel = self._channel
-            with other:  # only the helper may hold it, or its end would not be noticed
+            with other:  # only the helper may hold this end, or its death would not be noticed
                 self._start(other)
             begin = {"do": "begin", "places": _places(), "memory_nbytes": limits.memory_nbytes}
             self._exchange(begin, _START_SECONDS, _START_SECONDS)
@@ -116,7 +116,7 @@ class Helper:
             self.end()
             raise ConfigError(
                 f"untrusted=True opens files in helper processes, and one could not be started here ({sys.executable!r}): "
-                f"{type(error).__name__}: {error}. Mend that, or load without untrusted=True if you trust the file"
+                f"{type(error).__name__}: {error}. Fix that, or load without untrusted=True if you trust the file"
             ) from error
         except BaseException:
             self.end()
@@ -124,7 +124,7 @@ class Helper:
 
     def _start(self, other: socket.socket) -> None:
         given = [str(number) for number in (other.fileno(), self._values, os.getpid())]
-        # -S -P: no start-up files, and the script's folder is no place to import from. It gets this process's places.
+        # -S -P: no start-up files, and no imports from the script's folder. It gets this process's import paths.
         command = [sys.executable, "-S", "-P", "-s", SCRIPT, *given]
         environ = {k: v for k, v in os.environ.items() if k in _KEPT or not k.startswith((*_LAUNCHERS, *_OTHERS))} | _SET
         numbers = (other.fileno(), self._values)
@@ -137,7 +137,7 @@ class Helper:
         future = _starter(os.getpid()).submit(start)
         try:
             self._holds.process = future.result()
-        except BaseException:  # Ctrl-C: it may be about to start
+        except BaseException:  # Ctrl-C: the helper may be about to start
             future.add_done_callback(lambda done: None if done.exception() else _kill(done.result()))
             raise
 
@@ -148,33 +148,33 @@ class Helper:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """True until the helper is ended."""
         return self._finalize.alive
 
     def ask(
         self, do: str, nbytes: int = 0, factor: float = 1.0, most: int = _MOST_ANSWER_NBYTES, **what: Any
     ) -> dict[str, Any]:
-        """The answer to one request: see the methods ``do_...`` of the helper. Not from two threads at once.
+        """Send one request and return the answer. Not from two threads at once.
 
         Parameters
         ----------
         do : str
-            What.
+            Name of the request: a method ``do_...`` of the helper.
         nbytes : int
-            Bytes that the answer puts into the shared memory, at the most.
+            The most bytes that the answer puts into the shared memory.
         factor : float
-            By how much more may be computed for it.
+            Factor on the limit of CPU time.
         most : int
-            Bytes of the answer itself.
+            The most bytes of the answer itself.
         **what
-            The request.
+            Arguments of the request.
 
         Raises
         ------
         HelperError
-            If there is no answer, or none that could be right. The helper is ended.
+            If there is no answer, or an impossible one. The helper is ended.
         ConfigError, SourceError, OSError, ValueError, RuntimeError
-            As the helper says.
+            The helper's own errors.
         """
         if not self.is_alive:
             raise HelperError("the helper process has ended")
@@ -192,11 +192,11 @@ class Helper:
         return answer
 
     def values(self, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0) -> Array:
-        """The shared memory, as an array: to be copied first, and then looked at. The helper may write it at any time."""
+        """The shared memory as an array. Copy it before you check or use it: the helper may write it at any time."""
         return np.frombuffer(self._memory, dtype, math.prod(shape), offset).reshape(shape)
 
     def end(self) -> None:
-        """End it, whatever it does. May be called from any thread, and again."""
+        """End the helper, whatever it is doing. May be called from any thread, and again."""
         self._finalize()
 
     # --- messages
@@ -259,7 +259,7 @@ class Helper:
                 raise HelperError("the helper process was ended")
 
     def _lost(self) -> HelperError:
-        """What is said of a helper that is gone."""
+        """The error about a helper that has died."""
         process = self._holds.process
         if process is None or not self.is_alive:
             return HelperError("the helper process was ended")
@@ -277,7 +277,7 @@ class Helper:
         return HelperError(f"the helper process that read it {how}{self._said()}")
 
     def _said(self) -> str:
-        """The last line of what it, or a library in it, has printed."""
+        """The last line that the helper, or a library in it, has printed."""
         try:
             size = os.fstat(self._log).st_size
             lines = os.pread(self._log, LONGEST_TEXT, max(0, size - LONGEST_TEXT)).decode(errors="replace").splitlines()
@@ -300,28 +300,28 @@ class Helper:
 
 
 def _places() -> list[str]:
-    """Where a helper imports from: where this process does, and where this package is, if that was found in another way."""
+    """The import paths of a helper: those of this process, and this package's folder if it is not among them."""
     places = [os.path.abspath(place) for place in sys.path]
     home = os.path.dirname(os.path.dirname(_FOLDER))
     return places if home in places else [*places, home]
 
 
 class _Clock:
-    """How long one request may take."""
+    """Measures the time of one request against its limits."""
 
     def __init__(self, pid: int, seconds: float | None, cpu_seconds: float) -> None:
         self._pid, self._seconds, self._cpu_seconds = pid, seconds, cpu_seconds
         self._since, self._computed = time.monotonic(), self._cpu()
 
     def _cpu(self) -> float:
-        """Seconds of processor time of the process, as clock_getcpuclockid has it: the kernel's own clock of a process."""
+        """CPU seconds of the process, from the kernel's clock of a process (as clock_getcpuclockid gives it)."""
         try:
             return time.clock_gettime(~self._pid << 3 | 2)
         except OSError:  # it has ended
             return 0.0
 
     def late(self) -> str:
-        """Why there is no more time; empty where there is."""
+        """Why the time is over; empty if it is not."""
         if self._seconds is not None and time.monotonic() - self._since > self._seconds:
             return f"it gave no answer for {self._seconds:g} s (a quarter of timeout=)"
         if self._cpu() - self._computed > self._cpu_seconds:
@@ -330,7 +330,7 @@ class _Clock:
 
 
 class _Holds:
-    """What a helper takes of the system, to be given back once."""
+    """The system resources of a helper, released once."""
 
     def __init__(self, owner: int) -> None:
         self._owner, self._descriptors = owner, list[int]()
@@ -338,14 +338,14 @@ class _Holds:
         self.channel: socket.socket | None = None
 
     def keep(self, descriptor: int) -> int:
-        """The same, to be closed in the end."""
+        """Return `descriptor`, and close it at the end."""
         self._descriptors.append(descriptor)
         return descriptor
 
     def end(self) -> None:
-        """Give everything back. In a copy of this process made by fork, only the copies of the descriptors."""
+        """Release everything. In a forked copy of this process, close only the copies of the descriptors."""
         if self.process is not None and os.getpid() == self._owner:
-            _kill(self.process)  # first: a thread that waits for an answer is woken by that
+            _kill(self.process)  # first, because it wakes a thread that waits for an answer
         if self.channel is not None:
             self.channel.close()
         for descriptor in self._descriptors:
@@ -354,5 +354,5 @@ class _Holds:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    with suppress(subprocess.TimeoutExpired):  # a file system holds it in the kernel: it ends as soon as that lets it go
+    with suppress(subprocess.TimeoutExpired):  # a file system holds it in the kernel; it ends when that call returns
         process.wait(_END_SECONDS)

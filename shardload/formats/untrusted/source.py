@@ -1,9 +1,8 @@
-"""How do I obtain values from a file that nobody vouches for? Through helper processes, which answer the same questions.
+"""How are values read from an untrusted file? Through helper processes, which answer the same questions.
 
 1. `find` and `list_all` ask one helper, before an array is open.
-2. `UntrustedSource` and `UntrustedChunks` make a `Source` and a `ChunkReader` of it: a helper for each thread that reads, up to
-   a few.
-3. A value may be wrong, as it may be in any file that nobody vouches for. Whatever else a helper says is checked by `answers`.
+2. `UntrustedSource` and `UntrustedChunks` are a `Source` and a `ChunkReader`. Each reading thread has a helper, up to a few.
+3. A value may be wrong, as in any untrusted file. `answers` checks everything else that a helper says.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from shardload.planning.region import Region
 
 __all__ = ["UntrustedChunks", "UntrustedSource", "find", "list_all"]
 
-_FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # a file may have many arrays; a small one takes no time
-_MOST_LIST_NBYTES = 32 << 20  # of an answer
+_FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # more CPU time for a file with many arrays, less for a small array
+_MOST_LIST_NBYTES = 32 << 20  # of an answer to "list"
 _MOST_HELPERS = 4
-_WORTH_NBYTES = 64 << 20  # of memory, to have one more
-_WORTH_SECONDS = 1.0  # of reading, to have one more: to start it takes half of that
-_CHUNKS_HELD = 8  # as stored, as decompressed twice, as decoded, and what libraries keep
+_WORTH_NBYTES = 64 << 20  # memory that each helper must have
+_WORTH_SECONDS = 1.0  # reading time after which another helper pays off: starting it takes half of that
+_CHUNKS_HELD = 8  # copies of a chunk: as stored, decompressed twice, decoded, and those that libraries keep
 _MOST_LOST = 3
 _INT64 = 2**63
 
@@ -39,16 +38,16 @@ Array = np.ndarray[Any, Any]
 
 
 def _limits_of(access: Access) -> Limits:
-    """Those that the caller named, or the usual ones."""
+    """The caller's limits, or the default limits."""
     return Limits() if access.untrusted is None else access.untrusted
 
 
-# --- what is asked before an array is open
+# --- questions before an array is open
 
 
 @contextmanager
 def _helper(access: Access, path: str, dataset: str | None = None) -> Iterator[Helper]:
-    """One for what is asked of a file once."""
+    """A helper for a single question about a file."""
     helper = Helper(_limits_of(access))
     try:
         with _named(path, dataset):
@@ -59,7 +58,7 @@ def _helper(access: Access, path: str, dataset: str | None = None) -> Iterator[H
 
 @contextmanager
 def _named(path: str, dataset: str | None) -> Iterator[None]:
-    """Where a helper's error is of this file, it says so."""
+    """Add the path and the dataset to a helper's SourceError."""
     try:
         yield
     except SourceError as error:
@@ -68,7 +67,7 @@ def _named(path: str, dataset: str | None) -> Iterator[None]:
 
 
 def list_all(path: str, access: Access) -> list[ArrayInfo]:
-    """What `list_arrays` says, in a helper."""
+    """Run `list_arrays` in a helper."""
     with _helper(access, path) as helper:
         answer = helper.ask("list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external)
     infos = answer.get("infos")
@@ -78,9 +77,9 @@ def list_all(path: str, access: Access) -> list[ArrayInfo]:
 
 
 def find(path: str, inside: str, dataset: str | None, access: Access, values: bool = False) -> tuple[ArrayInfo, bytes | None]:
-    """What `find_array` says of `path` (of the file `inside`), and `read_small` if `values` are wanted, in one helper.
+    """Run `find_array` for `path` (`inside` is the file in it), and `read_small` if `values`, in one helper.
 
-    Where values do the helper harm, there are none: whoever reads them then says so, and which chunk it is.
+    If reading the values kills the helper, none are returned. The normal load then reports the error and the chunk.
     """
     if values:
         with suppress(HelperError):
@@ -113,18 +112,18 @@ class UntrustedSource(Source):
     Parameters
     ----------
     path : str
-        Of the file or store.
+        Path of the file or store.
     dataset : str
         Full name of the array.
     access : Access
-        What the caller allows, with the limits of all helpers together. All filters may be used there.
+        What the caller allows, with the limits of all helpers together. Helpers may use all filters.
 
     Raises
     ------
     SourceError
         As `open_source` does.
     HelperError
-        If the helper that opens it does not survive that.
+        If the helper that opens the file does not survive it.
     """
 
     def __init__(self, path: str, dataset: str, access: Access) -> None:
@@ -134,7 +133,7 @@ class UntrustedSource(Source):
         self._idle: list[Helper] = []
         self._all: list[Helper] = []
         self._n_started, self._n_lost, self._last = 0, 0, ""
-        self._worth_from = math.inf  # a time from which on it pays to start another
+        self._worth_from = math.inf  # the time from which another helper pays off
         self._is_closed = False
         self._missing: list[tuple[int, ...]] = []
         helper, self._info, self._first_state = self._start(limits)
@@ -169,7 +168,7 @@ class UntrustedSource(Source):
 
     @property
     def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the rest."""
+        """Shape, dtype, chunks and the other metadata."""
         return self._info
 
     @property
@@ -201,11 +200,11 @@ class UntrustedSource(Source):
             self._missing = [tuple(a + k for a, k in zip(first, index, strict=True)) for index in at]
 
     def missing(self, region: Region) -> list[tuple[int, ...]]:
-        """What the helper has said with the values of this region."""
+        """The missing chunks that the helper reported with the values of this region."""
         return self._missing
 
     def _grid_of(self, region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The first chunk that meets a region, and how many do along each axis."""
+        """The index of the first chunk that meets a region, and how many chunks meet it along each axis."""
         chunks = self._info.chunks
         if chunks is None:
             return (), ()
@@ -213,7 +212,7 @@ class UntrustedSource(Source):
         return first, tuple(-(-b // c) - k for b, c, k in zip(region.stop, chunks, first, strict=True))
 
     def plain(self, region: Region) -> Array:
-        """What the format's own library gives, in a helper."""
+        """The values by the format's own library, in a helper."""
         out = np.empty(region.shape, self._dtype)
         check_request(self._info, self._dtype, region, out)
         if region.size:
@@ -224,11 +223,11 @@ class UntrustedSource(Source):
         return out
 
     def chunk_reader(self) -> UntrustedChunks | None:
-        """Single chunks, by as many helpers as there is memory for; None where the array has no chunks."""
+        """A reader of single chunks, with as many helpers as there is memory for; None if the array has no chunks."""
         return None if self._info.chunks is None else UntrustedChunks(self)
 
     def chunk(self, index: tuple[int, ...], out: Array) -> int | None:
-        """Values of one chunk into `out`, of the chunk's shape. Returns its bytes as stored, None where it is not."""
+        """Read one chunk into `out`, which has the chunk's shape. Returns its stored bytes; None if it is missing."""
         with self._a_helper() as helper:
             answer = helper.ask("chunk", out.nbytes, index=index)
             np.copyto(out, helper.values(out.shape, self._dtype))
@@ -239,7 +238,7 @@ class UntrustedSource(Source):
         return None if n is None else int(n)
 
     def state(self) -> tuple[int, ...] | None:
-        """Of the file, as the helpers see it; None where there is no such thing, or no helper any more."""
+        """The state of the file, as the helpers see it; None if it has none, or no helper is alive."""
         with self._lock:
             helpers, self._idle = self._idle, []
         found = self._first_state if helpers else None
@@ -256,7 +255,7 @@ class UntrustedSource(Source):
         return found
 
     def close(self) -> None:
-        """End the helpers, also those that are at work for another thread: it gets a `HelperError`."""
+        """End the helpers. A thread that waits for one gets a `HelperError`."""
         with self._lock:
             self._is_closed = True
             helpers, self._all, self._idle = self._all, [], []
@@ -276,7 +275,7 @@ class UntrustedSource(Source):
             self._last = str(error)
             raise
         except BaseException as error:
-            if not isinstance(error, (OSError, ValueError, RuntimeError)):  # Ctrl-C: who knows what it is at
+            if not isinstance(error, (OSError, ValueError, RuntimeError)):  # Ctrl-C: the helper may be in the middle of work
                 helper.end()
             raise
         finally:
@@ -299,7 +298,7 @@ class UntrustedSource(Source):
         helper = None
         try:
             helper, info, state = self._start(self._share)
-            if info.to_json() != self._info.to_json() or state != self._first_state:  # as text: a NaN is not itself
+            if info.to_json() != self._info.to_json() or state != self._first_state:  # text, because of NaN
                 raise OSError("the file was changed since it was opened")
         except BaseException:
             if helper is not None:
@@ -332,7 +331,7 @@ class UntrustedSource(Source):
 
 
 class _Values:
-    """A chunk's values, decoded; as long as what is stored of it, for whoever counts."""
+    """The decoded values of a chunk. Its length is that of the stored chunk, for the counters."""
 
     def __init__(self, values: Array, nbytes_stored: int) -> None:
         self.values, self._nbytes_stored = values, nbytes_stored
@@ -342,7 +341,7 @@ class _Values:
 
 
 class UntrustedChunks:
-    """The chunks of an array that is open in helpers (`ChunkReader`). A helper fetches and decodes in one go."""
+    """The chunks of an array that is open in helpers (`ChunkReader`). A helper fetches and decodes in one step."""
 
     def __init__(self, source: UntrustedSource) -> None:
         self._source = source
@@ -352,7 +351,7 @@ class UntrustedChunks:
         self._fill: Array = np.zeros((), source.dtype)
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """The values of a chunk; None where it is missing."""
+        """The values of a chunk; None if it is missing."""
         if len(index) != len(self._counts) or not all(0 <= k < n for k, n in zip(index, self._counts, strict=True)):
             raise ValueError(f"there is no chunk {index} in a grid of {self._counts}")
         values = room(self._nbytes).view(self._source.dtype).reshape(self._shape)
@@ -363,5 +362,5 @@ class UntrustedChunks:
         return Encoded(_Values(values, n))
 
     def decode(self, encoded: Encoded | None, out: Array) -> None:
-        """Copy what `fetch` returned."""
+        """Copy the values that `fetch` returned."""
         np.copyto(out, self._fill if encoded is None else encoded.data.values)

@@ -1,5 +1,5 @@
 """Zarr stores, of format 2 and 3.
 
-Open `source` first. `store` opens folders, archives and URLs and watches what is read of them, `metadata` says what an array
-is, `chunks` reads and decodes single chunks, `codecs` names those that withstand damaged data.
+Read `source` first. `store` opens folders, zip files and URLs, and checks what is read from them; `metadata` says where chunks
+are and how they are encoded; `chunks` reads and decodes single chunks; `codecs` lists the codecs that withstand damaged data.
 """

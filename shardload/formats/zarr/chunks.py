@@ -1,12 +1,12 @@
 """How are single chunks of a Zarr array read from a local folder, without zarr-python? By position, in any number of threads.
 
-1. `chunk_reader` answers whether it can be done: a plain folder, and metadata that `metadata` understands.
-2. `ZarrChunks.fetch` reads one chunk's bytes: a whole file, or a part of a shard. A shard is opened and its index read
-   once, by `_Shards`, which keeps the last few.
+1. `chunk_reader` gives a reader if that is possible: the store is a plain folder, and `metadata` understands the metadata.
+2. `ZarrChunks.fetch` reads one chunk's bytes: a whole file, or a range of a shard file. `_Shards` opens a shard and reads its
+   index once, and keeps the last few open.
 3. `ZarrChunks.decode` undoes the codecs (`codecs.Chain`) straight into the caller's buffer, or writes the fill value.
 
-Sizes that a file declares are compared with the file's own size, and with what a chunk can have, before anything is
-allocated for them. Measured against zarr-python, zarrs and TensorStore in docs/design/zarr.md.
+Before memory is allocated, each size that a file declares is compared with the file's own size, and with the most that a chunk
+can have. docs/design/zarr.md has measurements against zarr-python, zarrs and TensorStore.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ __all__ = ["ZarrChunks", "chunk_layout", "chunk_reader"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-# Shards whose file and index are kept at most. A limit of 1024 open files is common.
+# The most shards whose file and index are kept. A limit of 1024 open files is common.
 _MOST_SHARDS = 64
 
-# Both numbers of an inner chunk that is not there.
+# Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
 
 
 def most_stored_nbytes(nbytes: int) -> int:
-    """How long a stored chunk of `nbytes` decoded bytes may be: what is longer is not read.
+    """The most bytes that a stored chunk of `nbytes` decoded bytes may have. A longer chunk is not read.
 
-    Codecs lengthen what they cannot compress by less than one percent and some bytes of header and checksum; several of
-    them, one after the other, stay far below this.
+    A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
+    codecs one after the other stay far below this limit.
     """
     return 2 * nbytes + 2**16
 
 
 def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence) -> ZarrChunks | None:
-    """The chunks of an open array, where they can be read without zarr-python; else None.
+    """A reader of an open array's chunks, if they can be read without zarr-python; else None.
 
     Parameters
     ----------
     array : zarr.Array
-        Open; only its metadata is used.
+        An open array; only its metadata is used.
     info : ArrayInfo
-        What the source says of it.
+        Its description in the source.
     dtype : dtype
-        Of the values that are wanted: the array's, in native byte order.
+        Type of the decoded values: the array's, in native byte order.
     fence : Fence
-        Where its files may be.
+        The folders where its files may be.
     """
     layout = chunk_layout(array, dtype)
     if layout is None:
@@ -78,7 +78,7 @@ def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence
 
 
 def chunk_layout(array: Any, dtype: np.dtype[Any]) -> Layout | None:
-    """Where the chunks of an open array are and how they are encoded, where both is known here; else None."""
+    """Where the chunks of an open array are and how they are encoded, if this module knows both; else None."""
     # A class derived from LocalStore may keep chunks elsewhere, or change them.
     if type(inner_store(array.store)) is not zarr.storage.LocalStore:
         return None
@@ -98,17 +98,17 @@ class ZarrChunks:
     Parameters
     ----------
     folder : str
-        Of the array.
+        The array's folder.
     layout : Layout
-        What its metadata says.
+        Where the chunks are and how they are encoded.
     shape : tuple of int
         Elements along each axis of the array.
     dtype : dtype
-        Of the decoded values, in native byte order.
+        Type of the decoded values, in native byte order.
     fill : ndarray
-        The value of what is missing, without axes.
+        The value of missing chunks, as a 0-d array.
     fence : Fence
-        Where its files may be.
+        The folders where its files may be.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class ZarrChunks:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The codecs, in the order in which they are undone."""
+        """The names of the codecs, in the order in which they are undone."""
         return self._chain.names
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
-        """Read the chunk at `index` as it is stored; None where it is missing.
+        """Read the chunk at `index` as it is stored; None if it is missing.
 
         Raises
         ------
         OSError
-            If the file cannot be read, is not a file, or ends before its own size.
+            If the file cannot be read, is not a file, or is cut while it is read.
         ValueError
             If it is far longer than such a chunk can be, if the index of its shard is damaged or points outside the
             shard, or if there is no chunk at `index`.
@@ -152,7 +152,7 @@ class ZarrChunks:
         return None if data is None else Encoded(data)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
-        """Decode what `fetch` returned into `out`, whole chunks also at the array's edge; ValueError where it is damaged."""
+        """Decode a chunk that `fetch` returned into `out`, which has a chunk's full shape. ValueError if it is damaged."""
         if out.shape != self._layout.chunk_shape or out.dtype != self._dtype or not out.flags.c_contiguous:
             raise ValueError(f"a buffer of {out.shape} {out.dtype} for a chunk of {self._layout.chunk_shape} {self._dtype}")
         if encoded is None:
@@ -167,10 +167,10 @@ class ZarrChunks:
 
 
 class _Shard:
-    """One open shard and its index. It closes with the last reference, so that no thread loses it while it reads.
+    """One open shard file and its index. It is closed with its last reference, so that no thread loses it while it reads.
 
-    The file stays open between chunks: one look-up on the file system's server instead of one per chunk, and the index
-    and the chunks come from the same file, even where another program puts a new one in its place.
+    The file stays open between chunks. So the file system's server looks it up once, not once per chunk, and the index and the
+    chunks come from the same file, even if another program replaces it.
     """
 
     def __init__(self, fd: int, path: str, layout: Layout, per_shard: tuple[int, ...]) -> None:
@@ -204,7 +204,7 @@ class _Shard:
 
 
 class _Slot:
-    """One shard that was asked for: opened by the first thread that has `lock`; None where there is no such file."""
+    """One requested shard. The first thread that has `lock` opens it; `shard` stays None if there is no such file."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -219,18 +219,18 @@ class _Shards:
         self._folder, self._layout, self._fence = folder, layout, fence
         self._per_shard = layout.per_shard or ()
         self._most_kept = max(1, min(_MOST_SHARDS, MOST_INDEX_NBYTES // (16 * math.prod(self._per_shard))))
-        self._lock = threading.Lock()  # of the table, never held while a file is read
+        self._lock = threading.Lock()  # protects the table; never held while a file is read
         self._slots: OrderedDict[tuple[int, ...], _Slot] = OrderedDict()
 
     def read(self, index: tuple[int, ...], most: int, room: Room) -> Bytes | None:
-        """The stored bytes of the chunk at `index` of the array's grid of chunks."""
+        """The stored bytes of the chunk at `index` in the array's chunk grid."""
         shard = self._shard(tuple(i // n for i, n in zip(index, self._per_shard, strict=True)))
         return (
             None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most, room)
         )
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all shards, which closes them."""
         with self._lock:
             self._slots.clear()
 
@@ -250,14 +250,14 @@ class _Shards:
 
 
 def _open_file(path: str, fence: Fence) -> int | None:
-    """Open a file for reading; None where there is none. OSError where something else has its name, or it is outside.
+    """Open a file for reading; None if it does not exist. OSError if it is not a file, or is outside the fence.
 
-    zarr-python takes a folder in the place of a chunk for a missing chunk. Here it is an error: values would be lost.
+    zarr-python takes a folder with a chunk's name as a missing chunk. Here it is an error: values would be lost.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for its writer
     except FileNotFoundError:
-        if os.path.islink(path):  # it was there, and is lost
+        if os.path.islink(path):  # the link's target is lost, so the chunk is not simply missing
             raise OSError(errno.ENOENT, f"a link to '{os.readlink(path)}', which is not there", path) from None
         return None
     except OSError as error:
@@ -276,7 +276,7 @@ def _open_file(path: str, fence: Fence) -> int | None:
 
 
 def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
-    """All of a file of at most `most` bytes; None where there is none."""
+    """The whole content of a file of at most `most` bytes; None if there is no such file."""
     fd = _open_file(path, fence)
     if fd is None:
         return None
@@ -290,7 +290,7 @@ def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
 
 
 def _bytes_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
-    """Exactly `nbytes` bytes from `offset`; OSError where the file ends before."""
+    """Exactly `nbytes` bytes from `offset`; OSError if the file is too short."""
     data = room(nbytes)
     done = read_at(fd, data, offset)
     if done < nbytes:

@@ -1,10 +1,10 @@
-"""May these codecs decode a Zarr array's chunks? Asked of the metadata, before a chunk is read.
+"""May these codecs decode a Zarr array's chunks? The metadata answers this before a chunk is read.
 
-1. `SURVIVED` are the codecs with which many thousands of damaged chunks and configurations led to no crash, no hang and no
-   process that ended (``python -m benchmarks fuzz-filters``, docs/trust-files.md). All others, which zarr-python finds among
-   the packages that are installed, are used if the caller names them (`allow_filters`).
-2. `checked` puts a Blosc decoder that compares the header of what it gets with its length in the place of numcodecs's, which
-   reads past the end of a chunk that says it is longer.
+1. `SURVIVED` has the codecs that did not crash, hang or end the process in many thousands of tests with damaged chunks and
+   configurations (``python -m benchmarks fuzz-filters``, docs/trust-files.md). Other codecs, which zarr-python finds among the
+   installed packages, are used only if the caller names them (`allow_filters`).
+2. `checked` replaces numcodecs's Blosc decoder by one that compares a chunk's header with its length. numcodecs's own decoder
+   reads past the end of a chunk whose header declares more bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SURVIVED = frozenset(
 
 
 def refuse_codecs(metadata: Any, access: Access) -> str | None:
-    """Why an array's chunks are not decoded, in words that follow "holds"; None where they are.
+    """Why an array's chunks are not decoded, in words that follow "holds"; None if they are.
 
     Parameters
     ----------
     metadata : zarr metadata
-        Of the array.
+        The array's metadata.
     access : Access
         What the caller allows.
     """
@@ -43,14 +43,14 @@ def refuse_codecs(metadata: Any, access: Access) -> str | None:
         if name not in SURVIVED and not access.may_use(name, f"numcodecs.{name}"):
             told = "".join(letter for letter in name[:80] if letter.isprintable())
             return (
-                f"chunks encoded with the codec '{told}', which is not decoded unasked: how it takes damaged data is not "
-                f"known. If you trust who wrote the store, pass allow_filters='{told}'"
+                f"chunks encoded with the codec '{told}', which is not decoded by default: it is not known how it handles "
+                f"damaged data. If you trust who wrote the store, pass allow_filters='{told}'"
             )
     return None
 
 
 def names_of(metadata: Any) -> Iterator[str]:
-    """The codecs of an array, in lower case, those inside shards too."""
+    """The names of an array's codecs, in lower case, including those inside shards."""
     if metadata.zarr_format == 2:
         for codec in (metadata.compressor, *(metadata.filters or ())):
             if codec is not None:
@@ -68,16 +68,16 @@ def _names(codecs: Any) -> Iterator[str]:
 
 
 class CheckedBlosc(numcodecs.Blosc):  # type: ignore[misc]
-    """numcodecs's Blosc, which believes what a chunk says of its own length."""
+    """numcodecs's Blosc, with a check of the header: numcodecs itself trusts the length that a chunk declares."""
 
     def decode(self, buf: Any, out: Any = None) -> Any:
-        """Decode; ValueError where the header does not fit what is there."""
+        """Decode; ValueError if the header does not fit the chunk's length."""
         check_blosc(numcodecs.compat.ensure_contiguous_ndarray(buf))
         return super().decode(buf, out)
 
 
 def checked(metadata: Any) -> Any:
-    """The same metadata of an array, with decoders that are safe to give damaged chunks to."""
+    """The same metadata, with decoders that damaged chunks cannot harm."""
     made = copy.copy(metadata)
     if metadata.zarr_format == 2:
         object.__setattr__(made, "compressor", _checked_decoder(metadata.compressor))
@@ -96,14 +96,14 @@ def _checked_decoder(decoder: Any) -> Any:
 
 
 def _checked_codec(codec: Any) -> Any:
-    """A codec of format 3: Blosc, as zarr-python and as numcodecs have it, or shards with Blosc inside."""
+    """Replace Blosc in a codec of format 3: zarr-python's Blosc, numcodecs's, or shards with Blosc inside."""
     kept = next((name for name in ("_blosc_codec", "_codec") if type(getattr(codec, name, None)) is numcodecs.Blosc), None)
     inside = getattr(codec, "codecs", None)
     if kept is None and not isinstance(inside, tuple):
         return codec
     made = copy.copy(codec)
     if kept is not None:
-        made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # where these classes keep what they made once
+        made.__dict__[kept] = _checked_decoder(getattr(codec, kept))  # these classes cache their decoder there
     elif inside is not None:
         object.__setattr__(made, "codecs", tuple(map(_checked_codec, inside)))
     return made

@@ -1,7 +1,7 @@
-"""Where are the chunks of a Zarr array, and how are they encoded? Answered from its metadata alone, without files.
+"""Where are the chunks of a Zarr array, and how are they encoded? The metadata alone answers this, without opening files.
 
-`layout_of` reads what zarr-python parsed. It gives an answer only where it understands every key, codec and option;
-for anything else it raises `NotCovered`, and the array is read by zarr-python, which knows more or says why not.
+`layout_of` reads the metadata that zarr-python parsed. It answers only if it understands every key, codec and option. Otherwise
+it raises `NotCovered`, and zarr-python reads the array, which knows more or says why it cannot.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from shardload.formats.zarr.codecs import SURVIVED
 
 __all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
 
-# An index is read whole and kept: an array whose shards have longer ones is not covered.
+# The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
 MOST_INDEX_NBYTES = 2**24
 
 
 class NotCovered(Exception):
-    """Something in the metadata that is left to zarr-python."""
+    """The metadata has something that is left to zarr-python."""
 
 
-# Per codec: the options that it may have, none of which is needed for decoding except by the shuffle.
+# For each codec: the options that it may have. Only the shuffle needs its options for decoding.
 _STAGES: dict[str, tuple[frozenset[str], Callable[[], Stage]]] = {
     "zstd": (frozenset({"level", "checksum"}), codecs.unzstd),
     "gzip": (frozenset({"level"}), codecs.gunzip),
@@ -54,22 +54,22 @@ _KEYS_3 = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What the metadata says of where chunks are and how they are encoded.
+    """Where chunks are and how they are encoded, from the metadata.
 
     Attributes
     ----------
     chunk_shape : tuple of int
-        Elements along each axis of what is decoded at once.
+        Elements along each axis of a chunk, the unit of decode.
     prefix, separator : str
-        How the position of a chunk (of a shard, where there are shards) becomes the name of its file.
+        How the position of a chunk (or of its shard file, if there are shards) becomes the name of its file.
     stages : tuple of Stage
-        In the order in which they are undone.
+        The stages that undo the codecs, in that order.
     per_shard : tuple of int or None
-        Chunks along each axis of a shard.
+        Chunks along each axis of a shard file.
     index_stages : tuple of Stage
-        The same for the index of a shard.
+        The stages that undo the codecs of a shard's index.
     is_index_first : bool
-        Whether the index is at the start of a shard, not at its end.
+        True if the index is at the start of a shard, False if at its end.
     """
 
     chunk_shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Layout:
     is_index_first: bool = False
 
     def key(self, at: tuple[int, ...]) -> str:
-        """Name of the file at position `at`, below the array's folder.
+        """Name of the file for position `at`, relative to the array's folder.
 
         >>> Layout((2, 2), "c/", "/", ()).key((0, 3))
         'c/0/3'
@@ -92,7 +92,7 @@ class Layout:
 
 
 def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """Read parsed metadata; raises `NotCovered` where anything in it is unknown here."""
+    """Read parsed metadata; raises `NotCovered` if anything in it is unknown here."""
     if dtype.kind not in "biufc":
         raise NotCovered(f"values of type {dtype}")
     layout = {2: _layout_2, 3: _layout_3}[metadata["zarr_format"]](metadata, dtype)
@@ -103,8 +103,7 @@ def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
     return layout
 
 
-# What these give has a size that follows from the size of what they get, or from the chunk's; what any other gives, from
-# the data.
+# The output size of these codecs follows from their input size or the chunk's size; that of other codecs depends on the data.
 _SIZED = {
     *("bytes", "transpose", "crc32c", "sharding_indexed", "shuffle", "delta", "fixedscaleoffset", "astype", "quantize"),
     *("bitround", "packbits", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
@@ -112,9 +111,9 @@ _SIZED = {
 
 
 def is_stacked(metadata: Mapping[str, Any], access: Access = STRICT) -> bool:
-    """Whether chunks are compressed more than once: each time, a thousand bytes can be made of one.
+    """True if chunks are compressed more than once. Each compressor can expand one byte to a thousand.
 
-    What the caller allows is not always counted: see `Access.counts`.
+    Codecs that the caller allows are not always counted: see `Access.counts`.
     """
     if metadata.get("zarr_format") == 3:
         return _n_compressors(metadata["codecs"], access) > 1
@@ -128,7 +127,7 @@ def _is_counted(name: str, access: Access) -> bool:
 
 
 def _n_compressors(chain: Sequence[Any], access: Access) -> int:
-    """Those of a chain of format 3, with the most that there are of them in what a shard holds."""
+    """The number of compressors in a chain of format 3, plus the most that any chain inside a shard has."""
     n = 0
     for entry in chain:
         name = entry if isinstance(entry, str) else str(entry["name"])
@@ -139,7 +138,7 @@ def _n_compressors(chain: Sequence[Any], access: Access) -> int:
 
 
 def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """The same for format 2."""
+    """`layout_of` for format 2."""
     _check_known("metadata", metadata, _KEYS_2)
     stored = metadata["dtype"]
     if not isinstance(stored, str) or np.dtype(stored).newbyteorder("=") != dtype:
@@ -165,7 +164,7 @@ def _layout_2(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
 
 
 def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
-    """The same for format 3."""
+    """`layout_of` for format 3."""
     _check_known("metadata", metadata, _KEYS_3)
     if metadata["data_type"] != dtype.name or metadata.get("storage_transformers"):
         raise NotCovered(f"data type {metadata['data_type']!r}, or storage transformers")
@@ -210,7 +209,7 @@ def _layout_3(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
 def _stages_3(
     chain: Sequence[tuple[str, Mapping[str, Any]]], shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> tuple[Stage, ...]:
-    """How the codecs of one chunk, which start with "bytes", are undone."""
+    """The stages that undo the codecs of one chunk, which start with "bytes"."""
     (name, options), *rest = chain
     part = _part_nbytes(dtype)
     endian = options.get("endian") or (sys.byteorder if part == 1 else None)
@@ -225,7 +224,7 @@ def _stages_3(
 
 
 def _stage(name: str, options: Mapping[str, Any], nbytes: int) -> Stage:
-    """How one codec is undone, for chunks of `nbytes` decoded bytes."""
+    """The stage that undoes one codec, for chunks of `nbytes` decoded bytes."""
     if name == "shuffle":
         _check_known(name, options, {"elementsize"})
         itemsize = int(options["elementsize"])
@@ -238,12 +237,12 @@ def _stage(name: str, options: Mapping[str, Any], nbytes: int) -> Stage:
 
 
 def _part_nbytes(dtype: np.dtype[Any]) -> int:
-    """Bytes of what has a byte order: complex numbers have two such parts."""
+    """Bytes of a number with a byte order: a complex number has two such numbers."""
     return dtype.itemsize // (2 if dtype.kind == "c" else 1)
 
 
 def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
-    """Name and options of an extension point of format 3, which may be its name alone."""
+    """Name and options of an extension point of format 3, which may be given as a name alone."""
     if isinstance(entry, str):
         return entry, {}
     _check_known("extension", entry, {"name", "configuration"})
@@ -251,7 +250,7 @@ def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _codec_2(entry: Any) -> tuple[str, Mapping[str, Any]]:
-    """The same for a codec of format 2, which may be an object of numcodecs."""
+    """Name and options of a codec of format 2, which may be an object of numcodecs."""
     options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
     return str(options.pop("id")), options
 

@@ -1,14 +1,14 @@
-"""How do I obtain values from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
+"""How are values read from Zarr, format 2 or 3? With zarr-python, or chunk by chunk without it.
 
-1. `open_store` makes a path, a zip file or a URL into what zarr-python opens.
-2. `describe` turns an array's metadata into an `ArrayInfo`, without touching chunks.
-3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `chunks`. Where there is one,
-   `read_into` uses it too.
-4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each
-   once, a few at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
+1. `open_store` turns a folder, a zip file or a URL into a store that zarr-python opens.
+2. `describe` turns an array's metadata into an `ArrayInfo`, without reading chunks.
+3. `ZarrSource.chunk_reader` is for stores that are folders with the usual codecs: see `chunks`. If there is one, `read_into`
+   uses it too.
+4. Otherwise `read_into` is one selection per region: zarr-python fetches and decodes the chunks that meet it, each once, a few
+   at a time (its setting ``async.concurrency``), and copies them into the caller's buffer.
 
-A missing chunk is the array's fill value: Zarr does not tell one that was never written from one that was lost.
-`ZarrSource.missing` says which they were.
+The values of a missing chunk are the array's fill value: Zarr cannot distinguish a chunk that was never written from a lost
+one. `ZarrSource.missing` says which chunks were missing.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
-# How much longer a chunk may be as stored than decoded, where only zarr-python knows its codecs: some make 8 bytes of one.
+# How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _STACKED = (
-    "its chunks are compressed more than once, and only zarr-python decodes them here, where nothing bounds what it makes"
+    "its chunks are compressed more than once, and only zarr-python decodes them here, without a limit on the result's size"
 )
-_MOST_AT_ONCE = 1024  # chunks of one call: zarr-python holds 2.5 KiB for each, however small it is
-_MOST_INDEX_NBYTES = 1 << 26  # of a shard, which zarr-python reads whole
-# What numcodecs makes Python objects of. A pickle is a program, which runs when it is decoded.
+_MOST_AT_ONCE = 1024  # chunks per call: zarr-python holds 2.5 KiB for each, however small it is
+_MOST_INDEX_NBYTES = 1 << 26  # index of a shard, which zarr-python reads whole
+# Codecs from which numcodecs makes Python objects. A pickle is a program that runs when it is decoded.
 _OBJECT_CODECS = {"pickle", "json2", "msgpack2", "categorize", "vlen-array", "vlen-bytes", "vlen-utf8"}
 
 
@@ -91,11 +91,11 @@ class ZarrSource(Source):
     Parameters
     ----------
     array : zarr.Array
-        Open; one that `info.refused` does not refuse.
+        Open, and not refused by `info.refused`.
     info : ArrayInfo
-        What `describe` says of it.
+        Its description, from `describe`.
     store : str or WatchedStore, optional
-        What `open_store` gave, to close with this source; None where the array is the caller's.
+        The store from `open_store`, to close with this source; None if the array is the caller's.
     access : Access
         What the caller allows.
     """
@@ -113,7 +113,7 @@ class ZarrSource(Source):
 
     @property
     def info(self) -> ArrayInfo:
-        """Shape, dtype, chunks and the rest."""
+        """Shape, dtype, chunks and the other metadata."""
         return self._info
 
     @property
@@ -122,12 +122,12 @@ class ZarrSource(Source):
         return self._dtype
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
-        """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes where it must."""
+        """Decode the chunks that meet `region` into `out`; NumPy's assignment swaps bytes if necessary."""
         check_request(self._info, self._dtype, region, out)
         self._missing = []
         if region.size == 0:
             return
-        if self._is_closed:  # zarr-python would open what it needs again
+        if self._is_closed:  # zarr-python would open the store again
             raise ValueError(f"{self._info} was closed")
         if self._chunks is not None:
             self._missing = read_by_chunks(self._chunks, self._info.chunks or (), region, out)
@@ -146,7 +146,7 @@ class ZarrSource(Source):
                 self._missing += self._missing_in(part)
 
     def _parts(self, region: Region) -> Iterator[Region]:
-        """What of a region, which is not empty, zarr-python is asked for at once: whole shards, unless they hold too much."""
+        """Cut a non-empty region into regions to read in one call: whole shards, unless they have too many chunks."""
         chunks, shards = self._info.chunks, self._info.shards
         if chunks is None:
             return iter((region,))
@@ -160,7 +160,7 @@ class ZarrSource(Source):
         return self._missing
 
     def _missing_in(self, region: Region) -> list[tuple[int, ...]]:
-        """The chunks in `region` whose file, or whose shard's, the store was asked for in vain."""
+        """The chunks in `region` whose file (or whose shard's file) the store did not have."""
         chunks = self._info.chunks or ()
         outer = self._info.shards or chunks
         keys, prefix = self._array.store.missing, f"{self._array.path}/" if self._array.path else ""
@@ -183,16 +183,16 @@ class ZarrSource(Source):
         return chunk_reader(self._array, self._info, self._dtype, self._fence)
 
     def _check_once(self) -> None:
-        """What a zip file declares, before anything of it is unpacked."""
+        """Check, once, the sizes that a zip file declares, before anything is unpacked from it."""
         if not self._is_checked and self._array.store.most_nbytes is not None:
             check_zip(self._array, self._array.store.most_nbytes)
         self._is_checked = True
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
-        """What zarr-python gives for these slices."""
+        """The values as zarr-python's indexing gives them."""
         parts = list(itertools.islice(self._parts(region), 2)) if region.size else []
         self._check_once()
-        if self._is_stacked:  # zarr-python bounds nothing, so they are decoded here first
+        if self._is_stacked:  # decode here first, because zarr-python does not limit the size
             for part in self._parts(region) if parts else ():
                 if self._chunks is None:
                     raise ValueError(_STACKED)
@@ -205,11 +205,14 @@ class ZarrSource(Source):
         return out
 
     def chunk_reader(self) -> ChunkReader | None:
-        """The chunks of a local folder, where their encoding is one that `chunks` knows; else None."""
+        """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
         return self._chunks
 
     def state(self) -> tuple[int, ...] | None:
-        """Of the array's metadata in a local folder, or of the zip: another store under this name has another."""
+        """The state of the array's metadata file in a local folder, or of the zip file; None for other stores.
+
+        Another store under the same name has another state.
+        """
         below = inner_store(self._array.store)
         if isinstance(below, zarr.storage.ZipStore):
             return state_of(os.fspath(below.path))
@@ -218,7 +221,7 @@ class ZarrSource(Source):
         return None if folder is None else state_of(os.path.join(folder, self._array.path, mark))
 
     def close(self) -> None:
-        """Close the store, where this object opened it, and the shards that its chunk reader keeps open."""
+        """Close the store, if this object opened it, and the shards that its chunk reader keeps open."""
         chunks = self.__dict__.get("_chunks")
         if chunks is not None:
             chunks.close()
@@ -227,12 +230,12 @@ class ZarrSource(Source):
 
 
 class ZarrFormat(Format):
-    """Zarr stores of format 2 and 3: folders, zip files, and URLs where fsspec is installed."""
+    """Zarr stores of format 2 and 3: folders, zip files, and URLs if fsspec is installed."""
 
     name = "Zarr"
 
     def claims_path(self, path: str) -> bool:
-        """Whether the folder or zip file has Zarr metadata at its root."""
+        """True if the folder or zip file has Zarr metadata at its root."""
         if os.path.isdir(path):
             return any(os.path.exists(os.path.join(path, mark)) for mark in _MARKS)
         try:
@@ -240,24 +243,24 @@ class ZarrFormat(Format):
                 return False
             return any(entry.filename in _MARKS for entry in zip_entries(path))
         except ValueError:
-            return True  # said when it is opened
+            return True  # opening it raises the error
         except (OSError, zipfile.BadZipFile, NotImplementedError):
             return False
 
     def claims_url(self, url: str) -> bool:
-        """Any: what is there is not looked at."""
+        """True for any URL: its content is not looked at."""
         return True
 
     def claims_object(self, obj: object) -> bool:
-        """Whether `obj` is a `zarr.Array` or a `zarr.Group`."""
+        """True if `obj` is a `zarr.Array` or a `zarr.Group`."""
         return isinstance(obj, zarr.Array | zarr.Group)
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
-        """Every array in the store, by name; chunks are not looked at."""
+        """Every array in the store, by name; chunks are not read."""
         return self.sketch_arrays(path, access)
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
-        """The same, but not more than `most` and one."""
+        """The same, but at most `most` + 1 arrays."""
         limit = None if most is None else most + 1
         with _quiet():
             if os.path.isdir(path):
@@ -289,7 +292,7 @@ class ZarrFormat(Format):
         return _ZarrStore(open_store(path, access.allow_external), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
-        """Take an open `zarr.Array`."""
+        """Make a source of an open `zarr.Array`."""
         path = _store_name(obj.store)
         if isinstance(obj, zarr.Group):
             names = some([repr(info.dataset) for info in itertools.islice(_describe_all(obj, path), MOST_NAMED + 1)]) or "none"
@@ -303,7 +306,7 @@ FORMAT = ZarrFormat()
 
 
 class _ZarrStore(OpenFile):
-    """A store that was opened once, of which each array has a watch of its own."""
+    """A store that is opened once; each array has a watch of its own."""
 
     def __init__(self, store: Any, path: str, access: Access) -> None:
         self._store, self._path, self._access = store, path, access
@@ -317,14 +320,14 @@ class _ZarrStore(OpenFile):
 
 
 def _check_name(dataset: str) -> None:
-    """KeyError for names that Zarr does not have, and refuses with a ValueError."""
+    """Raise KeyError for names that Zarr cannot have (it would raise ValueError)."""
     parts = dataset.strip("/").split("/")
     if parts != [""] and any(part in ("", ".", "..") for part in parts):
         raise KeyError(dataset)
 
 
 def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: bool) -> ZarrSource:
-    """Open an array of an open store, which is closed with it if that `is_own`."""
+    """Open an array of an open store. With `is_own`, the store is closed with the source."""
     try:
         with _quiet(), _naming_codecs(path, dataset):
             found = zarr.open(store, mode="r", path=dataset.strip("/") or None)
@@ -336,14 +339,14 @@ def _open_array(store: Any, path: str, dataset: str, access: Access, is_own: boo
 
 
 def _folder_of(store: Any) -> str | None:
-    """The folder that a store is, where it is one."""
+    """The folder of a store; None if the store is not a local folder."""
     below = inner_store(store)
     return os.fspath(below.root) if isinstance(below, zarr.storage.LocalStore) else None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without zarr-python's remarks on stray files and on data types that other programs may not know."""
+    """Suppress zarr-python's warnings about stray files, and about data types that other programs may not know."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
@@ -352,7 +355,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
-    """A codec that is not installed is no damage, and the store can be read where it is."""
+    """Turn the error about a codec that is not installed into a SourceError that names it: the store is not damaged."""
     try:
         yield
     except _UNKNOWN_CODEC as error:
@@ -375,7 +378,7 @@ def _store_name(store: Any) -> str:
 
 
 def _describe_all(group: Any, path: str, access: Access = STRICT) -> Iterator[ArrayInfo]:
-    """What is known of every array below an open `group`, by name, from its consolidated metadata where it has some."""
+    """Describe every array below an open `group`, by name, from its consolidated metadata if it has some."""
     base = "/" + group.path.strip("/")
     for name, member in sorted(group.members(max_depth=None), key=lambda item: item[0]):
         if isinstance(member, zarr.Array):
@@ -385,11 +388,11 @@ def _describe_all(group: Any, path: str, access: Access = STRICT) -> Iterator[Ar
 def _describe_folder(
     path: str, fence: Fence, above: frozenset[str], name: str = "/", access: Access = STRICT
 ) -> Iterator[ArrayInfo]:
-    """The same for a store that is a folder, by walking it down to its arrays.
+    """Do the same for a store that is a folder, by walking down to its arrays.
 
-    zarr-python's own walk ends at the first array that it cannot make sense of, and warns of every stray file. Here
-    such an array is listed with its reason, and the others can be loaded. Links that lead out of the store are not
-    followed, nor are those that lead to a folder that this one is in.
+    zarr-python's own walk stops at the first array that it cannot read, and warns of every stray file. Here such an array is
+    listed with the reason, and the others can be loaded. Links that lead out of the store, or to a folder above this one, are
+    not followed.
     """
     folder = os.path.join(path, name.strip("/"))
     real = os.path.realpath(folder)
@@ -415,7 +418,7 @@ def _describe_folder(
 
 
 def _is_array(folder: str, fence: Fence) -> bool:
-    """Whether a folder of a store is an array, by its metadata; broken metadata counts, so as not to be passed over."""
+    """True if a folder of a store is an array, by its metadata. Broken metadata counts as an array, so that it is listed."""
     file = os.path.join(folder, "zarr.json")
     if not os.path.exists(file):
         return os.path.exists(os.path.join(folder, ".zarray"))
@@ -433,14 +436,14 @@ def _is_array(folder: str, fence: Fence) -> bool:
 
 
 def describe(array: Any, path: str, name: str, access: Access = STRICT) -> ArrayInfo:
-    """What is known of an array without reading its chunks.
+    """Describe an array without reading its chunks.
 
     Parameters
     ----------
     array : zarr.Array
-        Open.
+        An open array.
     path, name : str
-        As the user named the store and the array.
+        Store and array as the user named them.
     access : Access
         What the caller allows.
     """
@@ -459,7 +462,7 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         format=f"Zarr v{array.metadata.zarr_format}",
         shape=tuple(array.shape),
         dtype=array.dtype.name if refused else native_dtype(array.dtype).name,
-        # Zarr allows chunks of length 0 along axes of length 0; a grid needs steps of 1 at least
+        # Zarr allows chunks of length 0 along axes of length 0, but a grid needs steps of at least 1.
         chunks=None if chunks is None else tuple(max(1, n) for n in chunks),
         codec=_codec(array),
         shards=None if shards is None else tuple(shards),
@@ -470,10 +473,10 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
 
 
 def _attribute(array: Any, key: str) -> Any:
-    """An attribute as plain Python; a ``_FillValue`` that xarray wrote (base64 of a float64's bytes) as the number it is."""
+    """An attribute as plain Python. A ``_FillValue`` from xarray (base64 of a float64's bytes) becomes that number."""
     value = json_value(array.attrs[key])
     kind = getattr(array.dtype, "kind", "")
-    if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and its like
+    if key != "_FillValue" or kind not in "fcV":  # V: bfloat16 and similar types
         return value
     if isinstance(value, list) and len(value) == 2:  # of complex numbers: real part, imaginary part
         return [_float_of_base64(part) for part in value]
@@ -481,7 +484,7 @@ def _attribute(array: Any, key: str) -> Any:
 
 
 def _float_of_base64(value: Any) -> Any:
-    """JSON has no NaN, and xarray writes every float so; what is something else stays as it is."""
+    """Decode a float that xarray wrote as base64 (JSON has no NaN). Any other value is returned unchanged."""
     try:
         (number,) = struct.unpack("<d", base64.b64decode(value, validate=True))
     except (TypeError, ValueError, struct.error):
@@ -490,17 +493,20 @@ def _float_of_base64(value: Any) -> Any:
 
 
 def _unsafe(array: Any) -> str | None:
-    """What is said of an array whose values are Python objects as stored, whatever type it declares."""
+    """Why an array is refused whose stored values are Python objects, whatever type it declares; None if they are not."""
     names = {name.strip() for name in _codec(array).lower().split("+")} & _OBJECT_CODECS
-    return f"values encoded with '{min(names)}', which stands for Python objects (and can be a program)" if names else None
+    return f"values encoded with '{min(names)}', which makes Python objects (and can be a program)" if names else None
 
 
 def _unbounded(array: Any, access: Access) -> str | None:
-    """What is said of an array of which zarr-python would make more than anything bounds; a codec that is allowed may."""
+    """Why an array is refused that zarr-python would decode to a size without a limit; None if there is a limit.
+
+    Codecs that the caller allows are not counted.
+    """
     if is_stacked(array.metadata.to_dict(), access) and chunk_layout(array, native_dtype(array.dtype)) is None:
         return (
-            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, and nothing bounds what it "
-            "makes of a few bytes. Keep them in a folder, with gzip, zstd or Blosc, or write it anew with one compressor"
+            f"chunks compressed more than once ({_codec(array)}), which only zarr-python decodes, without a limit on the "
+            "result's size. Keep them in a folder, with gzip, zstd or Blosc, or write it again with one compressor"
         )
     if array.shards is None:
         return None
@@ -509,7 +515,7 @@ def _unbounded(array: Any, access: Access) -> str | None:
 
 
 def _codec(array: Any) -> str:
-    """Compressors, then filters, for people; those inside the shards where there are shards."""
+    """Compressors, then filters, for people; with shards, those of the chunks inside."""
     names = []
     for codec in (*array.compressors, *array.filters):
         name = getattr(codec, "codec_id", None) or codec.to_dict()["name"]

@@ -1,12 +1,12 @@
-"""What does zarr-python get from a store, and where does that come from? Looked at on its way.
+"""What does zarr-python read from a store, and where does it come from? A store in between checks every value.
 
-1. `WatchedStore` passes on what the store below it has. It remembers which keys were asked for and are not there, refuses keys
-   and symbolic links that lead out of the store, pipes and the like, and values that are longer than a stored chunk, or
-   metadata, can be.
-2. `open_store` makes a path, a zip file or a URL into one; `watch` puts one under an array that is open already.
-3. `local_folder` finds the folder that a store of another library is. What leads elsewhere by design (references), or reaches
-   folders in a way that links cannot be looked at, is refused.
-4. `check_metadata` and `zip_entries` say how long metadata and the list of what is in a zip file may be.
+1. `WatchedStore` passes on the values of the store below it. It remembers which keys do not exist. It refuses keys and symbolic
+   links that lead out of the store, pipes and other things that are not files, and values that are longer than a stored chunk
+   (or metadata) can be.
+2. `open_store` makes such a store from a folder, a zip file or a URL. `watch` puts one under an array that is open already.
+3. `local_folder` finds the folder of another library's store. A store is refused if it leads elsewhere by design (references),
+   or reaches folders in a way that symbolic links cannot be checked.
+4. `check_metadata` and `zip_entries` limit the size of metadata, and of the directory of a zip file.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ __all__ = [
 ]
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
-_MOST_LAYERS = 16  # of one file system over another
-# Of one file of metadata: ten thousand arrays that are described in one are 15 MB, and a million of values. Of a value, which
-# may be two characters, Python makes a hundred bytes.
+_MOST_LAYERS = 16  # file systems on top of each other
+# Limits of one metadata file. Ten thousand arrays described in one file take 15 MB, and have a million values. For a value,
+# which may be two characters, Python takes a hundred bytes.
 MOST_METADATA_NBYTES, _MOST_VALUES = 1 << 25, 1 << 21
-# Of the directory of a zip file: a million of entries. Of each, which may be 47 bytes, Python makes 600.
+# Limit of the directory of a zip file: a million entries. For an entry, which may be 47 bytes, Python takes 600.
 _MOST_DIRECTORY_NBYTES = 1 << 26
 
 
 class WatchedStore(zarr.storage.WrapperStore[Any]):
-    """A store for reading that is looked at.
+    """A store for reading that checks what is read.
 
     Parameters
     ----------
     store : zarr.abc.store.Store
-        What it wraps.
+        The store that it wraps.
     fence : Fence
-        Where files of a store that is a folder may be.
+        For a store that is a folder: where its files may be.
 
     Attributes
     ----------
     missing : set of str
-        Keys that were asked for and are not there, since it was last emptied.
+        Keys that were requested and do not exist, since the set was last emptied.
     most_nbytes : int or None
-        How long a value other than metadata may be.
+        The most bytes that a value may have, except metadata.
     """
 
     def __init__(self, store: Any, fence: Fence | None = None) -> None:
@@ -77,26 +77,26 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return self._store
 
     def another_watch(self) -> WatchedStore:
-        """Over the same store: what is missing, and how long values may be, is noted for each array by itself."""
+        """A new watch over the same store, so that each array has its own `missing` and `most_nbytes`."""
         return self._with_store(self._store)
 
     def _with_store(self, store: Any) -> WatchedStore:
         return type(self)(store, self._fence)
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        """The value of `key`; None where there is none.
+        """The value of `key`; None if it does not exist.
 
         Raises
         ------
         OSError
-            If it leads out of the store, to a link without a target, or to what is no file.
+            If it leads out of the store, is a link without a target, or is not a file.
         ValueError
             If it is longer than a stored chunk can be.
         """
         self._check_key(key)
         is_metadata = key.rpartition("/")[2] in _METADATA
         if self._folder is not None and (is_metadata or self.most_nbytes is not None):
-            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before there is memory for it
+            self._check_length(key, self._stored_nbytes(key, byte_range), is_metadata)  # before memory is allocated
         archive = _unwrapped(self._store)
         if isinstance(archive, zarr.storage.ZipStore):
             found = _of_zip(archive, key, prototype, byte_range, MOST_METADATA_NBYTES if is_metadata else self.most_nbytes)
@@ -111,7 +111,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
         return found
 
     def _stored_nbytes(self, key: str, byte_range: Any) -> int:
-        """How much of a file is asked for; 0 where there is none."""
+        """The number of bytes requested from a file; 0 if it does not exist."""
         try:
             nbytes = os.stat(os.path.join(self._folder or "", key)).st_size
         except OSError:
@@ -127,7 +127,7 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             raise ValueError(f"'{key}' has {nbytes} bytes, what is stored of this array {self.most_nbytes} at most")
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[tuple[str, Any]]) -> list[Any]:
-        """Parts of several values."""
+        """Byte ranges of several values."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     def _get_many(self, requests: Iterable[tuple[str, Any, Any]]) -> AsyncGenerator[tuple[str, Any], None]:
@@ -155,12 +155,12 @@ class WatchedStore(zarr.storage.WrapperStore[Any]):
             if os.path.islink(path):
                 raise OSError(f"'{path}' is a link to '{os.readlink(path)}', which is not there") from None
             return
-        if not stat.S_ISREG(mode):  # zarr-python waits for a pipe, and takes a folder for a lost chunk
+        if not stat.S_ISREG(mode):  # zarr-python would wait for a pipe, and take a folder as a missing chunk
             raise NotAFileError(f"'{path}' is {kind_of(mode)}, expected a file")
 
 
 def open_store(path: str, allow_external: bool = False) -> Any:
-    """What `zarr.open` takes for `path`: a watched store."""
+    """A watched store for `path`, which `zarr.open` takes."""
     if "://" in path:
         if not allow_external and "reference" in path.lower().split("://")[0].split("::"):
             raise OutsideError(f"it {_REFERENCES}; {TARGET_HINT}")
@@ -177,27 +177,27 @@ def open_store(path: str, allow_external: bool = False) -> Any:
 
 
 def check_metadata(name: str, text: bytes) -> None:
-    """ValueError if Python would make much more of some JSON than it is long."""
+    """Raise ValueError if JSON metadata is too long, or has so many values that Python would take far more memory."""
     if len(text) > MOST_METADATA_NBYTES:
         raise ValueError(f"'{name}' has more than {MOST_METADATA_NBYTES} bytes, the most that metadata has")
     n_values = sum(map(text.count, (b",", b"[", b"{")))
     if n_values > _MOST_VALUES:
         raise ValueError(
-            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. What is long belongs into an array"
+            f"'{name}' has some {n_values} values; metadata has {_MOST_VALUES} at most. Put long data into an array"
         )
 
 
 def zip_entries(path: str) -> list[zipfile.ZipInfo]:
-    """What is in a zip file; ValueError if its list of that is longer than one that Python should read."""
+    """The entries of a zip file; ValueError if its directory is too long to read."""
     with _ShortReads(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
         return archive.infolist()
 
 
 def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: Any, most_nbytes: int | None) -> Any:
-    """A value of a zip file, or a part of one; None where there is none.
+    """A value in a zip file, or a byte range of it; None if it does not exist.
 
-    Never more is unpacked than the zip file declares. zarr-python asks Python's zipfile for all of it, which unpacks gigabytes
-    and then cuts them. And what it unpacks of bzip2 and LZMA has no bound at all.
+    It never unpacks more than the zip file declares. zarr-python asks Python's zipfile for the whole value, which may unpack
+    gigabytes and then cut them. With bzip2 and LZMA, zipfile has no limit at all.
     """
     if not store._is_open:
         store._sync_open()
@@ -221,7 +221,7 @@ def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: 
 
 
 def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
-    """From where to where a part of a value of so many bytes is; no longer than that."""
+    """Start and stop of a byte range in a value of `nbytes` bytes, cut at its end."""
     start, stop = 0, nbytes
     if isinstance(byte_range, RangeByteRequest):
         start, stop = byte_range.start, byte_range.end
@@ -236,10 +236,10 @@ def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
 
 
 class _ShortReads(io.BufferedReader):
-    """A file that is not read in one piece where that is long."""
+    """A file that refuses a single read of too many bytes."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As for any file."""
+        """Read as from any file; ValueError if it is too much."""
         left = os.fstat(self.fileno()).st_size - self.tell()
         nbytes = left if size is None or size < 0 else min(size, left)
         if nbytes > _MOST_DIRECTORY_NBYTES:
@@ -250,7 +250,7 @@ class _ShortReads(io.BufferedReader):
 
 
 def watch(array: Any, allow_external: bool = False) -> Any:
-    """The same open array, read through a `WatchedStore`, and by decoders that are `checked`."""
+    """The same open array, read through a `WatchedStore` and with `checked` decoders."""
     store = array.store
     if not isinstance(store, WatchedStore):
         store = WatchedStore(store, _fence_of(store, f"the {type(store).__name__} handed in", allow_external))
@@ -260,11 +260,11 @@ def watch(array: Any, allow_external: bool = False) -> Any:
     return zarr.Array(zarr.AsyncArray(metadata=checked(array.metadata), store_path=place, config=settings))
 
 
-_REFERENCES = "says of each chunk where it is, which may be anywhere"
+_REFERENCES = "names a place for each chunk, which may be anywhere"
 
 
 def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
-    """Where files of `store` may be; SourceError if it cannot be looked at whether they are there."""
+    """Where files of `store` may be; SourceError if that cannot be checked."""
     if allow_external:
         return Fence()
     store = _unwrapped(store)
@@ -286,7 +286,7 @@ def _fence_of(store: Any, name: str, allow_external: bool) -> Fence:
 
 
 def local_folder(store: Any) -> str | None:
-    """The folder of this machine that a store is, straight; else None."""
+    """The folder on this machine that a store reads directly; else None."""
     store = _unwrapped(store)
     if isinstance(store, zarr.storage.LocalStore):
         return os.fspath(store.root)
@@ -299,19 +299,19 @@ def local_folder(store: Any) -> str | None:
     return None
 
 
-# Where those read is known: in a folder, a file or memory, or where their layers say. ObjectStore needs a library of its own.
+# It is known where these stores read: in a folder, a file, memory, or through their layers. ObjectStore needs its own library.
 _KNOWN_STORES = (zarr.storage.LocalStore, zarr.storage.ZipStore, zarr.storage.MemoryStore, zarr.storage.FsspecStore)
 
 
 def _unwrapped(store: Any) -> Any:
-    """The store below those of zarr-python that only pass on what they are asked. Other wrappers may ask for anything."""
+    """The store below zarr-python's wrappers that only pass requests on. Other wrappers may request anything else."""
     while type(store) in (zarr.storage.WrapperStore, zarr.storage.LoggingStore):
         store = store._store
     return store
 
 
 def _layers(store: Any) -> list[Any]:
-    """What a store of fsspec, or of obstore, reads through: the outermost first."""
+    """The layers through which a store of fsspec or obstore reads, the outermost first."""
     if isinstance(store, zarr.storage.FsspecStore):
         layers: list[Any] = []
         below = store.fs
@@ -323,7 +323,7 @@ def _layers(store: Any) -> list[Any]:
 
 
 def _kind_of_layer(layer: Any) -> str:
-    """By the names of its classes: neither library need be installed."""
+    """``"references"``, ``"folder"`` or ``""``, by the names of its classes: neither library need be installed."""
     names = {kind.__name__ for kind in type(layer).__mro__}
     if "ReferenceFileSystem" in names:
         return "references"
@@ -331,12 +331,12 @@ def _kind_of_layer(layer: Any) -> str:
 
 
 def inner_store(store: Store) -> Store:
-    """The store itself, where `store` is one that watches it."""
+    """The store below a `WatchedStore`; any other store itself."""
     return store.inner if isinstance(store, WatchedStore) else store
 
 
 def check_zip(array: Any, most_nbytes: int) -> None:
-    """ValueError if a zip file declares more than `most_nbytes` bytes for something stored of `array`."""
+    """Raise ValueError if a zip file declares more than `most_nbytes` bytes for a stored value of `array`."""
     store = inner_store(array.store)
     if not isinstance(store, zarr.storage.ZipStore):
         return
@@ -351,6 +351,6 @@ def check_zip(array: Any, most_nbytes: int) -> None:
 
 
 def close_store(store: Any) -> None:
-    """Close what `open_store` opened."""
+    """Close a store that `open_store` opened."""
     if isinstance(inner_store(store), zarr.storage.ZipStore):
         store.close()
