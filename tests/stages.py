@@ -1,8 +1,8 @@
 """How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program.
 
-Stages in lanes: those of a lane run one after the other, lanes beside each other. What a stage prints is kept in a file and shown whole when it has ended, so that stages do not mix their lines. The quick
-checks come first, and end everything if one of them fails; after them all stages run, whatever fails, and those that failed are
-named at the end.
+Stages in lanes: those of a lane run one after the other, lanes beside each other. What a stage prints is kept in a file and
+shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one of
+them fails; after them all stages run, whatever fails, and those that failed are named at the end.
 
 At the end: the seconds of each stage, the slowest tests of all stages together, and how many passed.
 """
@@ -55,8 +55,7 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# One lane for all that starts MPI jobs: ranks that wait for each other take turns on a core with those of another stage, and each
-# stage then takes several times as long (measured on two cores: 1084 s beside each other, 700 s in turn).
+# One lane for all that starts MPI jobs: ranks that wait for each other would take turns on a core with those of another stage.
 LANES = (
     (
         make("pytest: 1 process and the jobs it starts", "test-plain"),
