@@ -22,7 +22,7 @@ def test_whether_a_slot_is_needed_is_found_out_once_for_each_read(monkeypatch: p
         taken, first, second = slots.take(), whole(rows(0, 2), rank=1), whole(rows(2, 6), rank=1)
         assert taken is not None and not any(reader.has_room(first) for _ in range(5))
         assert not any(reader.has_room(second) for _ in range(5))
-        assert asked == [rows(0, 2), rows(2, 6)]
+        assert asked == [rows(0, 8)]  # once for the whole array
         slots.give(taken)
         assert reader.has_room(first)
 
