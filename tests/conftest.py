@@ -244,7 +244,8 @@ def pytest_sessionfinish() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Add this run's counts and its slowest tests to those of all runs of `make test` (see `stages`)."""
-    if (tally := os.environ.get("SHARDLOAD_TALLY")) and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
+    is_worker = hasattr(terminalreporter.config, "workerinput")  # of xdist, which tells all to the one that started it
+    if (tally := os.environ.get("SHARDLOAD_TALLY")) and not is_worker and (SIZE == 1 or MPI.COMM_WORLD.rank == 0):
         counts = [len(terminalreporter.stats.get(key, ())) for key in ("passed", "failed", "error")]
         seconds: dict[str, float] = {}
         for report in chain.from_iterable(terminalreporter.stats.values()):
