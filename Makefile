@@ -78,7 +78,7 @@ setup: | $(UV) ## install all that the tests need
 packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
-# Its stages run beside each other where they wait more than they work: tests/stages.py has them.
+# tests/stages.py has its stages. Those that start MPI jobs run one after the other.
 test: setup ## all checks and tests, as CI runs them
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'

@@ -144,7 +144,7 @@ def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
 def report(run: Run, tally: Path, seconds: float) -> None:
     """Say how long everything took."""
     passed, failed, slowest = counts(tally)
-    print("\n--- seconds of each stage (they run beside each other)")
+    print("\n--- seconds of each stage (mypy and doctests run beside the others)")
     for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
         print(f"{took:8.1f}  {name}")
     print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")

@@ -220,9 +220,9 @@ class Job:
     def _make_buffers(self, segments: Mapping[int, Segment]) -> Buffers:
         """Buffers for all arrays: in memory that the ranks of a machine share, where there is some."""
         staging, segment = self.staging, segments.get(self.group.rank)
-        in_segment = segment is not None and self._slots_nbytes > 0
+        shared = segment.data if segment is not None and self._slots_nbytes else None
         return Buffers(
-            Slots(staging.n_slots, staging.slot_nbytes, segment.data if segment is not None and in_segment else None),
+            Slots(staging.n_slots, staging.slot_nbytes, shared),
             Slots(staging.n_pack, staging.pack_nbytes),
             segments,
             Bell() if segment is None else segment.bell,

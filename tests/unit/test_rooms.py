@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardload
+from tests.unit.blocked import run_without
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("deflate", "google_crc32c", "h5py", "jax", "ml_dtypes", "mpi4py", "numcodecs", "numpy", "rich", "typer", "zarr")
@@ -22,27 +23,20 @@ LIBRARIES = ("deflate", "google_crc32c", "h5py", "jax", "ml_dtypes", "mpi4py", "
 ROOMS = {
     "shardload": (),
     "shardload.errors": (),
-    "shardload.units": ("numpy",),
+    "shardload.units": (),
     "shardload.system": ("numpy",),
     "shardload.planning": ("numpy",),
     "shardload.formats.base": ("numpy",),
     "shardload.formats.lookup": ("numpy",),
-    "shardload.options": ("numpy",),
+    "shardload.options": (),
     "shardload.transfer": ("numpy", "deflate"),
     "shardload.comm": ("numpy", "jax", "ml_dtypes"),  # JAX is what `launch` starts; MPI waits until somebody needs it
     "shardload.jobs": ("numpy", "deflate", "jax", "ml_dtypes"),  # no format, no MPI
-    "shardload.cli.main": ("numpy", "typer", "rich"),
+    "shardload.cli.main": ("typer", "rich"),
 }
 
 IMPORT = """
-import importlib, pkgutil, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {libraries!r}:
-            raise ImportError(f"{{name}} is imported")
-
-sys.meta_path.insert(0, Blocked())
+import importlib, pkgutil
 room = importlib.import_module({room!r})
 if {room!r} != "shardload":
     for found in pkgutil.walk_packages(getattr(room, "__path__", ()), {room!r} + "."):
@@ -54,10 +48,7 @@ print(*sorted(set({libraries!r}) & set(sys.modules)))
 def imported(room: str, allowed: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     """Import a room, with its modules, in a process that can import no library but those `allowed`."""
     blocked = {name for name in LIBRARIES if name not in allowed}
-    code = IMPORT.format(libraries=blocked, room=room)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
-    )
+    return run_without(blocked, IMPORT.format(libraries=blocked, room=room), stop='ImportError(f"{name} is imported")')
 
 
 @pytest.mark.parametrize(("room", "allowed"), ROOMS.items(), ids=ROOMS)

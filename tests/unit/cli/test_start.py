@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
-# Not "is it in sys.modules at the end?": an import that is caught, or undone, costs its time too.
-BLOCKED = """
-import sys
+from tests.unit.blocked import run_without
 
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {names!r}:
-            raise SystemExit(f"imports {{name}}")
-
-sys.meta_path.insert(0, Blocked())
-{then}
-"""
 HEAVY = ("jax", "jaxlib", "mpi4py", "h5py", "zarr", "numcodecs", "numpy")
 COMMAND = "import sys\nsys.argv = ['shardload', *{arguments!r}]\nfrom shardload.cli.main import main\nmain()"
 
 
 def blocked(then: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in which none of `HEAVY` can be imported."""
-    program = BLOCKED.format(names=HEAVY, then=then)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    """Run a program that ends where it imports one of `HEAVY`, also if it would catch the error: that costs its time, too."""
+    return run_without(HEAVY, then, stop='SystemExit(f"imports {name}")')
 
 
 @pytest.mark.parametrize(

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
+from tests.unit.blocked import run_without
+
 BLOCKED = ("jax", "jaxlib", "mpi4py", "h5py", "zarr", "numcodecs", "deflate", "hdf5plugin", "typer", "rich")
 
-SCRIPT = f"""
-import importlib, pkgutil, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {BLOCKED!r}:
-            raise ImportError("blocked: " + name)
-
-sys.meta_path.insert(0, Blocker())
+SCRIPT = """
+import importlib, pkgutil
 for name in sys.argv[1:]:
     importlib.import_module(name)
 import numpy as np
 import shardload.planning
 names = [module.name for module in pkgutil.iter_modules(shardload.planning.__path__)]
-modules = {{name: importlib.import_module("shardload.planning." + name) for name in names}}
+modules = {name: importlib.import_module("shardload.planning." + name) for name in names}
 shape, f4 = (64, 64, 64), np.dtype("f4")
 layout = modules["source_layout"].SourceLayout.cut(modules["selection"].select_axes(None, shape), (1, 64, 64), f4, f4, "gzip")
 shards = modules["shards"].plan_shards(shape, [(), (0,), (1,)], np.arange(4).reshape(2, 2))
 schedules = modules["schedule"].plan_schedules(layout, shards, 4, max_nbytes=1 << 20)
-costs = {{mode: modules["cost"].plan_cost(schedule, layout) for mode, schedule in schedules.items()}}
+costs = {mode: modules["cost"].plan_cost(schedule, layout) for mode, schedule in schedules.items()}
 staging = modules["staging"].plan_staging([(schedules["parallel"], layout)], 64 << 20)
 print(len(names), modules["cost"].choose_mode(costs, 4)[0], costs["direct"].chunks_decoded, staging.n_slots > 0)
 print([name for name in sorted(sys.modules) if name.startswith("shardload.") and not name.startswith("shardload.planning")])
@@ -36,7 +30,7 @@ print([name for name in sorted(sys.modules) if name.startswith("shardload.") and
 
 
 def run(*modules: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SCRIPT, *modules], capture_output=True, text=True, timeout=120)
+    return run_without(BLOCKED, SCRIPT, *modules, stop='ImportError("blocked: " + name)')
 
 
 def test_planning_needs_numpy_alone() -> None:
