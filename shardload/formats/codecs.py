@@ -13,7 +13,6 @@ libraries see docs/design/decode.md.
 from __future__ import annotations
 
 import contextlib
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from shardload.formats.base import Scratch
+from shardload.system.scratch import Scratch
 
 __all__ = [
     "Chain",
@@ -99,7 +98,7 @@ class Chain:
             raise ValueError(f"{names}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
         self._most_between = nbytes + nbytes // 4 + 4096  # no codec lengthens data that it cannot compress by more
-        self._own = threading.local()
+        self._own = Scratch()
         self.nbytes = nbytes
 
     @property
@@ -148,11 +147,7 @@ class Chain:
 
     def _room(self, k: int, nbytes: int) -> Bytes:
         """This thread's memory for the result of stage `k`. Its next chunk uses it again, because new memory is slow."""
-        rooms: dict[str, Scratch] = self._own.__dict__
-        name = f"stage{k}"
-        if name not in rooms:
-            rooms[name] = Scratch()
-        return rooms[name](nbytes)
+        return self._own.bytes(f"stage{k}", nbytes)
 
     def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
         """Bytes that stage `k` must give: what the later stages need, or else `data` without its checksum; None if unknown."""

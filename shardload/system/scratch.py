@@ -34,6 +34,8 @@ class Scratch(threading.local):
         """
         held = self._held.get(name)
         if held is None or held.nbytes < nbytes:
+            held = None
+            self._held.pop(name, None)  # free the old memory before asking for more
             held = self._held[name] = np.empty(max(nbytes, at_least), dtype=np.uint8)
         return held[:nbytes]
 
