@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError
 from shardload.formats.access import Access
@@ -247,6 +248,7 @@ class OwnArray:
         held = ((p.region, p.data) for p in self.pieces.values())
         plan = self.load.plan
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
+        remember(self.array, plan.extent)
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardload.arrays.padding import Extent
 from shardload.arrays.sharding import devices_of_regions
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
@@ -132,6 +133,11 @@ class Plan:
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding."""
+        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, (0,) * len(self.shape))
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""
