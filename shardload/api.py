@@ -48,6 +48,8 @@ def load(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -80,6 +82,13 @@ def load(
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: ``2`` on each axis that the spec cuts, ``(2, 1)`` on axes 0
+        and 1, ``{2: 1}`` on axis 2. The array has the shards side by side: an axis of N elements in n shards becomes
+        ``N + 2 * halo * n`` long, as after padding each shard and `jaxdecomp.halo_exchange`. Not wider than a shard.
+    edge : {"wrap", "edge"} or number, or a tuple or dict of them
+        What a halo has beyond the ends of the array: the rows of its other end (``"wrap"``), its last row again (``"edge"``),
+        or this value. One for all axes, or one per axis as for `halo`.
     readers : {"auto", "root", "parallel", "direct"} or int
         Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, and each chunk is decoded once in the job. ``"direct"``:
         each process reads what its own devices hold. An int: that many ranks. ``"auto"``: the cheapest way by the plan.
@@ -160,6 +169,8 @@ def plan(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -287,6 +298,8 @@ def verify(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     how: str = DEFAULTS.how,
     seed: int = DEFAULTS.seed,
     staging: str | int = DEFAULTS.staging,
@@ -305,7 +318,7 @@ def verify(
     ----------
     x : jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed.
-    path, dataset, select, dtype, pad, comm, allow_filters
+    path, dataset, select, dtype, pad, halo, edge, comm, allow_filters
         As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
@@ -360,7 +373,8 @@ def verify(
         if (made.plan.shape_global, made.plan.dtype) != (x.shape, x.dtype):
             raise ConfigError(
                 f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
-                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
+                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype=, pad= and halo= "
+                "as to the load"
             )
         return [made]
 

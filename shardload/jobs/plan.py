@@ -73,7 +73,7 @@ class Plan:
     info : ArrayInfo
         The array in the file: name, format, shape, dtype, chunks, codec.
     shape, shape_global : tuple of int
-        The shape that is loaded (after `select`, without padding), and the shape of the jax.Array (with padding).
+        The shape that is loaded (after `select`, without padding and halos), and the shape of the jax.Array (with them).
     dtype : dtype
         Dtype of the jax.Array.
     sharding : NamedSharding
@@ -136,8 +136,13 @@ class Plan:
 
     @property
     def extent(self) -> Extent:
-        """Which elements of the jax.Array are the file's, and which are padding."""
-        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, (0,) * len(self.shape))
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, self.halo)
+
+    @property
+    def halo(self) -> tuple[int, ...]:
+        """Rows of its neighbours that each shard has on either side, along each axis."""
+        return self.schedule.shards.halo_widths
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""

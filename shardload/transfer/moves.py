@@ -116,6 +116,10 @@ class PiecesToBlocks:
 
     schedule: Schedule
 
+    def __post_init__(self) -> None:
+        if any(self.schedule.shards.halo_widths):
+            raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
+
     @property
     def ndim(self) -> int:
         """See `Flow`."""
