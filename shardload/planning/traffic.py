@@ -74,8 +74,8 @@ def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     """Number of chunks (elements, without chunks) that all ranks together, and the busiest rank, read in mode ``"direct"``.
 
     Exact, except for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid, and
-    for merged blocks of ranks that hold several shards with halos: for these ranks each shard is counted by itself, which gives an
-    upper bound.
+    for merged blocks of ranks that hold several shards with halos: for these ranks each shard is counted by itself, which gives
+    an upper bound.
     """
     shards, chunks = schedule.shards, layout.chunks
     if isinstance(shards, HaloShards):
