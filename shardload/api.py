@@ -127,7 +127,7 @@ def load(
     Returns
     -------
     jax.Array
-        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding.
+        The array, with the selected shape (with padding and halos), the file's dtype (or `dtype`) and the given sharding.
 
     Raises
     ------

@@ -228,17 +228,22 @@ class HaloShards(Shards):
         return self.halo.widths
 
     @property
+    def has_halo(self) -> bool:
+        """See `Shards`."""
+        return not self.halo.is_none
+
+    @property
     def halo_text(self) -> str:
         """The halo as text."""
         return str(self.halo)
 
     @cached_property
     def core_shape(self) -> tuple[int, ...]:
-        """Elements of a shard along each axis, without its halo."""
+        """See `Shards`."""
         return tuple(n - 2 * h for n, h in zip(self.shard_shape, self.halo.widths, strict=True))
 
     @cached_property
-    def grid(self) -> SectionGrid:  # type: ignore[override]
+    def grid(self) -> SectionGrid:
         """The sections."""
         return SectionGrid(self.core_shape, self.cuts, self.halo)
 
@@ -358,7 +363,7 @@ class HaloShards(Shards):
         return _Run(start, stop, None, fill=self.halo.edges[axis])
 
     def along(self, axis: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
-        """Along one axis, for each section: its first element, the one after its last, and the place of its shard."""
+        """See `Shards`."""
         count, h, n, size, wraps = self.grid._axes[axis]
         cut = count - 2 * wraps
         place: IntArray = np.arange(cut, dtype=np.int64)

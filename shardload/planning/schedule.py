@@ -189,7 +189,7 @@ def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbyte
 
     if shards.sections_held == 1:
         return cut(False)
-    if any(shards.halo_widths):  # sections of one rank overlap
+    if shards.has_halo:  # sections of one rank overlap
         return cut(layout.has_chunks)
     extent = shards.shard_shape
     if layout.has_chunks:

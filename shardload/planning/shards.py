@@ -119,6 +119,11 @@ class Shards:
         return (0,) * len(self.cuts)
 
     @property
+    def has_halo(self) -> bool:
+        """True if shards have more rows than their own."""
+        return False
+
+    @property
     def halo_text(self) -> str:
         """The halo as text: empty, because there is none."""
         return ""
@@ -147,6 +152,20 @@ class Shards:
         return self.table.shards_of(rank)
 
     # --- sections
+
+    @property
+    def core_shape(self) -> tuple[int, ...]:
+        """Elements of a shard along each axis, without its halo."""
+        return self.shard_shape
+
+    def along(self, axis: int, shape: tuple[int, ...]) -> tuple[IntArray, IntArray, IntArray]:
+        """Along one axis, for each section: its first element, the one after its last, and the place of its shard.
+
+        `shape` is that of the array in the file.
+        """
+        place: IntArray = np.arange(self.cuts[axis], dtype=np.int64)
+        low = np.minimum(place * self.core_shape[axis], shape[axis])
+        return low, np.minimum(low + self.core_shape[axis], shape[axis]), place
 
     @property
     def section_shape(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.halo import HaloShards
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
@@ -78,8 +77,8 @@ def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     an upper bound.
     """
     shards, chunks = schedule.shards, layout.chunks
-    if isinstance(shards, HaloShards):
-        return _count_direct_sections(schedule, shards, layout)
+    if shards.has_halo:
+        return _count_direct_sections(schedule, layout)
     axes = zip(schedule.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
     per_cut = [_met_by_cuts(*axis, has_chunks=layout.has_chunks) for axis in axes]
     is_merged = schedule.strategy == Direct(is_merged=True) and layout.has_chunks
@@ -180,9 +179,9 @@ def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArr
     return int(sizes[is_met.ravel()].sum())
 
 
-def _count_direct_sections(schedule: Schedule, shards: HaloShards, layout: SourceLayout) -> tuple[int, int]:
+def _count_direct_sections(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     """`count_direct` if shards have halos. Where a rank holds several shards, an upper bound: shards are counted one by one."""
-    chunks, shape = layout.chunks, schedule.blocks.shape
+    shards, chunks, shape = schedule.shards, layout.chunks, schedule.blocks.shape
     is_merged = schedule.strategy == Direct(is_merged=True) and layout.has_chunks
     lengths = []
     for axis, (n_cut, cell, phase) in enumerate(zip(shards.cuts, chunks.cell, chunks.phase, strict=True)):
@@ -195,6 +194,9 @@ def _count_direct_sections(schedule: Schedule, shards: HaloShards, layout: Sourc
             of_shard = of_shard[np.argsort(first[of_shard], kind="stable")]
             along[i] = _union(first[of_shard], last[of_shard])
         lengths.append(along)
+    if shards.table.boxes is not None:
+        total = (shards.table.n_holders or 1) * math.prod(int(along.sum()) for along in lengths)
+        return total, shards.most_held * math.prod(int(along.max(initial=0)) for along in lengths)
     shard, rank = shards.table.holdings()
     per_holding = _outer(lengths)[shard]
     return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
@@ -208,27 +210,20 @@ def count_traffic(schedule: Schedule, ranks_per_node: int) -> Traffic:
     shards = schedule.shards
     if schedule.is_direct or schedule.blocks.n_cells == 0:
         return Traffic(0, 0, 0, 1.0, 1.0, True)
-    has_halo = isinstance(shards, HaloShards)
-    n_pairs = math.prod(
-        [len(pairs[0]) for pairs in _all_axis_pairs(schedule)]
-        if has_halo
-        else [_n_axis_pairs(*axis) for axis in _axes(schedule)]
-    )
+    n_pairs = math.prod(_count_axis_pairs(schedule))
     if n_pairs * shards.n_replicas <= _MAX_TRIPLES:
         return _count_triples(schedule, ranks_per_node)
     stays, same_node = _sample_shares(schedule, ranks_per_node)
     n_holders = shards.table.n_holders or shards.n_replicas
     n_handovers = math.ceil(n_pairs * n_holders * same_node)
-    n_wanted = math.prod([int(pairs[2].sum()) for pairs in _all_axis_pairs(schedule)] if has_halo else schedule.blocks.shape)
-    moved_nbytes = n_wanted * schedule.itemsize * n_holders
+    n_wanted = [int(size.sum()) for _, _, size in _section_pairs(schedule)] if shards.has_halo else schedule.blocks.shape
+    moved_nbytes = math.prod(n_wanted) * schedule.itemsize * n_holders
     return Traffic(n_handovers, n_pairs * n_holders - n_handovers, moved_nbytes, same_node, stays, False)
 
 
 def _axes(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     blocks = schedule.blocks
-    shards = schedule.shards
-    extent = shards.core_shape if isinstance(shards, HaloShards) else shards.shard_shape
-    return list(zip(blocks.shape, blocks.cell, blocks.phase, extent, strict=True))
+    return list(zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.core_shape, strict=True))
 
 
 def _n_axis_pairs(size: int, cell: int, phase: int, extent: int) -> int:
@@ -252,11 +247,23 @@ def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray
     return (low + phase) // cell, low // extent, np.diff(bounds)
 
 
+def _count_axis_pairs(schedule: Schedule) -> list[int]:
+    """Along each axis: the number of pairs of a block and a section that share elements."""
+    if schedule.shards.has_halo:
+        return [len(block) for block, _, _ in _section_pairs(schedule)]
+    return [_n_axis_pairs(*axis) for axis in _axes(schedule)]
+
+
 def _all_axis_pairs(schedule: Schedule) -> list[tuple[IntArray, IntArray, IntArray]]:
     """Along each axis: the pairs of a block and a section that share elements, as block and shard, and how many they share."""
+    if schedule.shards.has_halo:
+        return _section_pairs(schedule)
+    return [_axis_pairs(*axis) for axis in _axes(schedule)]
+
+
+def _section_pairs(schedule: Schedule) -> list[tuple[IntArray, IntArray, IntArray]]:
+    """`_all_axis_pairs` where sections overlap: section by section."""
     shards, blocks = schedule.shards, schedule.blocks
-    if not isinstance(shards, HaloShards):
-        return [_axis_pairs(*axis) for axis in _axes(schedule)]
     found = []
     for axis, (cell, phase) in enumerate(zip(blocks.cell, blocks.phase, strict=True)):
         low, high, place = shards.along(axis, blocks.shape)
@@ -274,8 +281,8 @@ def _count_triples(schedule: Schedule, ranks_per_node: int) -> Traffic:
     """Count exactly, over each block, shard and device."""
     block: Any = np.zeros((), dtype=np.int64)
     shard, size = block, block + 1
-    for axis, n_blocks, n_cut in zip(_all_axis_pairs(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
-        b, s, n = axis
+    for pairs, n_blocks, n_cut in zip(_all_axis_pairs(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
+        b, s, n = pairs
         block = np.add.outer(block * n_blocks, b)
         shard = np.add.outer(shard * n_cut, s)
         size = np.multiply.outer(size, n)

@@ -117,7 +117,7 @@ class PiecesToBlocks:
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        if any(self.schedule.shards.halo_widths):
+        if self.schedule.shards.has_halo:
             raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
 
     @property
