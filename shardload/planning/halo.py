@@ -243,7 +243,7 @@ class HaloShards(Shards):
         return tuple(n - 2 * h for n, h in zip(self.shard_shape, self.halo.widths, strict=True))
 
     @cached_property
-    def grid(self) -> SectionGrid:
+    def grid(self) -> SectionGrid:  # type: ignore[override]
         """The sections."""
         return SectionGrid(self.core_shape, self.cuts, self.halo)
 

@@ -21,13 +21,13 @@ def pieces(halo: Halo, rank: int) -> tuple[HaloPieces, dict[int, Piece]]:
     return HaloPieces(shards, SHAPE, buffers, rank), buffers
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
 def test_the_last_section_completes_the_shard(order: tuple[int, ...]) -> None:
     """Wrong if a shard went to its device while some of its rows were still to come."""
     made, buffers = pieces(Halo((1, 2), ("wrap", "wrap")), 0)
     sections = list(made.sections.values())
     assert len(sections) == 6
-    order = (*order, 4, 5)
+    order = (*order, 3, 4, 5)
     assert [made.completed(sections[k]) for k in order[:-1]] == [None] * 5
     assert made.completed(sections[order[-1]]) is buffers[0]
 
