@@ -311,10 +311,6 @@ class Options:
         The dtype to cast to; None keeps the file's.
     pad : object
         Fill value for axes that do not divide evenly; None refuses them.
-    halo : int, tuple or dict
-        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
-    edge : str, number, tuple or dict
-        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
     readers : str or int
         ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
     staging_nbytes : int
@@ -333,6 +329,10 @@ class Options:
         True if only helper processes open and decode the file.
     allow_filters : tuple of str
         Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
+    edge : str, number, tuple or dict
+        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
     """
 
     dataset: str | None
@@ -343,13 +343,13 @@ class Options:
     staging_nbytes: int
     verify: str
     progress: Progress
-    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
-    edge: Any = DEFAULTS.edge
     timeout: float | None = DEFAULTS.timeout
     missing: str = DEFAULTS.missing
     allow_external: bool = DEFAULTS.allow_external
     untrusted: bool = DEFAULTS.untrusted
     allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
+    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
+    edge: Any = DEFAULTS.edge
 
     @property
     def limits(self) -> Limits | None:

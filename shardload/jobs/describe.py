@@ -65,9 +65,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     nbytes = math.prod(plan.shape_global) * plan.dtype.itemsize
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
-    extent, halo = plan.extent, plan.schedule.shards.halo_text
-    with_padding = extent.shape_without_halo
-    padded = f", padded to {_shape(with_padding)}" if with_padding != plan.shape else ""
+    halo = plan.halo_text
+    padded = f", padded to {_shape(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {_shape(plan.shape_global)}" if halo else ""
     selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
     cast = f" cast to {plan.dtype}" if str(plan.dtype) != info.dtype else ""

@@ -144,6 +144,16 @@ class Plan:
         """Rows of its neighbours that each shard has on either side, along each axis."""
         return self.schedule.shards.halo_widths
 
+    @property
+    def halo_text(self) -> str:
+        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
+        return self.schedule.shards.halo_text
+
+    @property
+    def shape_padded(self) -> tuple[int, ...]:
+        """The shape with padding, without halos."""
+        return self.extent.shape_without_halo
+
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""
         return describe_plan(self, width_of_prints())
