@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,17 +17,12 @@ import jax
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
-from shardload.formats.memory import MemorySource
-from shardload.jobs.arguments import Arguments, ToVerify, describe_path
-from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.execution import Loaded
-from shardload.jobs.request import Call, Request, Target, plan_memory
+from shardload.jobs.request import Request, Target
 from shardload.jobs.trees import ArrayTree, where_text
 from shardload.options import DEFAULTS, FILE, FULL, Progress, options_of
-from shardload.planning.region import Region
 from shardload.planning.strategies import ROOT
-from shardload.transfer.messages import sendable
 
 __all__ = ["load", "plan", "scatter", "verify"]
 
@@ -243,30 +237,17 @@ def scatter(
     error = None
     if verify in (FILE, FULL):
         error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    source: list[MemorySource] = []
-
-    def find(calls: list[Call]) -> str:
-        source.append(MemorySource(np.asarray(array() if callable(array) else array)))
-        info = source[0].info
-        view = source[0].view(Region.whole(info.shape))
-        as_it_is = view is not None and sendable(view) and calls[0].options.dtype in (None, source[0].dtype)
-        return json.dumps([info.to_json(), as_it_is])
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        text, as_it_is = json.loads(found)
-        return [plan_memory(calls[0], ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)]
-
-    target = Target(mesh, spec, {"path": f"scatter from rank {root!r}"}, options)
-    with Request.open("scatter", [target], comm, error=error) as request:
+    asked = ToScatter(array, mesh, spec, options, root)
+    with Request.open("scatter", asked.targets, comm, error=error) as request:
         request.settle()  # before any message from the root: the ranks may not agree on who it is
         group = request.group
         if group is None:
             raise ConfigError("scatter needs a mesh of devices")
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
-        job = request.job(request.plan(find, make, int(root)))
+        job = request.job(request.plan(asked.find, partial(asked.make, request), int(root)))
         job.begin()
-        return job.run().arrays[0]
+        return asked.result(job.run().arrays)
 
 
 def verify(

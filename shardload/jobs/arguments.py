@@ -18,17 +18,30 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import Finder, find_array, find_small, read_small
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.planner import check_together
-from shardload.jobs.request import Call, Memo, Request, Target, plan_file, targets_of
-from shardload.jobs.trees import ArrayTree, Place, in_array, text_of
-from shardload.options import AUTO
+from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
+from shardload.jobs.trees import (
+    ArrayTree,
+    Place,
+    Where,
+    in_array,
+    is_one,
+    is_one_spec,
+    naming_errors,
+    node_of,
+    text_of,
+    where_text,
+)
+from shardload.options import AUTO, OWN
+from shardload.planning.region import Region
+from shardload.transfer.messages import sendable
 
-__all__ = ["Arguments", "ToVerify", "describe_path"]
+__all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
 
 
 class Arguments:
@@ -89,15 +102,11 @@ class Arguments:
         found: list[Any] = []
         with Finder(options.access, calls[0].tuning if values and options.readers == AUTO else None) as finder:
             for place, target in zip(self.tree.places, self.targets, strict=True):
-                try:
+                with naming_errors(target.where):
                     if not place.is_pattern:
                         found.append(_as_text(*finder.find(place.path, place.dataset)))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
-                except ConfigError as error:
-                    raise in_array(target.where, error) from None
-                except ShardloadError as error:
-                    raise in_array(target.where, error) from error
                 found.append({"all": [_as_text(*one) for one in infos], "left_out": [info.to_json() for info in left_out]})
         return json.dumps(found)
 
@@ -111,11 +120,11 @@ class Arguments:
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
-                loads.append(replace(_plan_found(call, place.path, one), where=target.where))
+                with naming_errors(target.where):
+                    loads.append(replace(_plan_found(call, place.path, one), where=target.where))
             except ConfigError as error:
-                raise self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found]) from None
-            except ShardloadError as error:
-                raise in_array(target.where, error) from error
+                self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
+                raise
         if len(loads) > 1:
             check_together(list({id(one.layout): one.layout for one in loads}.values()), calls[0].options.staging_nbytes)
         return loads
@@ -144,24 +153,23 @@ class Arguments:
         self.tree, self.targets = grown, targets
         return new_calls, new_found
 
-    def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> BaseException:
-        """The error about the k-th array, which cannot be planned. It names an array of another shape with the same spec."""
+    def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
+        """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
-        named = in_array(target.where, error, f"'{printable(info.dataset)}'")
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where
-            named.args = (
-                f"{named}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
+            error.args = (
+                f"{error}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
                 f"{other.shape}: pass a tree of specs, with one for each",
             )
-        return named
 
 
 def _whole(target: Target) -> dict[str, Any]:
     """The mesh and spec that replicate an array."""
     if isinstance(target.mesh, NamedSharding):
-        return {"mesh": NamedSharding(target.mesh.mesh, PartitionSpec()), "spec": None}
+        kind = target.mesh.memory_kind
+        return {"mesh": NamedSharding(target.mesh.mesh, PartitionSpec(), memory_kind=kind), "spec": None}
     return {"spec": PartitionSpec()}
 
 
@@ -253,6 +261,105 @@ class ToVerify(Arguments):
                 )
                 raise in_array(load.where, error)
         return loads
+
+
+class ToScatter:
+    """The arguments of a call that gives every process its shards of arrays which one rank has.
+
+    Only that rank knows the tree of arrays; it sends its outline with the metadata. Dicts, lists and tuples are nodes. A list
+    or tuple outside of a dict is one array, as NumPy makes it, unless `spec` is a tree.
+
+    Parameters
+    ----------
+    array : array_like, tree or callable
+        On the root: the arrays, or a function that returns them.
+    mesh, spec, options
+        As the caller passed them.
+    root : object
+        The rank that has the arrays, not checked yet.
+    """
+
+    def __init__(self, array: Any, mesh: Any, spec: Any, options: dict[str, Any], root: Any) -> None:
+        self._array, self._given, self._root = array, (mesh, spec, options), root
+        self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
+            not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
+        )
+        self.targets = [Target(mesh, spec, self._what(), options, is_pattern=self._has_tree)]
+        self._sources: list[MemorySource] | None = None
+        self._tree = ArrayTree.join("", None)
+
+    def _what(self, _: Any = None) -> dict[str, str]:
+        return {"path": f"scatter from rank {self._root!r}"}
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """Values for the arrays, in the structure of the root's tree."""
+        return self._tree.build(values)
+
+    def find(self, calls: list[Call]) -> str:
+        """Make the arrays, and describe them as text. Runs on the root."""
+        array = self._array() if callable(self._array) else self._array
+        leaves: list[tuple[str, Any]] = []
+        outline = _outline_of(array, self._has_tree, (), leaves)
+        self._sources, told = [], []
+        for where, value in leaves:
+            with naming_errors(where):
+                source = MemorySource(np.asarray(value))
+            self._sources.append(source)
+            view = source.view(Region.whole(source.info.shape))
+            told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
+        return json.dumps([outline, told])
+
+    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+        """Plan the scatter of all arrays. Runs on every rank."""
+        outline, told = json.loads(text)
+        mesh, spec, options = self._given
+        self._tree = ArrayTree(_tree_of(outline))
+        self.targets = targets_of(self._tree, mesh, spec, options, self._what)
+        memo, loads = Memo(), []
+        for k, (target, (info, can_be_viewed, dtype)) in enumerate(zip(self.targets, told, strict=True)):
+            with naming_errors(target.where):
+                call = calls[0] if self._tree.is_single else request.call_of(target, memo)
+                as_it_is = can_be_viewed and call.options.dtype in (None, np.dtype(dtype))
+                source = None if self._sources is None else self._sources[k]
+                made = plan_memory(call, ArrayInfo.from_json(info), source, int(self._root), as_it_is)
+                loads.append(replace(made, where=target.where))
+        if len(loads) > 1:
+            check_together([one.layout for one in loads], calls[0].options.staging_nbytes)
+        return loads
+
+
+def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str, Any]]) -> Any:
+    """The structure of a tree in JSON's types; its arrays are appended to `leaves`, each with its place."""
+    is_node = isinstance(value, dict) or (
+        isinstance(value, (list, tuple)) and (has_tree if not where else any(map(_has_array, value)))
+    )
+    if not is_node:
+        leaves.append((where_text(where), value))
+        return len(leaves) - 1
+    children = node_of(value)
+    if children is None or type(value) not in (dict, list, tuple):
+        raise ConfigError(f"array{text_of(where)} is a {type(value).__name__}; scatter takes trees of dict, list and tuple")
+    if isinstance(value, dict) and not all(type(key) in (str, int) for key in value):
+        raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(value))!r}; scatter takes text and integers")
+    found = [_outline_of(child, has_tree, (*where, key), leaves) for key, child in children]
+    if isinstance(value, dict):
+        return {"dict": [[key.key, one] for (key, _), one in zip(children, found, strict=True)]}
+    return {type(value).__name__: found}
+
+
+def _has_array(value: Any) -> bool:
+    return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
+
+
+def _tree_of(outline: Any) -> Any:
+    """The inverse of `_outline_of`, with places as leaves."""
+    if isinstance(outline, int):
+        return Place("", None)
+    ((kind, children),) = outline.items()
+    if kind == "dict":
+        return {key: _tree_of(child) for key, child in children}
+    made = [_tree_of(child) for child in children]
+    return made if kind == "list" else tuple(made)
 
 
 def _sharding_of(x: Any) -> Any:

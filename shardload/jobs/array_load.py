@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -30,10 +30,9 @@ from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
-from shardload.jobs.trees import in_array
+from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options, pad_value
 from shardload.planning.tuning import Tuning
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
@@ -94,19 +93,9 @@ class ArrayLoad:
         """An error of this array, which names it if there are others."""
         return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
 
-    @contextmanager
-    def naming_errors(self) -> Iterator[None]:
+    def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
-        try:
-            yield
-        except StallError:
-            raise
-        except Exception as error:
-            let_interruption_pass(error)
-            named = self.named(error)
-            if named is error:
-                raise
-            raise named from error
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""

@@ -15,7 +15,8 @@ Nodes are matched by their keys, not by their type: a list of two goes with a tu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +24,21 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardload.comm.error_codec import as_shardload
-from shardload.errors import ConfigError, ShardloadError
+from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["ArrayTree", "Place", "Where", "in_array", "is_one", "is_one_spec", "text_of", "where_text"]
+__all__ = [
+    "ArrayTree",
+    "Place",
+    "Where",
+    "in_array",
+    "is_one",
+    "is_one_spec",
+    "naming_errors",
+    "node_of",
+    "text_of",
+    "where_text",
+]
 
 # The keys that lead from the root of a tree to a leaf.
 Where = tuple[Any, ...]
@@ -102,6 +115,21 @@ def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
     return known
 
 
+@contextmanager
+def naming_errors(where: str, name: str = "") -> Iterator[None]:
+    """Let errors that are raised inside name an array, as `in_array` does."""
+    try:
+        yield
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        named = in_array(where, error, name)
+        if named is error:
+            raise
+        raise named from error
+
+
 def is_one(value: Any) -> bool:
     """True if an option's value is a single one and no tree, for most options."""
     return value is None or _node(value) is None
@@ -117,6 +145,12 @@ def is_one_spec(value: Any) -> bool:
             for entry in value
         )
     return is_one(value)
+
+
+def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a node, each with its key; None for a leaf."""
+    found = _node(tree)
+    return None if found is None else found[0]
 
 
 Node = tuple[list[tuple[Any, Any]], Any]
