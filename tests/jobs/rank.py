@@ -1,0 +1,60 @@
+"""How does a process that has JAX already become a rank? In place of the interpreter, ``mpiexec`` starts this.
+
+``python -I -S rank.py ADDRESS ARGUMENTS...`` asks the process that listens at ADDRESS (`preloaded`) for a copy of itself, which
+runs what ``python ARGUMENTS...`` would: with this process's open files, variables, folder and limits. Then it stands for the
+copy: it passes signals on, ends as the copy ends, and takes the copy along if it is killed.
+
+Imports nothing but what Python has loaded anyway: it runs once for each rank.
+"""
+
+import _signal as signal
+import _socket as socket
+import os
+import sys
+from array import array
+
+LENGTH = 8  # bytes that say how long a request is
+PASSED_ON = ["SIGABRT", "SIGALRM", "SIGCONT", "SIGHUP", "SIGINT", "SIGPIPE", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"]
+
+
+def main(address: str, arguments: list[str]) -> None:
+    """Ask, then wait."""
+    numbers = [getattr(signal, name) for name in PASSED_ON]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until there is somebody to pass them on to
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    files = sorted(number for number in files if number <= 2 or os.path.exists(f"/proc/self/fd/{number}"))
+    variables = [f"{name}={value}" for name, value in os.environ.items()]
+    parts = [os.getcwd(), " ".join(map(str, files)), str(len(arguments)), *arguments, *variables]
+    request = b"\0".join(os.fsencode(part) for part in parts)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    head = len(request).to_bytes(LENGTH, "little")
+    connection.sendmsg([head], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", files))])
+    sent = 0
+    while sent < len(request):
+        sent += connection.send(request[sent:])
+    copy = int.from_bytes(connection.recv(4), "little")
+    if not copy:
+        sys.exit(f"rank.py: no answer from {address}")
+
+    def pass_on(number: int, frame: object) -> None:
+        try:  # noqa: SIM105  # contextlib is one more import
+            os.kill(copy, number)
+        except ProcessLookupError:  # it ends at this moment
+            pass
+
+    for number in numbers:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    answer = connection.recv(4)
+    status = int.from_bytes(answer, "little") if answer else 1 << 8
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
