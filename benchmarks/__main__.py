@@ -88,6 +88,23 @@ def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Resul
     measure(wanted, {file.layout: file}, default_ways(say), repeats=repeats, out=results / "field.json", say=say, kind="field")
 
 
+@app.command("small-chunks")
+def small_chunks(
+    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 384,
+    layouts: Layouts = ",".join(c.SMALL_CHUNK_LAYOUTS),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,4",
+    ways: Annotated[str, typer.Option(help="As for `run`.")] = "shardload,slice,tensorstore,floor",
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "chunks.json",
+) -> None:
+    """Time files in chunks of 16^3 and 32^3, of which there are so many that what is done for each of them counts."""
+    wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), [int(n) for n in ranks.split(",")])
+    chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
+    files = make(data, size, sorted({cell.layout for cell in wanted}), say)
+    measure(wanted, files, chosen, repeats=repeats, out=out, say=say, kind="chunks")
+
+
 @app.command()
 def scatter(size: Size = 512, ranks: int = 4, repeats: Repeats = 5, results: Results = RESULTS) -> None:
     """Time scatters from rank 0's memory: shardload.scatter, comm.scatter, comm.Scatterv."""
