@@ -316,8 +316,8 @@ class Spans:
         self._order = np.argsort(offsets, kind="stable")
         start, size = offsets[self._order], sizes[self._order]
         stop = np.maximum.accumulate(start + size)
-        first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1] + most_gap])) if len(start) else np.arange(0)
-        last = np.append(first[1:], len(start)) - 1
+        first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1] + most_gap])[: len(start)])
+        last = np.append(first[1:], len(start))[: len(first)] - 1
         length = stop[last] - start[first]
         begin = np.cumsum(length) - length  # where each span lies in memory
         at = start - np.repeat(start[first] - begin, last - first + 1)

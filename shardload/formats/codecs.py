@@ -111,10 +111,14 @@ class Chain:
         self._own = Scratch()
         self.nbytes = nbytes
         more = [stage.n_more for stage in stages]
-        after = [None if None in more[k + 1 :] else nbytes + sum(n or 0 for n in more[k + 1 :]) for k in range(len(more))]
-        self._sizes_after = [n for n in after if n is not None]
-        self.takes_many = all(stage.undo_many is not None for stage in stages) and len(self._sizes_after) == len(more)
-        """True if `decode_many` knows every stage, and the size of the data after each."""
+        self._sizes_after = [
+            None if None in more[k + 1 :] else nbytes + sum(n for n in more[k + 1 :] if n) for k in range(len(more))
+        ]
+        self.takes_many = all(
+            stage.undo_many is not None and (size is not None or bool(stage.n_more))
+            for stage, size in zip(stages, self._sizes_after, strict=True)
+        )
+        """True if `decode_many` knows every stage, and the size of the data after each but a checksum."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,6 +186,9 @@ class Chain:
         for k, (stage, nbytes) in enumerate(zip(self._stages, self._sizes_after, strict=True)):
             if stage.undo_many is None:
                 raise ValueError(f"{stage.name} decodes chunks one by one")
+            if nbytes is None:  # a checksum, which is cut off
+                data = stage.undo_many(data, np.empty((n, 0), dtype=np.uint8))
+                continue
             is_last = k == len(self._stages) - 1
             data = stage.undo_many(data, target if is_last else self._own.bytes(f"many{k}", n * nbytes).reshape(n, nbytes))
             if data is not target and any(len(one) != nbytes for one in data):
