@@ -300,13 +300,14 @@ class Spans:
 
     Examples
     --------
-    >>> file = np.arange(200, dtype=np.uint8)
+    >>> import tempfile
     >>> spans = Spans(np.array([40, 10, 20]), np.array([2, 10, 5]), most_gap=4)
     >>> spans.nbytes
     17
-    >>> def read_into(out, offset):
-    ...     out[:] = file[offset : offset + len(out)]
-    >>> [one.tolist() for one in spans.read(read_into, fresh(17))]
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(bytes(range(200)))
+    ...     file.flush()
+    ...     [one.tolist() for one in spans.read(file.fileno(), fresh(17))]
     [[40, 41], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [20, 21, 22, 23, 24]]
     """
 
@@ -325,14 +326,20 @@ class Spans:
         self._places = list(zip(self._order.tolist(), at.tolist(), (at + size).tolist(), strict=True))
         self.nbytes = int(length.sum())
 
-    def read(self, read_into: Callable[[np.ndarray[Any, Any], int], object], room: np.ndarray[Any, Any]) -> list[memoryview]:
-        """The pieces, in the order in which they were given, in `room`. ``read_into(out, offset)`` fills `out` from the file."""
+    def read(self, descriptor: int, room: np.ndarray[Any, Any]) -> list[memoryview]:
+        """The pieces, in the order in which they were given, read into `room`. OSError if the file ends before one of them does."""
+        whole, found = room.data, [_NOTHING] * len(self._places)
         for begin, length, offset in self._spans:
-            read_into(room[begin : begin + length], offset)
-        whole, found = memoryview(room), [memoryview(b"")] * len(self._places)
+            if os.preadv(descriptor, [whole[begin : begin + length]], offset) < length:  # it may give less than was asked for
+                done = read_at(descriptor, room[begin : begin + length], offset)
+                if done < length:
+                    raise OSError(f"the file ends at byte {offset + done}, but chunks are stored up to byte {offset + length}")
         for k, start, stop in self._places:
             found[k] = whole[start:stop]
         return found
+
+
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,7 +203,7 @@ class Hdf5Chunks:
         if reaches_over and self._filters and (sizes == self._chain.nbytes).any():
             return None
         spans = Spans(offsets, sizes)
-        read = spans.read(self._raw.read_into, room(spans.nbytes))
+        read = self._raw.read_spans(spans, room(spans.nbytes))
         if len(read) == n:
             return list(read)
         found: list[Any] = [None] * n

@@ -240,9 +240,9 @@ class _Shard:
         fits = (offsets >= 0) & (sizes >= 0) & (sizes <= most) & (offsets <= self._nbytes - sizes)
         return found if bool((fits | is_missing).all()) else None
 
-    def read_into(self, out: Bytes, offset: int) -> None:
-        """Fill `out` from the file; OSError if the file is too short."""
-        _fill_from(self._fd, self._path, out, offset)
+    def read_spans(self, spans: Spans, room: Bytes) -> list[memoryview]:
+        """The stored bytes of several chunks."""
+        return spans.read(self._fd, room)
 
 
 class _Slot:
@@ -294,7 +294,7 @@ class _Shards:
         for shard, spans, here, stored in parts:
             values = np.full(stored.shape, None, dtype=object)
             read = np.empty(int(stored.sum()), dtype=object)
-            read[:] = spans.read(shard.read_into, data[begin : begin + spans.nbytes])
+            read[:] = shard.read_spans(spans, data[begin : begin + spans.nbytes])
             values[stored] = read
             found[here] = values
             begin += spans.nbytes
@@ -412,12 +412,7 @@ def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
 def _bytes_at(fd: int, path: str, offset: int, nbytes: int, room: Room = fresh) -> Bytes:
     """Exactly `nbytes` bytes from `offset`; OSError if the file is too short."""
     data = room(nbytes)
-    _fill_from(fd, path, data, offset)
+    done = read_at(fd, data, offset)
+    if done < nbytes:
+        raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {nbytes} from {offset} were expected", path)
     return data
-
-
-def _fill_from(fd: int, path: str, out: Bytes, offset: int) -> None:
-    """Fill `out` from `offset`; OSError if the file is too short."""
-    done = read_at(fd, out, offset)
-    if done < len(out):
-        raise OSError(errno.EIO, f"the file ends at byte {offset + done}, {len(out)} from {offset} were expected", path)
