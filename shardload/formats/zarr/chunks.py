@@ -290,6 +290,9 @@ class _Shards:
             stored = places[..., 0] >= 0
             here = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(bounds, box, strict=True))
             parts.append((shard, Spans(places[stored][:, 0], places[stored][:, 1]), here, stored))
+        if len(parts) == 1 and parts[0][3].size == found.size and bool(parts[0][3].all()):
+            shard, spans, *_ = parts[0]
+            return list(shard.read_spans(spans, room(spans.nbytes)))
         data, begin = room(sum(spans.nbytes for _, spans, _, _ in parts)), 0
         for shard, spans, here, stored in parts:
             values = np.full(stored.shape, None, dtype=object)
