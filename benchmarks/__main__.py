@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
+SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
@@ -91,7 +92,7 @@ def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Resul
 @app.command("small-chunks")
 def small_chunks(
     size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 384,
-    layouts: Layouts = ",".join(c.SMALL_CHUNK_LAYOUTS),
+    layouts: Layouts = SMALL_CHUNKS,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,4",
     ways: Annotated[str, typer.Option(help="As for `run`.")] = "shardload,slice,tensorstore,floor",
     repeats: Repeats = 5,

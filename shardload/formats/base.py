@@ -273,8 +273,8 @@ class BatchReader(Protocol):
     def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
         """Read all chunks of a box of the file's chunk grid as they are stored, in C order.
 
-        The result has a bytes-like object for each chunk, or None if it is missing. They are valid until `room` is called again.
-        The result as a whole is None if these chunks must be read one by one. Errors are those of `ChunkReader.fetch`.
+        The result has a bytes-like object for each chunk, or None if it is missing. They are valid until `room` is called
+        again. The result as a whole is None if these chunks must be read one by one. Errors are those of `ChunkReader.fetch`.
         """
         ...
 
@@ -327,7 +327,7 @@ class Spans:
         self.nbytes = int(length.sum())
 
     def read(self, descriptor: int, room: np.ndarray[Any, Any]) -> list[memoryview]:
-        """The pieces, in the order in which they were given, read into `room`. OSError if the file ends before one of them does."""
+        """The pieces, in the order in which they were given, read into `room`. OSError if the file ends before one of them."""
         whole, found = room.data, [_NOTHING] * len(self._places)
         for begin, length, offset in self._spans:
             if os.preadv(descriptor, [whole[begin : begin + length]], offset) < length:  # it may give less than was asked for

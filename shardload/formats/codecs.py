@@ -48,7 +48,7 @@ __all__ = [
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _SMALL_NBYTES = 1 << 15
 
-Many = Sequence[Any]  # bytes-like objects: of several chunks, in order
+Many = Sequence[Any] | Bytes  # bytes-like objects: of several chunks, in order
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Stage:
         ``within(data, most)`` returns the decoded bytes, at most `most`; ValueError if there are more. For stacked compressors:
         the data between two compressors may have any length.
     undo_many : callable or None
-        ``undo_many(data, out)`` does the same for several chunks, with less Python for each: `data` has one bytes-like object per
-        chunk, and `out` a row. It writes the rows and returns `out`, or returns other objects that hold the decoded bytes. ValueError
-        if one of them is damaged; it need not say which.
+        ``undo_many(data, out)`` does the same for several chunks, with less Python for each: `data` has one bytes-like object
+        per chunk, and `out` a row. It writes the rows and returns `out`, or returns other objects that hold the decoded bytes.
+        ValueError if one of them is damaged; it need not say which.
     """
 
     name: str
@@ -198,7 +198,7 @@ class Chain:
             if data is not target and any(len(one) != nbytes for one in data):
                 raise ValueError(f"{stage.name} gives other sizes than the {nbytes} bytes that were stored")
         if data is not target:
-            rows = memoryview(target.reshape(-1))
+            rows = target.reshape(-1).data
             for k, one in enumerate(data):
                 rows[k * self.nbytes : (k + 1) * self.nbytes] = memoryview(one)  # ValueError unless the sizes are equal
 
@@ -217,7 +217,7 @@ class Chain:
 
 def decode_many(chain: Chain, stored: Many, out: np.ndarray[Any, Any], fill: np.ndarray[Any, Any]) -> None:
     """Decode several chunks, of which those that are None are missing: their values are `fill`."""
-    if None not in stored:
+    if not any(one is None for one in stored):
         chain.decode_many(stored, out)
         return
     for one, values in zip(stored, out.reshape(len(stored), -1), strict=True):
@@ -320,8 +320,8 @@ def unshuffle(itemsize: int) -> Stage:
         planes = _joined(data, out)
         n = out.shape[1] // itemsize
         if itemsize in (2, 4, 8) and n * itemsize == out.shape[1] and sys.byteorder == "little":
-            # Words are put together from the last byte to the first: NumPy does that in vector registers. Measured with 24 chunks
-            # of 4096 words: 4 microseconds a chunk, byte by byte as above 7.
+            # Words are put together from the last byte to the first: NumPy does that in vector registers. Measured with 24
+            # chunks of 4096 words: 4 microseconds a chunk, byte by byte as above 7.
             words = out.view(f"<u{itemsize}")
             np.copyto(words, planes[:, (itemsize - 1) * n :])
             for k in reversed(range(itemsize - 1)):
@@ -415,7 +415,7 @@ def unzstd() -> Stage:
 
     def undo_many(data: Many, out: Bytes) -> Many:
         nbytes, decompress = out.shape[1], _small_zstd()
-        heads, rows = _zstd_heads(nbytes), memoryview(out.reshape(-1))
+        heads, rows = _zstd_heads(nbytes), out.reshape(-1).data
         try:
             for k, one in enumerate(data):
                 is_declared = any([bytes(one[:n]) in starts for n, starts in heads])

@@ -256,7 +256,9 @@ class Job:
             own.open(sources)
         for own in arrays:
             own.make_room()
-        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes))
+        resources = opened.enter_context(
+            Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
+        )
         for own in arrays:
             own.make_reader(opened, resources, self.tuning)
         total = sum(own.nbytes for own in arrays)

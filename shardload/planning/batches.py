@@ -1,14 +1,13 @@
 """Which small chunks are read and copied together, and how do the values of a region lie in chunks?
 
-A batch is a box of chunks of the file's grid. Its values are decoded into one buffer, chunk after chunk. Along each axis a region
-is cut at most into three segments: what it has of its first chunk, whole chunks, and what it has of its last chunk. So however
-many chunks there are, a few copies with strides move a region out of the buffer.
+A batch is a box of chunks of the file's grid. Its values are decoded into one buffer, chunk after chunk. Along each axis a
+region is cut at most into three segments: what it has of its first chunk, whole chunks, and what it has of its last chunk. So
+however many chunks there are, a few copies with strides move a region out of the buffer.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,4 +70,6 @@ def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
         if steps[k] < n:
             break
         room //= n
-    return itertools.product(*([axis[i : i + step] for i in range(0, len(axis), step)] for axis, step in zip(axes, steps, strict=True)))
+    return itertools.product(
+        *([axis[i : i + step] for i in range(0, len(axis), step)] for axis, step in zip(axes, steps, strict=True))
+    )

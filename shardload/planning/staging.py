@@ -20,7 +20,7 @@ __all__ = ["Staging", "chunks_per_block", "least_staging", "least_together", "pl
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
-_BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four buffers of that size
+_BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,12 @@ def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _N
         n_chunks=n_chunks,
         slot_nbytes=max(block_size * itemsize, n_chunks * aligned(chunk_size * layout.wide_itemsize)),
         pack_nbytes=block_size * itemsize,
-        by_chunks=(held_nbytes, held_nbytes, held_nbytes, n_batch * layout.casts * chunk_size * (itemsize + (n_batch > 1) * file_itemsize)),
+        by_chunks=(
+            held_nbytes,
+            held_nbytes * (1 + (n_batch > 1)),
+            held_nbytes,
+            n_batch * layout.casts * chunk_size * (itemsize + (n_batch > 1) * file_itemsize),
+        ),
         by_blocks=layout.casts * block_size * file_itemsize,
     )
 

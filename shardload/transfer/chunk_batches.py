@@ -1,12 +1,12 @@
 """How are many small chunks read with little Python for each?
 
-A batch is a box of chunks of one block (`planning.batches`). All of its chunks are fetched with few calls, decoded one after the
-other into one buffer, which stays in the core's cache, and copied from there with a few strided copies: into this rank's pieces,
-and into the block's staging buffer for other ranks. If the batch lies in one piece as it does in the buffer, it is decoded there.
+A batch is a box of chunks of one block (`planning.batches`). Its chunks are fetched with few calls, decoded one after the
+other into one buffer, which stays in the core's cache, and copied from there with a few strided copies: into this rank's
+pieces, and into the block's staging buffer for other ranks. If it lies in one piece as in the buffer, it is decoded there.
 
-A batch is all or nothing until its values are copied. If anything is wrong or unusual (a damaged chunk, a link, a filter that was
-skipped, a value that a cast can not hold), `read` returns False, and `chunk_tasks` reads the same chunks one by one. So an error
-names its chunk, and no rule has to be written twice.
+A batch is all or nothing until its values are copied. If anything is wrong or unusual (a damaged chunk, a link, a filter that
+was left out, a value that a cast can not hold), `read` returns False, and `chunk_tasks` reads the same chunks one by one. So an
+error names its chunk, and no rule has to be written twice.
 """
 
 from __future__ import annotations
@@ -140,8 +140,9 @@ class ChunkBatches:
         counters.chunks_decoded += len(stored)
         counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
         counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
-        if None in stored:
-            numbers = self.numbers(box)[[one is None for one in stored]]
+        is_missing = [one is None for one in stored]
+        if any(is_missing):
+            numbers = self.numbers(box)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True
 
@@ -252,7 +253,7 @@ class ChunkBatches:
 
 
 def _copy_rows(out: Array, values: Array) -> None:
-    """Copy between arrays of one shape. Whole runs along the last axis are moved as one item each: that is faster for short runs."""
+    """Copy between arrays of one shape. Runs along the last axis are moved as one item each: that is faster for short runs."""
     if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
         itemsize = out.itemsize
         if out.strides[-1] == values.strides[-1] == itemsize:

@@ -17,12 +17,11 @@ def read_box(source: Source, box: tuple[range, ...]) -> Array | None:
     """The values of a box of chunks, with the axes of the box first; None if the chunks must be read one by one."""
     reader, chunks = source.chunk_reader(), source.info.chunks or ()
     assert isinstance(reader, BatchReader)
-    rooms = []
+    memory = np.empty(1 << 22, np.uint8)
 
     def room(nbytes: int) -> Array:
-        assert not rooms, "room is asked for once: the second time it would give the same memory"
-        rooms.append(np.full(nbytes, 0xA5, np.uint8))
-        return rooms[0]
+        memory[...] = 0xA5  # the same memory each time: what was read before is gone
+        return memory[:nbytes]
 
     stored = reader.fetch_many(box, room)
     if stored is None:

@@ -179,16 +179,20 @@ class Hdf5Chunks:
             self._chain.decode(encoded.data, out, encoded.skipped)
 
     def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
-        """Read a box of chunks as they are stored: see `BatchReader`. None while HDF5 finds each chunk quicker than it lists all."""
-        if len(box) != len(self._grid) or any(not 0 <= axis.start <= axis.stop <= n for axis, n in zip(box, self._grid, strict=True)):
+        """Read a box of chunks as they are stored: see `BatchReader`. None if filters were left out for any of them."""
+        if len(box) != len(self._grid) or any(
+            not 0 <= axis.start <= axis.stop <= n for axis, n in zip(box, self._grid, strict=True)
+        ):
             raise ValueError(f"there are no chunks {box} in a grid of {self._grid}")
         n = math.prod(map(len, box))
         if self._is_empty:
             return [None] * n
-        listed = self._places(n) if self._chain.takes_many else None
-        if listed is None:
+        if not self._chain.takes_many:
             return None
-        at = np.zeros((), dtype=np.int64)
+        listed = self._places(n)
+        if listed is None:
+            return self._fetch_many_by_hdf5(box, room)
+        at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
         for axis, count in zip(box, self._grid, strict=True):
             at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
         at = at.reshape(-1)
@@ -265,6 +269,16 @@ class Hdf5Chunks:
             raise OSError(said) from error
         self._whole.check()  # HDF5 gives zeros past the end of the file
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
+
+    def _fetch_many_by_hdf5(self, box: Sequence[range], room: Room) -> list[Any] | None:
+        """Do the same as `fetch_many`, without knowing where the chunks are."""
+        found: list[Any] = []
+        for index in itertools.product(*box):
+            one = self._fetch_by_hdf5(tuple(k * c for k, c in zip(index, self._chunk, strict=True)), room)
+            if one is not None and one.skipped:
+                return None
+            found.append(None if one is None else one.data.tobytes())  # the next chunk has the same room
+        return found
 
     def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Values of a chunk, decoded by HDF5, but in the byte order of the file."""

@@ -233,7 +233,7 @@ class _Shard:
         return _bytes_at(self._fd, self._path, offset, nbytes, room)
 
     def places(self, box: tuple[slice, ...], most: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
-        """Offset and size of each chunk in a box of this shard, (-1, -1) if it is missing; None if `read` would raise an error."""
+        """Offset and size of each chunk in a box of this shard, (-1, -1) if it is missing; None if `read` would raise."""
         found = self._index[box].astype(np.int64)  # a missing chunk has the largest unsigned numbers, which become -1
         offsets, sizes = found[..., 0], found[..., 1]
         is_missing = (offsets == -1) & (sizes == -1)
@@ -281,7 +281,8 @@ class _Shards:
             if shard is None:
                 continue
             bounds = [
-                (max(axis.start, i * n), min(axis.stop, (i + 1) * n)) for axis, i, n in zip(box, at, self._per_shard, strict=True)
+                (max(axis.start, i * n), min(axis.stop, (i + 1) * n))
+                for axis, i, n in zip(box, at, self._per_shard, strict=True)
             ]
             within = tuple(slice(a - i * n, b - i * n) for (a, b), i, n in zip(bounds, at, self._per_shard, strict=True))
             places = shard.places(within, most)
@@ -326,7 +327,7 @@ class _Shards:
 class _Folder:
     """An open folder with chunk files: a file in it is found by its name alone.
 
-    Only what cannot be wrong is done here: regular files, no links. Everything else is left to `_read_file`, which says what is wrong.
+    Only what cannot be wrong is done here: regular files, no links. The rest is left to `_read_file`, which says what is wrong.
     """
 
     def __init__(self, path: str, fence: Fence) -> None:

@@ -1,4 +1,4 @@
-"""Do small chunks, which are read many at a time, end where they belong, and does an error still name the one that is damaged?"""
+"""Do small chunks, which are read many at a time, end where they belong, and does an error still name the damaged one?"""
 
 from __future__ import annotations
 
