@@ -418,7 +418,11 @@ def unzstd() -> Stage:
         heads, rows = _zstd_heads(nbytes), out.reshape(-1).data
         try:
             for k, one in enumerate(data):
-                is_declared = any([bytes(one[:n]) in starts for n, starts in heads])
+                is_declared = False
+                for n, starts in heads:
+                    if bytes(one[:n]) in starts:
+                        is_declared = True
+                        break
                 if not is_declared:
                     _check_zstd(np.frombuffer(one, dtype=np.uint8), nbytes)
                 if is_declared and nbytes <= _SMALL_NBYTES:
