@@ -29,7 +29,6 @@ import h5py
 import hdf5plugin  # noqa: F401  (h5py opens Blosc files with it)
 import numcodecs
 import numpy as np
-from mpi4py import MPI
 
 from benchmarks.remote import serve
 
@@ -230,6 +229,8 @@ class Floor:
 
 def main() -> None:
     """Wait for requests."""
+    from mpi4py import MPI
+
     comm = MPI.COMM_WORLD
     n_threads = max(1, CORES // comm.size)
     floor = Floor(n_threads)
