@@ -81,7 +81,7 @@ def test_spans_join_neighbours_in_any_order_and_keep_theirs(tmp_path: Path) -> N
 @pytest.mark.parametrize("most", [1, 3, 1000])
 @pytest.mark.parametrize("shards", [(4, 4, 6), (2, 8, 12), (6, 16, 12)])
 def test_batches_across_shards_some_of_which_are_missing(tmp_path: Path, shards: tuple[int, ...], most: int) -> None:
-    """Compared with TensorStore. Wrong if the chunks of two shards changed places, or if a fill value of another batch stayed."""
+    """Compared with TensorStore. Wrong if chunks of two shards changed places, or if a value of another batch stayed."""
     path = tmp_path / "a.zarr"
     array = zarr.create_array(
         path, shape=SHAPE, dtype="f4", chunks=CHUNKS, shards=shards, fill_value=7, compressors=zarr.codecs.ZstdCodec()
