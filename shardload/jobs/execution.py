@@ -302,7 +302,9 @@ class Job:
         for own in arrays:
             with own.load.naming_errors():
                 own.make_room()
-        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads))
+        resources = opened.enter_context(
+            Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
+        )
         for own in arrays:
             with own.load.naming_errors():
                 own.make_reader(opened, resources, self.tuning)
