@@ -15,6 +15,7 @@ arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
 options.py
 formats   HDF5, Zarr and other formats
+values    what the stored numbers mean
 planning  who owns which block, and which part of it meets which shard: integers only
 comm      the ranks: MPI, shared memory, agreement, the watchdog
 system    what this machine offers: threads, memory, a terminal
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardload.errors import (
         ConfigError,
         MissingChunksWarning,
+        PackedWarning,
         PeerError,
         ShardloadError,
         SourceError,
@@ -47,6 +49,7 @@ __all__ = [
     "ConfigError",
     "LoadReport",
     "MissingChunksWarning",
+    "PackedWarning",
     "PeerError",
     "Plan",
     "ShardloadError",

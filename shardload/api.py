@@ -45,6 +45,7 @@ def load(
     dataset: str | None = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
@@ -75,6 +76,11 @@ def load(
         The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis.
     dtype : dtype, optional
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
+        With `decode`, decoded values are cast.
+    decode : bool, "valid" or None
+        True turns stored numbers into values by their attributes, as xarray does: ``_Unsigned``, fill values (NaN),
+        ``scale_factor``, ``add_offset``. ``"valid"`` also makes values outside of ``valid_range`` NaN. Times stay numbers.
+        False loads the stored numbers. None, too, and a `PackedWarning` on rank 0 says if those are packed.
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
@@ -157,6 +163,7 @@ def plan(
     dataset: str | None = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
@@ -284,6 +291,7 @@ def verify(
     dataset: str | None = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     how: str = DEFAULTS.how,
     seed: int = DEFAULTS.seed,
@@ -303,8 +311,8 @@ def verify(
     ----------
     x : jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed.
-    path, dataset, select, dtype, pad, comm, allow_filters
-        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
+    path, dataset, select, dtype, decode, pad, comm, allow_filters
+        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it was decoded.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
     seed : int
@@ -358,7 +366,8 @@ def verify(
         if (made.plan.shape_global, made.plan.dtype) != (x.shape, x.dtype):
             raise ConfigError(
                 f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
-                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
+                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype=, decode= and pad= as to the "
+                "load"
             )
         return [made]
 
@@ -420,7 +429,8 @@ def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:
-    return find_array(path, call.options.dataset, call.options.access)
+    options = call.options
+    return find_array(path, options.dataset, options.access, needs_numbers=bool(options.decode))
 
 
 def _sharding_of(x: Any) -> Any:

@@ -37,6 +37,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.checksum import join_sums
 from shardload.units import first_ranks, format_nbytes
+from shardload.values.decoding import Decoding
 
 __all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport"]
 
@@ -113,12 +114,15 @@ class VerifyHow:
         Fill value of the padding; None without padding.
     seed : int
         Seed for the random regions of ``"file"``.
+    decoding : Decoding or None
+        How stored numbers become values; None if they are only cast.
     """
 
     level: str
     staging_nbytes: int
     pad: Any = None
     seed: int = 0
+    decoding: Decoding | None = None
 
 
 class Verifier:
@@ -249,7 +253,7 @@ class Verifier:
     def _check_file(self, local: LocalShards) -> None:
         shards, layout, found = self._schedule.shards, self._layout, local.found
         with closing(self._open_again()) as source:
-            truth = Truth(source, layout.selection, layout.dtype)
+            truth = Truth(source, layout.selection, layout.dtype, self._how.decoding)
             for number in local.on_devices:
                 true = self._schedule.true_region(number)
                 for region in () if true is None else self._regions(true, len(local.on_devices)):

@@ -152,6 +152,8 @@ def as_typed(message: str) -> str:
 
     >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or allow_external=True")
     'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
+    >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
+    'Pass --decode to apply that, --no-decode if the stored numbers are meant'
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
@@ -178,6 +180,8 @@ _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
+    if bare == "False":
+        return _FLAGS[name].replace("--", "--no-", 1)
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"
 
 

@@ -59,6 +59,7 @@ _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[str | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
 Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
+Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=_HELP["decode"])]
 Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
 Readers = Annotated[str, typer.Option(help=_HELP["readers"], autocompletion=completes(*OPTIONS["readers"].choices))]
 AllowExternal = Annotated[bool, typer.Option("--allow-external", help=_HELP["allow_external"])]
@@ -168,6 +169,7 @@ def plan(
     dataset: Dataset = DEFAULTS.dataset,
     select: Select = DEFAULTS.select,
     dtype: Dtype = DEFAULTS.dtype,
+    decode: Decode = DEFAULTS.decode,
     pad: Pad = DEFAULTS.pad,
     readers: Readers = DEFAULTS.readers,
     staging: StagingText = DEFAULTS.staging,
@@ -205,6 +207,7 @@ def plan(
 
         how: dict[str, Any] = {
             "dtype": dtype,
+            "decode": decode,
             "pad": value,
             "readers": who,
             "staging": staging,
@@ -223,6 +226,7 @@ def verify(
     dataset: Dataset = DEFAULTS.dataset,
     select: Select = DEFAULTS.select,
     dtype: Dtype = DEFAULTS.dtype,
+    decode: Decode = DEFAULTS.decode,
     pad: Pad = DEFAULTS.pad,
     readers: Readers = DEFAULTS.readers,
     staging: StagingText = DEFAULTS.staging,
@@ -247,7 +251,7 @@ def verify(
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
-    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
+    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype, "decode": decode}
     more |= {"missing": missing, "allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.cli.verify import run

@@ -24,6 +24,7 @@ import numpy as np
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.planning.region import Region
+from shardload.values.decoding import Packing
 
 __all__ = [
     "MOST_NAMED",
@@ -86,8 +87,11 @@ class ArrayInfo:
     is_coordinate : bool
         True for a coordinate of other arrays (an HDF5/netCDF dimension scale).
     attributes : mapping
-        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar):
-        reported, never applied.
+        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar), for
+        people.
+    packing : mapping
+        The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
+        ``decode=True``.
     """
 
     path: str
@@ -102,11 +106,13 @@ class ArrayInfo:
     refused: str | None = None
     is_coordinate: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    packing: Packing = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text, for another rank."""
         # Not `asdict`: it copies all values, and small loads call this often.
-        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"attributes": dict(self.attributes)})
+        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing)}
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
 
     @classmethod
     def from_json(cls, text: str) -> ArrayInfo:

@@ -30,6 +30,7 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["find_array", "find_small", "format_of", "list_arrays", "open_file", "open_source", "read_small", "split_path"]
 
+_NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -83,7 +84,9 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         return file_format.list_arrays(path, access)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None, access: Access = STRICT) -> ArrayInfo:
+def find_array(
+    path_or_object: Any, dataset: str | None = None, access: Access = STRICT, needs_numbers: bool = False
+) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
 
     Collective: no. One rank runs it and tells the others.
@@ -97,6 +100,8 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
+    needs_numbers : bool
+        True if the caller asks for what only numbers have, such as decoding.
 
     Returns
     -------
@@ -107,7 +112,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
     ------
     ConfigError
         If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
-        array is passed with `untrusted`.
+        array is passed with `untrusted`, or numbers are needed and the array has none.
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
@@ -117,7 +122,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
             return find(whole, file, dataset, access)[0]
     path = _as_path(path_or_object)
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, access))
+        return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
     if dataset is None:
         path, dataset = split_path(path)
     file_format = format_of(path)
@@ -134,7 +139,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
     except KeyError:
         raise no_such_array(path, name, *_sketch(file_format, path, access, name)) from None
     source.close()
-    return _loadable(source.info)
+    return _loadable(source.info, needs_numbers)
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
@@ -372,8 +377,12 @@ def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
     return info
 
 
-def _loadable(info: ArrayInfo) -> ArrayInfo:
+def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
+    if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
+        raise ConfigError(
+            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded either. Leave out decode="
+        )
     if info.refused is not None:
         raise SourceError(
             f"{info} cannot be loaded: it holds {info.refused}.",

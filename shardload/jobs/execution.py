@@ -27,7 +27,8 @@ import numpy as np
 from shardload.arrays.verification import VerifyReport
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.errors import ConfigError, StallError
+from shardload.errors import ConfigError, PackedWarning, StallError
+from shardload.formats.base import some
 from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, check_same, to_sums
 from shardload.jobs.plan import Plan
@@ -37,12 +38,14 @@ from shardload.options import Options
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
+from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.transfer.resources import Resources
+from shardload.values.decoding import packed_by
 
 __all__ = ["Execution", "Job", "Loaded"]
 
@@ -299,6 +302,7 @@ class Job:
             check_same(str(info), of_array[:N_SUMS], info.path, info.dataset, is_open=own.load.is_open)
             proven.append(own.load.verifier().agree(self.group, own.checked, of_array[N_SUMS:]))
         self._settle_missing(mine.arrays, n_missing)
+        self._warn_of_packed()
         report = replace(
             own_report,
             chunks_decoded=n_chunks,
@@ -307,6 +311,18 @@ class Job:
             proven=join_proven(proven, n_parts),
         )
         return Loaded([own.array for own in mine.arrays if own.array is not None], proven, report)
+
+    def _warn_of_packed(self) -> None:
+        """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""
+        asked = [load.info for load in self.loads if load.options.decode is None and load.info.packing]
+        found = [(info, packed_by(np.dtype(info.dtype), info.packing)) for info in asked]
+        told = [f"{info} ({', '.join(how)})" for info, how in found if how]
+        if told:
+            text = (
+                f"these numbers are packed, and were loaded as they are stored: {some(told)}. Pass decode=True to apply that "
+                "and the fill values, decode=False if the stored numbers are meant"
+            )
+            warn_once(text, PackedWarning, self.group.rank)
 
     def _settle_missing(self, arrays: list[OwnArray], n_missing: list[int]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""

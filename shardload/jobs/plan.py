@@ -26,6 +26,7 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import width_of_prints
+from shardload.values.decoding import Decoding
 
 __all__ = ["Executor", "Layout", "Plan"]
 
@@ -44,6 +45,8 @@ class Layout:
         How it lies in the file.
     schedule : Schedule
         Which rank reads which block, and which rank needs which part of it.
+    decoding : Decoding or None
+        How stored numbers become values; None if they are only cast.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
@@ -51,6 +54,7 @@ class Layout:
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
+    decoding: Decoding | None = None
     _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # a cache: loads of the same kind share a layout
 
     def staging(self, cap_nbytes: int) -> Staging:

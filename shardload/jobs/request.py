@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -296,7 +297,9 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
     known = _recent.setdefault(call.group, OrderedDict())
-    kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    if call.options.decode:
+        kind = (*kind, json.dumps(dict(info.packing)))  # with the types
     key = (call.sharding, call.tuning, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:

@@ -68,6 +68,7 @@ from shardload.formats.zarr.store import (
     zip_entries,
 )
 from shardload.planning.region import Region
+from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
@@ -469,7 +470,24 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         refused=refused,
         is_coordinate=array.ndim == 1 and list(dimensions or ()) == [name.rpartition("/")[2]],
         attributes={key: _attribute(array, key) for key in _TOLD if key in array.attrs},
+        packing=_packing(array),
     )
+
+
+def _packing(array: Any) -> Packing:
+    """The attributes by which stored numbers become values.
+
+    In format 2 the fill value of missing chunks is ``_FillValue`` as well, as xarray has it (and writes it).
+    """
+    attributes, kind = array.metadata.attributes, getattr(array.dtype, "kind", "")
+    found = {key: typed(_attribute(array, key)) for key in ATTRIBUTES if attributes.get(key) is not None}
+    if kind == "c" and "_FillValue" in found:
+        value = _attribute(array, "_FillValue")
+        found["_FillValue"] = typed(np.complex128(complex(*value) if isinstance(value, list) else value))
+    fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
+    if fill is not None and kind in "biufc":
+        found["_FillValue"] = typed(np.asarray(fill, array.dtype)[()])
+    return found
 
 
 def _attribute(array: Any, key: str) -> Any:
