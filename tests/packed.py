@@ -130,8 +130,9 @@ def by_to_zarr(zarr_format: int) -> Callable[..., None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = _as_dataset(shape)
-            chunks = {name: {"chunks": tuple(max(1, n // 2) for n in shape)} for name in VARIABLES}
-            made.to_zarr(path, group=group or None, zarr_format=zarr_format, encoding=chunks, consolidated=False)  # type: ignore[call-overload]
+            for variable in made.variables.values():
+                variable.encoding["chunks"] = tuple(max(1, n // 2) for n in shape)
+            made.to_zarr(path, group=group or None, zarr_format=zarr_format, consolidated=False)  # type: ignore[call-overload]
 
     return write
 

@@ -52,6 +52,8 @@ def test_twelve_variables(tmp_path: Path, writer: str) -> None:
     for variable, values in expected.items():
         assert_same(decoded(tmp_path / name, variable), values, variable)
     assert sum(np.isnan(values).any() for values in expected.values()) >= 3
+    packings = [info.packing for info in list_arrays(str(tmp_path / name))]
+    assert sum("scale_factor" in packing or "add_offset" in packing for packing in packings) >= (3 if len(expected) == 4 else 7)
 
 
 @pytest.mark.parametrize("write", [by_netcdf4, by_xarray("h5netcdf")], ids=["netCDF4", "h5netcdf"])
