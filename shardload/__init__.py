@@ -42,8 +42,11 @@ if TYPE_CHECKING:
         StallError,
         VerifyError,
     )
+    from shardload.jobs.contents import open
+    from shardload.jobs.labelled import to_xarray
     from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
+    from shardload.planning.selection import between, near
 
 __all__ = [
     "ConfigError",
@@ -57,10 +60,14 @@ __all__ = [
     "StallError",
     "VerifyError",
     "VerifyReport",
+    "between",
     "initialize",
     "load",
+    "near",
+    "open",
     "plan",
     "scatter",
+    "to_xarray",
     "verify",
 ]
 
@@ -72,6 +79,9 @@ _HOMES = {
     "Plan": "jobs.plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
+    "open": "jobs.contents",
+    "to_xarray": "jobs.labelled",
+    **dict.fromkeys(("between", "near"), "planning.selection"),
     **dict.fromkeys(("load", "plan", "scatter", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }

@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import find_array, find_small, read_small
+from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.lookup import Labeller, find_array, find_small, read_small
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.execution import Loaded
@@ -31,10 +32,13 @@ from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
 from shardload.options import AUTO, DEFAULTS, FILE, FULL, Progress, options_of
 from shardload.planning.region import Region
+from shardload.planning.selection import is_by_name, needs_coordinates
 from shardload.planning.strategies import ROOT
 from shardload.transfer.messages import sendable
 
 __all__ = ["load", "plan", "scatter", "verify"]
+
+_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 
 
 def load(
@@ -72,8 +76,9 @@ def load(
         Which mesh axes cut which array axis: ``P("a", "b")``. Leave it out with a NamedSharding.
     dataset : str, optional
         Name of the array in the file. Optional if the file has exactly one array.
-    select : slice, int or tuple of them, optional
-        The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis.
+    select : slice, int or tuple of them, or dict, optional
+        The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis. Or by names of axes,
+        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``.
     dtype : dtype, optional
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
         With `decode`, decoded values are cast.
@@ -208,7 +213,7 @@ def plan(
         return [plan_file(calls[0], ArrayInfo.from_json(found), path)]
 
     with Request.open("plan", [target], comm, processes) as request:
-        (made,) = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
+        (made,) = request.plan(lambda calls: _labelled(path, _find(path, calls[0]), calls[0], True).to_json(), make)
         return request.hand_out(made)
 
 
@@ -372,7 +377,7 @@ def verify(
         return [made]
 
     with Request.open("verify", [Target(_sharding_of(x), None, what, options)], comm, error=error) as request:
-        made = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
+        made = request.plan(lambda calls: _labelled(path, _find(path, calls[0]), calls[0]).to_json(), make)
         return request.job(made).verify(x, int(seed))
 
 
@@ -416,7 +421,7 @@ def _find_with_values(path: Any, call: Call) -> list[str | None]:
     else:
         info = _find(path, call)
         values = read_small(path, info, access, call.tuning) if is_auto else None
-    return [info.to_json(), None if values is None else b64encode(values).decode()]
+    return [_labelled(path, info, call).to_json(), None if values is None else b64encode(values).decode()]
 
 
 def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
@@ -431,6 +436,15 @@ def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
 def _find(path: Any, call: Call) -> ArrayInfo:
     options = call.options
     return find_array(path, options.dataset, options.access, needs_numbers=bool(options.decode))
+
+
+def _labelled(path: Any, info: ArrayInfo, call: Call, always: bool = False) -> ArrayInfo:
+    """The metadata with names and coordinates, if it is asked for or the selection needs them."""
+    select = call.options.select
+    if not always and not is_by_name(select):
+        return info
+    with Labeller(call.options.access, _SEARCHED_NBYTES if needs_coordinates(select) else SMALL_NBYTES) as labeller:
+        return labeller.label(path, info)
 
 
 def _sharding_of(x: Any) -> Any:

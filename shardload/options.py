@@ -199,7 +199,10 @@ _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("l
 
 _DECLARED = (
     Option("dataset", None, "Name of the array, if the file has several.", _FILE, _dataset, is_shared=False, flag="--dataset"),
-    Option("select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, flag="--select"),
+    Option(
+        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, is_shared=False,
+        flag="--select",
+    ),
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option(
         "decode", None, "Apply scale_factor, add_offset and fill values: True, False or 'valid' (also valid_range).", _FILE,

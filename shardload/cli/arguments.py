@@ -70,12 +70,24 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...
     return tuple(parts)
 
 
-def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...]:
-    """A NumPy-style basic index, from ``--select``; what it means for the array is for the library to say.
+def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str, slice | int]:
+    """A NumPy-style basic index, or positions by names of axes, from ``--select``; what it means is for the library to say.
 
     >>> parse_select("0,:,10:20")
     (0, slice(None, None, None), slice(10, 20, None))
+    >>> parse_select("time=-1,lat=10:50")
+    {'time': -1, 'lat': slice(10, 50, None)}
     """
+    if "=" in text:
+        named: dict[str, slice | int] = {}
+        for piece in text.strip("[] ").split(","):
+            name, _, position = (word.strip() for word in piece.partition("="))
+            parsed = parse_select(position) if position and "=" not in position else ()
+            if not name or len(parsed) != 1 or isinstance(parsed, dict) or isinstance(parsed[0], EllipsisType):
+                fix = 'Each is NAME=POSITION or NAME=START:STOP. Type for example --select "time=-1,lat=10:50"'
+                raise _wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
+            named[name] = parsed[0]
+        return named
     parts: list[slice | int | EllipsisType] = []
     for part in (piece.strip() for piece in text.strip("[] ").split(",")):
         try:

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
+from shardload.formats.labels import Coordinate, Labels, from_plain, to_plain
 from shardload.planning.region import Region
 from shardload.values.decoding import Packing
 
@@ -92,6 +93,8 @@ class ArrayInfo:
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.
+    labels : Labels or None
+        Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
 
     path: str
@@ -107,11 +110,12 @@ class ArrayInfo:
     is_coordinate: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=dict)
+    labels: Labels | None = field(default=None, compare=False)
 
     def to_json(self) -> str:
         """As text, for another rank."""
         # Not `asdict`: it copies all values, and small loads call this often.
-        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing)}
+        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(self.labels)}
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
 
     @classmethod
@@ -120,7 +124,24 @@ class ArrayInfo:
         found = json.loads(text)
         for name in ("shape", "chunks", "shards"):
             found[name] = None if found[name] is None else tuple(found[name])
+        if found["labels"] is not None:
+            found["labels"] = from_plain(found["labels"], len(found["shape"]))
         return cls(**found)
+
+    @property
+    def dims(self) -> tuple[str | None, ...]:
+        """The name of each axis; None for an axis without one, or if names were not asked for."""
+        return (None,) * len(self.shape) if self.labels is None else self.labels.dims
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """All attributes, as plain Python; only those of `attributes` if no more were asked for."""
+        return self.attributes if self.labels is None else self.labels.attrs
+
+    @property
+    def coords(self) -> Mapping[str, Coordinate]:
+        """The coordinates by name, with their values if they are small; none if they were not asked for."""
+        return {} if self.labels is None else self.labels.coords
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
@@ -187,6 +208,13 @@ class Source(abc.ABC):
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""
         return None
+
+    def labels(self) -> Labels:
+        """The names of the axes, all attributes, and the names of the arrays that are its coordinates (without their values).
+
+        Called only if somebody asks. By default axes have no names.
+        """
+        return Labels((None,) * len(self.info.shape), self.info.attributes)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only

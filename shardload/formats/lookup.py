@@ -12,8 +12,9 @@ whatever the library below raised. `diagnosis` has the messages.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,23 @@ from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of
 from shardload.formats.diagnosis import as_source_error, candidates, check_readable, no_such_array, only_array, unclaimed
-from shardload.formats.untrusted.source import UntrustedSource, find, list_all
+from shardload.formats.labels import SMALL_NBYTES, Labels, complete
+from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["find_array", "find_small", "format_of", "list_arrays", "open_file", "open_source", "read_small", "split_path"]
+__all__ = [
+    "Labeller",
+    "find_array",
+    "find_small",
+    "format_of",
+    "list_arrays",
+    "open_file",
+    "open_source",
+    "read_small",
+    "split_path",
+]
 
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
@@ -147,6 +159,76 @@ def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> t
     with as_source_error(path):
         infos = file_format.sketch_arrays(path, access, _MOST_LISTED, like)
     return infos[:_MOST_LISTED], len(infos) > _MOST_LISTED
+
+
+class Labeller:
+    """Adds labels to what was found: names of axes, all attributes, coordinates. A context manager; a file is opened once.
+
+    Collective: no. One rank uses it, and tells the others.
+
+    Parameters
+    ----------
+    access : Access
+        What the caller allows.
+    small_nbytes : int
+        The most bytes of values of a coordinate.
+    """
+
+    def __init__(self, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> None:
+        self._access, self._small_nbytes = access, small_nbytes
+        self._path, self._file = "", ExitStack()
+        self._opened: OpenFile | None = None
+
+    def __enter__(self) -> Labeller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def label(self, path_or_object: Any, info: ArrayInfo) -> ArrayInfo:
+        """The same `info`, with labels.
+
+        Raises
+        ------
+        SourceError
+            If the array cannot be opened any more.
+        """
+        path = _as_path(path_or_object)
+        if self._access.untrusted is not None:
+            with as_source_error(info.path, info.dataset):
+                return find_labels(info, self._access, self._small_nbytes)
+        if path is None:
+            source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
+            return self._complete(info, source, self._beside(info.path))
+        file = self._open(split_path(path)[0])
+        with _naming_what_is_gone(info.path, info.dataset), closing(file.open(info.dataset)) as source:
+            return self._complete(info, source, file.open)
+
+    def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
+        try:
+            labels = complete(source.labels(), open_other, self._small_nbytes)
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError):  # damaged names; the values may be fine
+            labels = Labels((None,) * len(info.shape), info.attributes)
+        return replace(info, labels=labels)
+
+    def _open(self, path: str) -> OpenFile:
+        if self._opened is None or path != self._path:
+            self._file.close()
+            file_format = format_of(path)
+            with as_source_error(path):
+                self._opened = self._file.enter_context(file_format.open_file(path, self._access))
+            self._path = path
+        return self._opened
+
+    def _beside(self, path: str) -> Callable[[str], Source]:
+        """Opens other arrays of the file that an open array is in, by their names; KeyError if it is in no file."""
+
+        def open_other(name: str) -> Source:
+            if not os.path.exists(path):
+                raise KeyError(name)
+            return self._open(path).open(name)
+
+        return open_other
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> Source:

@@ -162,6 +162,16 @@ class _Server:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
 
+    def do_label(self, path: str, dataset: str, allow_external: bool, small_nbytes: int) -> Answer:
+        """The names of an array's axes, its attributes and its coordinates."""
+        from shardload.formats.labels import to_plain
+        from shardload.formats.lookup import Labeller, find_array
+
+        self._prepare(path)
+        access = _access(allow_external)
+        with Labeller(access, small_nbytes) as labeller:
+            return {"labels": to_plain(labeller.label(path, find_array(path, dataset, access)).labels)}
+
     def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
         """Open the array for the requests below."""
         from shardload.formats.base import Scratch

@@ -118,6 +118,7 @@ class Plan:
     costs: Mapping[str, Cost]
     staging_nbytes: int
     _layout: Layout = field(kw_only=True)
+    _is_decoded: bool = field(default=False, kw_only=True)
     _executor: Executor | None = field(default=None, kw_only=True)
     # The report of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
@@ -131,6 +132,11 @@ class Plan:
     def chunks(self) -> tuple[int, ...] | None:
         """The file's chunk shape; None if it has no chunks."""
         return self.info.chunks
+
+    @property
+    def is_decoded(self) -> bool:
+        """True if the caller asked for values and not for stored numbers. (They may be the same.)"""
+        return self._is_decoded
 
     @property
     def schedule(self) -> Schedule:

@@ -265,6 +265,7 @@ def _choose(
         costs=costs,
         staging_nbytes=ask.options.staging_nbytes,
         _layout=layouts[mode],
+        _is_decoded=bool(ask.options.decode),
     )
 
 

@@ -32,6 +32,7 @@ from shardload.jobs.execution import Execution, Job
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.options import TIMEOUT, Options
+from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
@@ -293,6 +294,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
 
     `info` is its metadata. `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
     """
+    call = replace(call, options=_with_positions(call.options, info))
     if call.group is None:
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
@@ -308,6 +310,17 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     while len(known) > _RECENT:
         known.popitem(last=False)
     return ArrayLoad(replace(made, info=info), call.options, path, origin)
+
+
+def _with_positions(options: Options, info: ArrayInfo) -> Options:
+    """The options, with positions in the place of names of axes."""
+    if not is_by_name(options.select):
+        return options
+    try:
+        index = name_axes(options.select, info.dims, {name: one.values for name, one in info.coords.items()})
+    except ValueError as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+    return replace(options, select=index)
 
 
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> ArrayLoad:

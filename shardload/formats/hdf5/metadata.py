@@ -15,9 +15,10 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
+from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["describe", "filters_of"]
+__all__ = ["describe", "filters_of", "labels_of"]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -84,6 +85,60 @@ def describe(
         attributes=attributes,
         packing=packing,
     )
+
+
+# What HDF5 and the netCDF library keep in attributes for themselves.
+_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+
+
+def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
+    """The names of a dataset's axes (HDF5's dimension scales, and labels), its attributes, and where its coordinates are.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        An open dataset.
+    has_coords : bool
+        False if its file is another one than that which the caller opens by name.
+    """
+    own = str(dataset.name or "")
+    if not _has_attributes(dataset):
+        return Labels((None,) * len(dataset.shape or ()))
+    attrs = {
+        key: _attribute(dataset, key)
+        for key in dataset.attrs
+        if isinstance(key, str) and key not in _HIDDEN and not key.startswith("_Netcdf4")
+    }
+    dims: list[str | None] = [None] * len(dataset.shape or ())
+    coords: dict[str, Coordinate] = {}
+    if h5py.h5ds.is_scale(dataset.id) and len(dims) == 1:
+        dims = [own.rpartition("/")[2]]
+    elif not h5py.h5ds.is_scale(dataset.id):
+        for axis in range(len(dims)):
+            dims[axis] = _axis_name(dataset, axis, coords)
+    above = own.rpartition("/")[0]
+    for name in names_in(attrs.get("coordinates")):
+        place = above
+        while f"{place}/{name}" not in dataset.file and place:  # netCDF looks in the groups above, too
+            place = place.rpartition("/")[0]
+        coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
+    return Labels(tuple(dims), attrs, coords if has_coords else {})
+
+
+def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) -> str | None:
+    """The name of an axis; its coordinate is added to `coords`, if it has one."""
+    found = dataset.dims[axis]
+    label = str(found.label) or None
+    if "DIMENSION_LIST" not in dataset.attrs or not len(found):
+        return label
+    scale = found[0]
+    full = str(scale.name or "")
+    name = full.rpartition("/")[2] or label
+    told = _attribute(scale, "NAME") if _has_attributes(scale) else None
+    if name is not None and not str(told).startswith(_NO_VARIABLE):
+        coords[name] = Coordinate(full)
+    return name
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.base import ArrayInfo, refusal
+from shardload.formats.labels import Labels, from_plain
 from shardload.values.decoding import ATTRIBUTES, Packing
 
-__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "lie", "loadable", "state_of"]
+__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "labels_of", "lie", "loadable", "state_of"]
 
 LONGEST_TEXT = 4096
 _MOST_AXES = 64  # NumPy's
@@ -123,6 +124,14 @@ def _plain(found: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise lie("no attributes")
     return {clean(key): settled(value) for key, value in itertools.islice(found.items(), LONGEST_TEXT)}
+
+
+def labels_of(found: object, n_axes: int) -> Labels | None:
+    """A helper's answer for labels, checked, with texts cleaned."""
+    try:
+        return from_plain(found, n_axes, clean)
+    except (TypeError, ValueError) as error:
+        raise lie(str(error)) from None
 
 
 def _packing(found: object) -> Packing:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,16 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Encoded, Room, Source, check_request, fresh, native_dtype, settle_bools
-from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, lie, loadable, state_of
+from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
 from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
 from shardload.planning.region import Region
 
-__all__ = ["UntrustedChunks", "UntrustedSource", "find", "list_all"]
+__all__ = ["UntrustedChunks", "UntrustedSource", "find", "find_labels", "list_all"]
 
 _FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # more CPU time for a file with many arrays, less for a small array
 _MOST_LIST_NBYTES = 32 << 20  # of an answer to "list"
+_MOST_LABELS_NBYTES = 2 << 20
 _MOST_HELPERS = 4
 _WORTH_NBYTES = 64 << 20  # memory that each helper must have
 _WORTH_SECONDS = 1.0  # reading time after which another helper pays off: starting it takes half of that
@@ -85,6 +88,16 @@ def find(path: str, inside: str, dataset: str | None, access: Access, values: bo
         with suppress(HelperError):
             return _find(path, inside, dataset, access, True)
     return _find(path, inside, dataset, access, False)
+
+
+def find_labels(info: ArrayInfo, access: Access, small_nbytes: int) -> ArrayInfo:
+    """Add labels to an array's description, in a helper (`lookup.Labeller`)."""
+    with _helper(access, info.path, info.dataset) as helper:
+        answer = helper.ask(
+            "label", 0, _FIND_FACTOR, _MOST_LABELS_NBYTES, path=info.path, dataset=info.dataset,
+            allow_external=access.allow_external, small_nbytes=min(small_nbytes, SMALL_NBYTES),
+        )  # fmt: skip
+    return replace(info, labels=labels_of(answer.get("labels"), len(info.shape)))
 
 
 def _find(path: str, inside: str, dataset: str | None, access: Access, values: bool) -> tuple[ArrayInfo, bytes | None]:
