@@ -240,6 +240,8 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 def pytest_sessionfinish() -> None:
     if persistent := sys.modules.get("tests.jobs.persistent"):
         persistent.close_all()
+    if preloaded := sys.modules.get("tests.jobs.preloaded"):
+        preloaded.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -98,6 +98,7 @@ def run_job(
     python: str | Path | None = None,
     cwd: str | Path | None = None,
     fresh: bool = True,
+    preloaded: bool = True,
 ) -> Job:
     """Run a Python program on `n` ranks and wait for it, at most `timeout` seconds.
 
@@ -140,7 +141,7 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="shardload-job-") as folder:
         environment = job_environment(n, mpi=mpi, devices_per_process=devices_per_process)
         environment |= {**(env or {}), "SHARDLOAD_JOB_DIR": folder, "SHARDLOAD_JOB_SITE": SITE}
-        command = job_command(program, n, mpi=mpi, python=python, rank_shell=True)
+        command = job_command(program, n, mpi=mpi, python=python, rank_shell=True, env=environment if preloaded else None)
         log = Path(folder, "mpiexec")
         with log.open("wb") as launcher:
             code, seconds, killed = _run(command, environment, timeout, launcher, launcher, cwd)
@@ -190,8 +191,9 @@ def job_command(
     mpi: str = "mpich",
     python: str | Path | None = None,
     rank_shell: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """The command line: mpiexec, then the interpreter and its arguments."""
+    """The command line: mpiexec, then the interpreter and its arguments; with `env`, a copy of one that waits (`preloaded`)."""
     interpreter = str(python or sys.executable)
     arguments = [str(program)] if isinstance(program, (str, Path)) else [str(part) for part in program]
     command = [str(mpiexec_of(mpi, interpreter)), "-n", str(n)]
@@ -199,6 +201,10 @@ def job_command(
         command.insert(1, "--oversubscribe")
     if rank_shell:
         command += ["/bin/sh", "-c", RANK_SHELL, "rank"]
+    if env is not None:
+        from tests.jobs import preloaded  # which needs this module
+
+        return [*command, *preloaded.command_for(interpreter, arguments, env)]
     return [*command, interpreter, *arguments]
 
 

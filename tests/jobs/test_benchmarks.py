@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.cases.cells import FLOOR, LAYOUTS, OURS, Cell
 from benchmarks.cases.layouts import make
 from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs import environments
 from benchmarks.runs.measure import measure
+from tests.jobs.launch import job_command, job_environment
 
 HERE = Path(__file__).parent
 WAYS = (OURS, "slice", "scatter", "jax-power", "tensorstore", FLOOR)  # those that need no other environment
+
+
+@pytest.fixture(autouse=True)
+def _preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The jobs start as those of other tests do: how long that takes is not in any figure, and no figure is looked at here."""
+
+    def command(program: Any, n: int, **options: Any) -> list[str]:
+        return job_command(program, n, env=job_environment(n), **options)
+
+    monkeypatch.setattr(environments, "job_command", command)
 
 
 def command(*arguments: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.jobs.launch import PATHS, ROOT, job_environment, mpiexec_of, run_job
+from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.unit.cli.test_doctor import CASES
 
@@ -73,9 +74,10 @@ def test_json(n: int, devices: int, per_node: str) -> None:
 
 def alone(**env: str) -> subprocess.CompletedProcess[str]:
     """The doctor as one process without a launcher."""
+    variables = {**job_environment(1), **ENV, **env}
     return subprocess.run(
-        [sys.executable, *DOCTOR, "--json"],
-        env={**job_environment(1), **ENV, **env},
+        command_for(sys.executable, [*DOCTOR, "--json"], variables),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=240,
@@ -107,15 +109,16 @@ def test_slurm_without_mpi() -> None:
     """Wrong if tasks that do without MPI were called singletons, or waited for messages that nobody can send."""
     step = {"SHARDLOAD_MPI": "0", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "5", "SLURM_STEP_NUM_TASKS": "3"}
     step |= {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "no-such-host[1-2]", "SLURM_NODEID": "0"}
+    envs = [{**job_environment(1), **ENV, **step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)} for k in range(3)]
     started = [
         subprocess.Popen(
-            [sys.executable, *DOCTOR, "--json"],
-            env={**job_environment(1), **ENV, **step, "SLURM_PROCID": str(k), "SLURM_LOCALID": str(k)},
+            command_for(sys.executable, [*DOCTOR, "--json"], env),
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for k in range(3)
+        for env in envs
     ]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in started]

@@ -5,6 +5,7 @@ Without these, every other test that says "nobody hangs" rests on trust.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from tests.jobs.launch import MARK, ROOT, Job, run_job
 
 LIBRARIES = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+STARTS = pytest.mark.parametrize("preloaded", [False, True], ids=["started", "preloaded"])
 
 HELLO = """
 import os, sys
@@ -41,15 +43,48 @@ waits_for_ever()
 """
 
 
+@STARTS
 @LIBRARIES
-def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str) -> None:
+def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str, preloaded: bool) -> None:
     script = tmp_path / "hello.py"
     script.write_text(HELLO)
-    job = run_job(script, 3, timeout=240, mpi=mpi).check()
+    job = run_job(script, 3, timeout=240, mpi=mpi, preloaded=preloaded).check()
     vendor = {"mpich": "MPICH", "openmpi": "Open MPI"}[mpi]
     assert job.rank_stdout == tuple(f"rank {k} of 3 {vendor}\n" for k in range(3))
     assert job.stdout == "".join(job.rank_stdout)
     assert [f"said on stderr by {k}" in err for k, err in enumerate(job.rank_stderr)] == [True] * 3
+
+
+WHAT_IT_IS = """
+import json, os, signal, sys
+others = ("PMI_", "GFORTRAN_", "SHARDLOAD_JOB", "HYDI_", "MPIR_", "_")
+found = {
+    "name": __name__, "file": globals().get("__file__"), "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path,
+    "folder": os.getcwd(), "env": {name: value for name, value in sorted(os.environ.items()) if not name.startswith(others)},
+    "warnings": sys.warnoptions, "umask": os.umask(0o22), "cores": len(os.sched_getaffinity(0)),
+    "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)],
+    "input": os.path.exists("/proc/self/fd/0"), "session": os.getsid(0) > 0,
+}
+print(json.dumps(found))
+def fails(): raise KeyError("so ends it")
+fails() if sys.argv[-1] == "fails" else sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize("end", ["3", "fails"])
+@pytest.mark.parametrize(
+    "start",
+    [["it.py"], ["-W", "error", "-W", "ignore:nothing", "-m", "it"], ["-c", WHAT_IT_IS]],
+    ids=["script", "module", "code"],
+)
+def test_a_copy_is_what_an_interpreter_would_be(tmp_path: Path, start: list[str], end: str) -> None:
+    """Wrong if a program could tell by its arguments, paths, variables, warnings or end that nobody started Python for it."""
+    (tmp_path / "it.py").write_text(WHAT_IT_IS)
+    env = {"SHARDLOAD_HARNESS_TEST": "some = thing", "HDF5_USE_FILE_LOCKING": "FALSE"}
+    started, copied = (run_job([*start, end], 1, timeout=60, cwd=tmp_path, env=env, preloaded=how) for how in (False, True))
+    assert json.loads(copied.stdout) == json.loads(started.stdout)
+    assert copied.returncode == started.returncode != 0
+    assert copied.rank_stderr == started.rank_stderr
 
 
 @LIBRARIES
@@ -59,14 +94,15 @@ def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     assert run_job(script, 2, timeout=240, mpi=mpi).returncode != 0
 
 
+@STARTS
 @LIBRARIES
-def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str) -> None:
+def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str, preloaded: bool) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)
     mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
     began = time.monotonic()
     with pytest.raises(AssertionError, match="HUNG") as caught:
-        run_job(script, 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark})
+        run_job(script, 3, timeout=8, mpi=mpi, env={"SHARDLOAD_HARNESS_TEST": mark}, preloaded=preloaded)
     assert time.monotonic() - began < 60
     text = str(caught.value)
     for rank in range(3):
@@ -98,7 +134,9 @@ def _pytest(folder: Path, body: str, n: int = 3, *options: str, mpi: str = "mpic
     (folder / "tests" / "mpi" / "test_it.py").write_text("import pytest, time\n" + body)
     env = {"PYTHONPATH": str(ROOT), "SHARDLOAD_TALLY": ""}
     arguments = ["-m", "pytest", "--with-mpi", *options, "tests"]
-    return run_job(arguments, n, timeout=240, env=env, cwd=folder, mpi=mpi)
+    return run_job(
+        arguments, n, timeout=240, env=env, cwd=folder, mpi=mpi, preloaded=False
+    )  # pytest loads modules in its own way
 
 
 @LIBRARIES
@@ -178,7 +216,7 @@ def test_tests_for_any_number_of_ranks_run_in_one_process_too(tmp_path: Path) ->
     (tmp_path / "tests" / "mpi" / "test_it.py").write_text("def test_it(comm): assert comm.size == 1\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
-    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}).check()
+    job = run_job(["-m", "pytest"], 1, timeout=240, cwd=tmp_path, env={"SHARDLOAD_TALLY": ""}, preloaded=False).check()
     assert "1 passed in" in job.stdout
     assert "MPI Information" not in job.stdout
 

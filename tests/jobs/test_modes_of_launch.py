@@ -17,6 +17,7 @@ import h5py
 import pytest
 
 from tests.jobs.launch import PATHS, Job, job_environment, mpiexec_of, run_job
+from tests.jobs.preloaded import command_for
 from tests.mpi.support import ramp
 from tests.ports import free_ports
 
@@ -120,9 +121,10 @@ def test_an_error_of_all_ranks_is_shown_once(field: str, what: tuple[str, ...]) 
 
 def singleton(path: str, what: str, *more: str, **env: str) -> list[dict[str, Any]]:
     """What one process, started without a launcher, says of each attempt."""
+    variables = {**job_environment(1), **ENV, **env}
     done = subprocess.run(
-        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, what, *more],
-        env={**job_environment(1), **ENV, **env},
+        command_for(sys.executable, [*PYTHON, str(SCRIPTS / "launched.py"), path, what, *more], variables),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=240,
@@ -190,9 +192,10 @@ def test_launcher_without_mpi(field: str, without_mpi: dict[str, str]) -> None:
 
 def start(path: str, words: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
     """A process that no launcher of MPI started."""
+    variables = {**job_environment(1), **ENV, **env}
     return subprocess.Popen(
-        [sys.executable, *PYTHON, SCRIPTS / "launched.py", path, *words],
-        env={**job_environment(1), **ENV, **env},
+        command_for(sys.executable, [*PYTHON, str(SCRIPTS / "launched.py"), path, *words], variables),
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,9 +6,12 @@ its own: a value in the wrong place says which place is its own.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
+from zlib import crc32
 
 import jax
 import numpy as np
@@ -125,6 +128,20 @@ def padded(expected: Array, mesh: Any, spec: Any, value: Any) -> Array:
         parts = math.prod(mesh.shape[name] for name in names)
         width.append((0, -n % parts))
     return np.pad(expected, width, constant_values=value) if width else expected
+
+
+def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...]]:
+    """Of all combinations that a test tries in a loop, those of this stage of ``make test``; all of them in any other run.
+
+    ``TESTS_SHARE=0/2`` takes the black fields of a chessboard, and ``1/2`` the white ones. So each value is in each stage;
+    of three axes, each pair of values too. Whether the first field is black (`first`, even) differs from test to test. Between
+    them, the stages on several ranks take all fields, and so does the stage on one process.
+    """
+    k, n = map(int, os.environ.get("TESTS_SHARE", "0/1").split("/"))
+    if first is None:
+        first = crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode())  # the same on every rank, and in every stage
+    fields = itertools.product(*(enumerate(axis) for axis in axes))
+    return [tuple(value for _, value in field) for field in fields if (first + sum(at for at, _ in field)) % n == k]
 
 
 def on_root(comm: Any, make: Callable[[], Any]) -> Any:

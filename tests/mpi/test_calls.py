@@ -7,6 +7,7 @@ import importlib
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError, SourceError
 from tests.mpi.sources import CHUNKS, NAME
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share
 from tests.ports import catches_sigterm, listeners
 
 GROUP = importlib.import_module("shardload.comm.group")
@@ -50,14 +51,16 @@ def test_an_argument_that_cannot_be_described(comm: Any) -> None:
 def test_path_forms(files: dict[str, str], readers: Any) -> None:
     """Wrong if one way of naming an array named another one."""
     values, mesh, spec = ramp(cube()), mesh_of(), P("b", "a")
-    for source in ("chunked", "netcdf4", "zarr_v3"):
-        path = files[source]
-        for name in (NAME, f"/{NAME}", f"/{NAME}/"):
-            check(shardload.load(path, mesh, spec, dataset=name, readers=readers), values, mesh, spec, name)
-        check(shardload.load(f"{path}:/{NAME}", mesh, spec, readers=readers), values, mesh, spec, "colon")
-        check(shardload.load(Path(path), mesh, spec, dataset=NAME, readers=readers), values, mesh, spec, "Path")
-        # The only array: the coordinates of the netCDF file do not count.
-        check(shardload.load(Path(path), mesh, spec, readers=readers), values, mesh, spec, "no name")
+    forms: dict[str, Callable[[str], tuple[Any, str | None]]] = {
+        **{name: lambda path, name=name: (path, name) for name in (NAME, f"/{NAME}", f"/{NAME}/")},
+        "colon": lambda path: (f"{path}:/{NAME}", None),
+        "Path": lambda path: (Path(path), NAME),
+        "no name": lambda path: (Path(path), None),  # the only array: the coordinates of the netCDF file do not count
+    }
+    for source, form in share(("chunked", "netcdf4", "zarr_v3"), forms):
+        path, name = forms[form](files[source])
+        named = {} if name is None else {"dataset": name}
+        check(shardload.load(path, mesh, spec, readers=readers, **named), values, mesh, spec, (source, form))
 
 
 @pytest.mark.parametrize("source", ["contiguous", "gzip_shuffle", "big_endian", "netcdf4", "zarr_v2", "zarr_sharded"])

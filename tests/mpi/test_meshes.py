@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError
 from tests.mpi.sources import NAME
-from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, unit
+from tests.mpi.support import READERS, check, cube, grid_shape, mesh_of, ramp, same_error, share, unit
 
 SPECS = (P("a", "b"), P("b", "a"), P(None, "a"), P(None, None, ("b", "a")))
 
@@ -59,7 +58,7 @@ def _types(name: str) -> tuple[Any, Any]:
 def test_mesh(files: dict[str, str], name: str) -> None:
     """Wrong if devices were taken in the order of their ids, or axes in the order of the mesh."""
     mesh, values = meshes()[name], ramp(cube())
-    for spec, readers in itertools.product(SPECS, ("root", "parallel", "direct")):
+    for spec, readers in share(SPECS, ("root", "parallel", "direct")):
         x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers, verify="checksum")
         check(x, values, mesh, spec, (spec, readers))
     check(shardload.scatter(values, mesh, P("b", "a")), values, mesh, P("b", "a"))
@@ -68,10 +67,9 @@ def test_mesh(files: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("readers", READERS)
 def test_sharding_instead_of_mesh_and_spec(files: dict[str, str], readers: Any) -> None:
     """Wrong if a sharding were taken apart and put together differently."""
-    for mesh in (mesh_of(shuffled()), jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"))):
-        for spec in SPECS:
-            x = shardload.load(files["chunked"], NamedSharding(mesh, spec), dataset=NAME, readers=readers)
-            check(x, ramp(cube()), mesh, spec)
+    for mesh, spec in share((mesh_of(shuffled()), jax.make_mesh(grid_shape(len(jax.devices())), ("a", "b"))), SPECS):
+        x = shardload.load(files["chunked"], NamedSharding(mesh, spec), dataset=NAME, readers=readers)
+        check(x, ramp(cube()), mesh, spec)
 
 
 def test_spec_as_a_plain_tuple(files: dict[str, str]) -> None:
@@ -83,10 +81,9 @@ def test_spec_as_a_plain_tuple(files: dict[str, str]) -> None:
 @pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P()])
 def test_one_axis(files: dict[str, str], spec: Any) -> None:
     """Wrong if two mesh axes were taken for granted."""
-    for devices in (None, shuffled()):
+    for devices, readers in share((None, shuffled()), READERS):
         mesh = mesh_of(devices, ("a",))
-        for readers in READERS:
-            check(shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
+        check(shardload.load(files["chunked"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
 
 
 @pytest.mark.parametrize(
@@ -103,10 +100,9 @@ def test_one_axis(files: dict[str, str], spec: Any) -> None:
 )
 def test_three_axes(files: dict[str, str], spec: Any) -> None:
     """Wrong if axes in a group were multiplied in the order of the mesh instead of the order of the spec."""
-    for devices in (None, shuffled()):
+    for devices, readers in share((None, shuffled()), ("root", "parallel", "direct")):
         mesh = mesh_of(devices, ("a", "b", "c"))
-        for readers in ("root", "parallel", "direct"):
-            check(shardload.load(files["gzip_shuffle"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
+        check(shardload.load(files["gzip_shuffle"], mesh, spec, dataset=NAME, readers=readers), ramp(cube()), mesh, spec)
 
 
 def test_four_axes_one_of_them_unused(files: dict[str, str]) -> None:

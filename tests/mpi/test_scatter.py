@@ -13,7 +13,20 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError
-from tests.mpi.support import DECOMPOSITIONS, check, cube, distinct, mesh_of, padded, raised, ramp, same_error, unit
+from tests.mpi.support import (
+    DECOMPOSITIONS,
+    VERIFY,
+    check,
+    cube,
+    distinct,
+    mesh_of,
+    padded,
+    raised,
+    ramp,
+    same_error,
+    share,
+    unit,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -79,25 +92,25 @@ LAYOUTS: tuple[Callable[[Array], Array], ...] = (
     read_only,
     repeated,
 )
+SENT = ("float32", ">f4", "bool", "int8", "complex64", "float16")
 
 
 @pytest.mark.parametrize("spec", distinct(DECOMPOSITIONS).values(), ids=distinct(DECOMPOSITIONS))
 def test_decomposition(comm: Any, spec: Any) -> None:
     """Wrong in the table of this decomposition, or if views were cut wrongly."""
     values, mesh = ramp(cube()), mesh_of()
-    for root in range(comm.size):
-        for verify in ("index", "checksum"):
-            x = shardload.scatter(values if comm.rank == root else None, mesh, spec, root=root, verify=verify)
-            check(x, values, mesh, spec, (root, verify))
+    for root, verify in share(range(comm.size), VERIFY):
+        x = shardload.scatter(values if comm.rank == root else None, mesh, spec, root=root, verify=verify)
+        check(x, values, mesh, spec, (root, verify))
 
 
-@pytest.mark.parametrize("dtype", ["float32", ">f4", "bool", "int8", "complex64", "float16"])
+@pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layout(comm: Any, layout: Callable[[Array], Array], dtype: str) -> None:
     """Wrong if strides were mistaken, or bytes swapped twice or not at all."""
     given, mesh = layout(ramp(cube(), dtype)), mesh_of()
     expected = np.array(given, order="C")
-    for spec in (P("b", "a"), P(None, None, ("a", "b")), P()):
+    for (spec,) in share((P("b", "a"), P(None, None, ("a", "b")), P()), first=LAYOUTS.index(layout) + SENT.index(dtype)):
         x = shardload.scatter(given if comm.rank == 0 else None, mesh, spec, verify="checksum")
         check(x, expected, mesh, spec, spec)
 

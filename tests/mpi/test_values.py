@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, unit
+from tests.mpi.support import READERS, VERIFY, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 
 PLAN = importlib.import_module("shardload.planning.schedule")
 
@@ -52,12 +52,10 @@ def write(comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | N
 def test_type_is_kept(comm: Any, shared_tmp_path: Path, dtype: str) -> None:
     """Wrong if bytes were counted, swapped or cast wrongly for one type."""
     mesh, values = mesh_of(), ramp(cube(), dtype)
-    for chunks in (None, (3, 5, 7)):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
-        for readers in ("root", "parallel", "direct"):
-            for verify in ("index", "checksum"):
-                x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
-                check(x, values, mesh, P("b", "a"), (chunks, readers, verify))
+    paths = {c: write(comm, shared_tmp_path, values, chunks=c, name=f"{c}.h5") for c in (None, (3, 5, 7))}
+    for chunks, readers, verify in share(paths, ("root", "parallel", "direct"), VERIFY):
+        x = shardload.load(paths[chunks], mesh, P("b", "a"), readers=readers, verify=verify)
+        check(x, values, mesh, P("b", "a"), (chunks, readers, verify))
 
 
 @pytest.mark.parametrize("readers", READERS)
@@ -65,11 +63,11 @@ def test_booleans_other_than_0_and_1(comm: Any, shared_tmp_path: Path, readers: 
     """Wrong if such bytes came to a device, by whatever way: XLA computes something else with them than NumPy."""
     mesh, truth = mesh_of(), ramp(cube(), "uint8") % 3 != 0
     odd = np.where(truth, ramp(cube(), "uint8") % 251 | 2, 0).astype("u1").view(bool)
-    for name, chunks in (("a.h5", None), ("b.h5", (3, 5, 7)), ("c.zarr", (3, 5, 7))):
-        path = write(comm, shared_tmp_path, odd, chunks=chunks, name=name)
-        for verify in ("checksum", "full"):
-            x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
-            check(x.view("uint8"), truth.view("u1"), mesh, P("b", "a"), name)
+    files = (("a.h5", None), ("b.h5", (3, 5, 7)), ("c.zarr", (3, 5, 7)))
+    paths = [write(comm, shared_tmp_path, odd, chunks=chunks, name=name) for name, chunks in files]
+    for path, verify in share(paths, ("checksum", "full")):
+        x = shardload.load(path, mesh, P("b", "a"), readers=readers, verify=verify)
+        check(x.view("uint8"), truth.view("u1"), mesh, P("b", "a"), path)
     x = shardload.scatter(lambda: odd, mesh, P("a", "b"))
     check(x.view("uint8"), truth.view("u1"), mesh, P("a", "b"))
 
@@ -152,11 +150,10 @@ def test_cast_is_numpys(comm: Any, shared_tmp_path: Path, dtype: str, to: Any) -
     if to == "int32" and values.dtype == "int64":
         values = values - (1 << 40)
     expected = values.astype(to)
-    for chunks in (None, (3, 5, 7)):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
-        for readers in READERS:
-            x = shardload.load(path, mesh_of(), P(None, "a", "b"), dtype=to, readers=readers, verify="checksum")
-            check(x, expected, mesh_of(), P(None, "a", "b"), (chunks, readers))
+    paths = {c: write(comm, shared_tmp_path, values, chunks=c, name=f"{c}.h5") for c in (None, (3, 5, 7))}
+    for chunks, readers in share(paths, READERS):
+        x = shardload.load(paths[chunks], mesh_of(), P(None, "a", "b"), dtype=to, readers=readers, verify="checksum")
+        check(x, expected, mesh_of(), P(None, "a", "b"), (chunks, readers))
 
 
 @pytest.mark.parametrize(
@@ -167,11 +164,10 @@ def test_cast_that_would_change_a_value_is_refused(comm: Any, shared_tmp_path: P
     """Wrong if one value in a large array wrapped round, and nobody was told."""
     values = np.ones(cube(), dtype)
     values[-1, -1, -1] = value  # where the last reader finds it
-    for chunks in (None, (3, 5, 7)):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
-        for readers in READERS:
-            call = lambda path=path, readers=readers: shardload.load(path, mesh_of(), P("a"), dtype=to, readers=readers)  # noqa: E731
-            same_error(comm, call, ConfigError, "'/x' in", f"that {to} cannot hold")
+    paths = [write(comm, shared_tmp_path, values, chunks=c, name=f"{c}.h5") for c in (None, (3, 5, 7))]
+    for path, readers in share(paths, READERS):
+        call = lambda path=path, readers=readers: shardload.load(path, mesh_of(), P("a"), dtype=to, readers=readers)  # noqa: E731
+        same_error(comm, call, ConfigError, "'/x' in", f"that {to} cannot hold")
     same_error(comm, lambda: shardload.scatter(values, mesh_of(), P("a"), dtype=to), ConfigError, f"that {to} cannot hold")
 
 
@@ -205,10 +201,9 @@ def test_shape(comm: Any, shared_tmp_path: Path, case: str) -> None:
     shape, chunks, spec = shapes()[case]
     values = ramp(shape)
     path = write(comm, shared_tmp_path, values, chunks=chunks)
-    for readers in READERS:
-        for verify in ("index", "checksum"):
-            x = shardload.load(path, mesh_of(), spec, readers=readers, verify=verify)
-            check(x, values, mesh_of(), spec, (readers, verify))
+    for readers, verify in share(READERS, VERIFY):
+        x = shardload.load(path, mesh_of(), spec, readers=readers, verify=verify)
+        check(x, values, mesh_of(), spec, (readers, verify))
     check(shardload.scatter(values, mesh_of(), spec), values, mesh_of(), spec)
 
 
@@ -246,11 +241,12 @@ def test_padding(comm: Any, shared_tmp_path: Path, case: str) -> None:
     shape, spec = uneven()[case]
     values, mesh = ramp(shape, "int32"), mesh_of()
     expected = padded(values, mesh, spec, -7)
-    for chunks in (None, tuple(min(n, c) for n, c in zip(shape, (3, 5, 7), strict=False)) if 0 not in shape else None):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=f"{chunks}.h5")
-        for readers in READERS:
-            x = shardload.load(path, mesh, spec, pad=-7, readers=readers, verify="checksum")
-            check(x, expected, mesh, spec, (chunks, readers))
+    chunkings = {None, tuple(min(n, c) for n, c in zip(shape, (3, 5, 7), strict=False)) if 0 not in shape else None}
+    paths = {c: write(comm, shared_tmp_path, values, chunks=c, name=f"{c}.h5") for c in sorted(chunkings, key=str)}
+    for chunks, readers in share(paths, READERS):
+        x = shardload.load(paths[chunks], mesh, spec, pad=-7, readers=readers, verify="checksum")
+        check(x, expected, mesh, spec, (chunks, readers))
+    for path in paths.values():
         assert shardload.plan(path, mesh, spec, pad=-7).shape == shape
     check(shardload.scatter(values, mesh, spec, pad=-7), expected, mesh, spec)
 
@@ -297,12 +293,12 @@ def test_selection_is_numpys(comm: Any, shared_tmp_path: Path, case: str) -> Non
     select, mesh, values = SELECTIONS[case], mesh_of(), ramp(cube(), "int32")
     wanted = np.asarray(values[select])
     specs = [P(), P("a"), P("b", "a")][: wanted.ndim + 1]
-    for name, chunks in (("plain.h5", None), ("chunked.h5", (3, 5, 7)), ("x.zarr", (3, 5, 7))):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
-        for spec in specs:
-            for readers in ("root", "parallel", "direct") if name == "chunked.h5" else ("parallel",):
-                x = shardload.load(path, mesh, spec, select=select, pad=-1, readers=readers)
-                check(x, padded(wanted, mesh, spec, -1), mesh, spec, (name, spec, readers))
+    files = (("plain.h5", None), ("chunked.h5", (3, 5, 7)), ("x.zarr", (3, 5, 7)))
+    paths = {name: write(comm, shared_tmp_path, values, chunks=chunks, name=name) for name, chunks in files}
+    ways = [(name, r) for name in paths for r in (("root", "parallel", "direct") if name == "chunked.h5" else ("parallel",))]
+    for spec, (name, readers) in share(specs, ways):
+        x = shardload.load(paths[name], mesh, spec, select=select, pad=-1, readers=readers)
+        check(x, padded(wanted, mesh, spec, -1), mesh, spec, (name, spec, readers))
 
 
 @pytest.mark.parametrize("readers", READERS)
@@ -311,13 +307,13 @@ def test_selection_padding_and_cast_together(comm: Any, shared_tmp_path: Path, r
     values = ramp((3, *cube(), 4), ">i4")
     select, spec, mesh = (-1, slice(1, None), slice(2, -2), slice(8, 8 + unit() + 1), 2), P("b", None, "a"), mesh_of()
     wanted = padded(values[select].astype("float32"), mesh, spec, 0.5)
-    for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3))):
-        path = write(comm, shared_tmp_path, values, chunks=chunks, name=name)
-        for verify in ("index", "checksum"):
-            x = shardload.load(
-                path, mesh, spec, select=select, dtype="float32", pad=0.5, readers=readers, verify=verify, staging="1MiB"
-            )
-            check(x, wanted, mesh, spec, (name, verify))
+    files = (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7, 3)), ("x.zarr", (2, 3, 5, 7, 3)))
+    paths = [write(comm, shared_tmp_path, values, chunks=chunks, name=name) for name, chunks in files]
+    for path, verify in share(paths, VERIFY):
+        x = shardload.load(
+            path, mesh, spec, select=select, dtype="float32", pad=0.5, readers=readers, verify=verify, staging="1MiB"
+        )
+        check(x, wanted, mesh, spec, (path, verify))
 
 
 @pytest.mark.parametrize(
@@ -344,18 +340,22 @@ def test_selection_that_cannot_be(comm: Any, shared_tmp_path: Path, select: Any,
 # --- many small blocks and messages -----------------------------------------------------------------------------------
 
 
+TINY_CHUNKS: tuple[tuple[int, ...] | None, ...] = (None, (3, 5, 7), (1, 12, 20), (2, 3, 1))
+
+
 def tiny_staging(chunks: tuple[int, ...] | None) -> int:
     """The least staging that the library takes for these chunks of 4-byte values."""
     return 20 * math.prod(chunks) if chunks else 1 << 10
 
 
 @pytest.mark.parametrize("readers", READERS)
-@pytest.mark.parametrize("chunks", [None, (3, 5, 7), (1, 12, 20), (2, 3, 1)])
+@pytest.mark.parametrize("chunks", TINY_CHUNKS)
 def test_tiny_staging(comm: Any, shared_tmp_path: Path, chunks: tuple[int, ...] | None, readers: Any) -> None:
     """Wrong if a buffer is taken again before its last message has left, or a remainder block is forgotten."""
     values = ramp(cube(), "int32")
     path = write(comm, shared_tmp_path, values, chunks=chunks)
-    for spec in (P("b", "a"), P(None, "a", "b"), P()):
+    first = TINY_CHUNKS.index(chunks) + READERS.index(readers)
+    for (spec,) in share((P("b", "a"), P(None, "a", "b"), P()), first=first):
         made = shardload.plan(path, mesh_of(), spec, readers=readers, staging=tiny_staging(chunks), verify="checksum")
         if made.readers != "direct":  # there a block is cut by the shards as well
             assert made.schedule.blocks.n_cells >= 8
@@ -372,12 +372,11 @@ def test_messages_are_split(
     values = ramp(shape, "int32")
     path = write(comm, shared_tmp_path, values, chunks=(3, 5, 2))
     monkeypatch.setattr(PLAN, "MAX_MESSAGE_NBYTES", nbytes)
-    for spec in (P("b", "a"), P("a")):
-        for verify in ("index", "checksum"):
-            made = shardload.plan(path, mesh_of(), spec, readers=readers, verify=verify)
-            sent = [part for parts in made.schedule.remote_parts(comm.rank).values() for part in parts]
-            assert all(part.region.size * 4 <= nbytes for part in sent)
-            check(made.execute(), values, mesh_of(), spec, (spec, verify))
+    for spec, verify in share((P("b", "a"), P("a")), VERIFY):
+        made = shardload.plan(path, mesh_of(), spec, readers=readers, verify=verify)
+        sent = [part for parts in made.schedule.remote_parts(comm.rank).values() for part in parts]
+        assert all(part.region.size * 4 <= nbytes for part in sent)
+        check(made.execute(), values, mesh_of(), spec, (spec, verify))
     spec = P("b", "a")
     for view in (values, values.T, values[:, ::-1]):
         x = shardload.scatter(view if comm.rank == 0 else None, mesh_of(), P(), verify="checksum")

@@ -332,11 +332,17 @@ def cached_for_good(self: Raw, region: Region, out: Array) -> None:
 shared: dict[str, Any] = {}
 
 
+def is_one_of_several() -> bool:
+    """Whether another thread of a pool may come by. Who is alone would wait for nobody."""
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    return threading.current_thread().name in names and len(names) > 1
+
+
 def shared_memory(self: Raw, region: Region, out: Array) -> None:
     """One buffer for all sources: two threads meet between filling and copying it."""
     check_request(self.info, self.dtype, region, out)
     shared["values"] = self.values()[region.slices()]
-    if "meet" in shared and threading.active_count() > 4:
+    if "meet" in shared and is_one_of_several():
         try:
             shared["meet"].wait(0.2)
         except threading.BrokenBarrierError:  # nobody came, because the machine is busy: the next ones meet again
@@ -430,7 +436,7 @@ class OneTooShort(RawChunks):
 class OneAtATime(RawChunks):
     def fetch(self, index: tuple[int, ...], room: Any = None) -> Any:
         self.__dict__["found"] = super().fetch(index)
-        if threading.active_count() > 4:
+        if is_one_of_several():
             with contextlib.suppress(threading.BrokenBarrierError):
                 shared["meet"].wait(0.2)
         return self.__dict__["found"]

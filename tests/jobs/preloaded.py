@@ -1,0 +1,305 @@
+"""How do ranks start without importing JAX each? As copies of a process that has imported it and waits.
+
+To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
+process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
+variables, folder and arguments. MPI is not loaded before that, nor is the project: each copy imports them itself, initializes
+JAX's devices, and ends as Python does.
+
+What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
+memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
+would outside the tests: ``run_job(..., preloaded=False)``, persistent jobs, and tests/mpi.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import importlib.machinery
+import os
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.jobs.rank import LENGTH, read_when_loaded
+
+__all__ = ["close", "command_for", "prefix"]
+
+SITE = str(Path(__file__).with_name("site"))
+RANK = Path(__file__).with_name("rank.py")
+MAX_FILES = 64
+HIGH = 600  # files are moved out of the way to numbers from here on
+ROOM = "SHARDLOAD_ROOM"  # a variable that makes room for those of a copy, in what others see of a process's variables
+ROOM_BYTES = 32 << 10
+NAMESPACES = ("uts", "ipc", "net", "mnt")  # this last: what the others are called is found in the first one
+
+
+@dataclass
+class Server:
+    """A process that waits."""
+
+    process: subprocess.Popen[bytes]
+    folder: tempfile.TemporaryDirectory[str]
+    address: str
+
+
+_servers: dict[tuple[tuple[str, str], ...], Server] = {}  # by the variables they have read
+
+
+# --- the side of the tests ----------------------------------------------------------------------------------------------
+
+
+def command_for(interpreter: str, arguments: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """How to start ``interpreter ARGUMENTS`` as a copy; as it is, if it is another interpreter."""
+    return [*prefix(env), *arguments] if interpreter == sys.executable else [interpreter, *arguments]
+
+
+def prefix(env: Mapping[str, str]) -> list[str]:
+    """What to write in place of the interpreter, in programs that will have these variables."""
+    loaded = read_when_loaded(env)
+    key = tuple(sorted(loaded.items()))
+    server = _servers.get(key)
+    if server is None or server.process.poll() is not None:
+        server = _servers[key] = _start(loaded, env)
+    return [sys.executable, "-I", "-S", str(RANK), server.address]
+
+
+def close() -> None:
+    """End the processes that wait."""
+    while _servers:
+        _, server = _servers.popitem()
+        server.process.communicate(timeout=30)  # nobody can ask any more: it ends by itself
+        server.folder.cleanup()
+
+
+def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
+    folder = tempfile.TemporaryDirectory(prefix="shardload-ranks-")
+    address = str(Path(folder.name, "socket"))
+    Path(f"{address}.loaded").write_bytes(b"\0".join(sorted(os.fsencode(f"{k}={v}") for k, v in loaded.items())))
+    own = {k: v for k, v in env.items() if k in loaded or k in ("PATH", "HOME", "TMPDIR", "LANG")}
+    own |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": SITE, ROOM: "x" * ROOM_BYTES}
+    with Path(folder.name, "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, address],
+            env=own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    if not process.stdout or process.stdout.readline() != b"ready\n":
+        raise AssertionError(f"{__file__} did not start\n{Path(folder.name, 'log').read_text()}")
+    return Server(process, folder, address)
+
+
+# --- the process that waits ---------------------------------------------------------------------------------------------
+
+
+def serve(address: str) -> tuple[list[str], list[str], dict[str, str], int] | None:
+    """Hand out copies until nobody can ask any more. Returns in a copy: what to be; in the process itself: None, at the end."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    print("ready", flush=True)
+    waiting: dict[int, socket.socket] = {}  # who wants to know of a copy's end
+    with selectors.DefaultSelector() as selector:
+        for file in (listener, ended, sys.stdin):
+            selector.register(file, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is sys.stdin:
+                    return None
+                if key.fileobj == ended:
+                    with suppress(BlockingIOError):
+                        os.read(ended, 4096)
+                    _tell_of_ends(waiting)
+                    continue
+                connection, _ = listener.accept()
+                try:
+                    files, parts = _receive(connection)
+                except (OSError, ValueError):  # killed while it asked
+                    connection.close()
+                    continue
+                pid = os.fork()
+                if pid == 0:  # what these objects own would be closed later under numbers that are others' by then
+                    for owner in (selector, listener, *waiting.values()):
+                        owner.close()  # type: ignore[attr-defined]
+                    return _become(connection, files, parts)
+                for number in files:
+                    os.close(number)
+                waiting[pid] = connection
+                with suppress(OSError):
+                    connection.sendall(pid.to_bytes(4, "little"))
+
+
+def _tell_of_ends(waiting: dict[int, socket.socket]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            return
+        with waiting.pop(pid) as connection, suppress(OSError):
+            connection.sendall(status.to_bytes(4, "little"))
+
+
+def _receive(connection: socket.socket) -> tuple[list[int], list[str]]:
+    """The open files, and the words of a request."""
+    head, files, _, _ = socket.recv_fds(connection, LENGTH, MAX_FILES)
+    n = int.from_bytes(head, "little")
+    data = b""
+    while len(data) < n:
+        more = connection.recv(n - len(data))
+        if not more:
+            raise ValueError("cut off")
+        data += more
+    return [*files], [os.fsdecode(part) for part in data.split(b"\0")]
+
+
+# --- a copy -------------------------------------------------------------------------------------------------------------
+
+
+def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tuple[list[str], list[str], dict[str, str], int]:
+    """Take over the files; what is left to be: folder, arguments, variables, and the connection's number."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    folder, asker, numbers, n, *words = parts
+    _enter_namespaces(int(asker))
+    link = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, HIGH)
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH) for number in files]
+    os.closerange(0, HIGH)
+    for number, wanted in zip(moved, map(int, numbers.split()), strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
+    # Dies with the one it stands for: its end of the connection closes, whatever ended it.
+    fcntl.fcntl(link, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(link, getattr(fcntl, "F_SETSIG", 10), signal.SIGKILL)
+    fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
+    arguments, variables = words[: int(n)], words[int(n) :]
+    return [folder], arguments, dict(word.split("=", 1) for word in variables), link
+
+
+def _enter_namespaces(asker: int) -> None:
+    """Those of the one that asks: a node of a test's cluster has a name and a /dev/shm of its own."""
+    theirs = {name: f"/proc/{asker}/ns/{name}" for name in NAMESPACES}
+    differ = [name for name, path in theirs.items() if os.readlink(path) != os.readlink(f"/proc/self/ns/{name}")]
+    files = [os.open(theirs[name], os.O_RDONLY) for name in differ]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in files:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _set_variables(env: Mapping[str, str]) -> None:
+    """Have these variables, also for who looks at this process from outside (``/proc/PID/environ``)."""
+    os.environ.clear()
+    os.environ.update(env)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, last = int(fields[47]), int(fields[48])  # env_start, env_end: the 50th and 51st of all
+    block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+    if len(block) > last - first:
+        raise RuntimeError(f"the variables take {len(block)} bytes; there is room for {last - first}")
+    ctypes.memset(first, 0, last - first)
+    ctypes.memmove(first, block, len(block))
+
+
+def run(arguments: list[str], paths: list[str]) -> None:
+    """Run what ``python ARGUMENTS`` would, as ``__main__``."""
+    sys.orig_argv = [sys.executable, *arguments]
+    options = []
+    while arguments[0] == "-W":
+        options.append(arguments[1])
+        arguments = arguments[2:]
+    sys.warnoptions[:] = options
+    for option in options:
+        action, _, message = option.partition(":")
+        warnings.filterwarnings(action, message)  # type: ignore[arg-type]
+    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.argv[:] = ["-m", *arguments[2:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what the interpreter calls
+        return
+    if arguments[0] == "-c":
+        sys.argv[:] = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        path = os.path.abspath(arguments[0])
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__file__, main.__loader__ = path, loader
+        found = loader.get_code("__main__")
+        if found is None:
+            raise ImportError(arguments[0])
+        code = found
+    exec(code, vars(main))
+
+
+def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
+    """Run it, and end as the interpreter does."""
+    try:
+        run(arguments, paths)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if isinstance(error, KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def main(address: str) -> int:
+    """Import, wait, and in a copy: run."""
+    import gc
+
+    import h5py
+    import jax
+    import numpy as np
+    import zarr
+
+    paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.collect()
+    gc.freeze()
+    request = serve(address)
+    if request is None:
+        return 0
+    (folder,), arguments, env, _ = request
+    _set_variables(env)
+    os.chdir(folder)
+    np.random.seed()
+    for path in reversed(env.get("HDF5_PLUGIN_PATH", "").split(os.pathsep)):
+        if path:
+            h5py.h5pl.prepend(os.fsencode(path))
+    del jax, zarr
+    return run_as_interpreter(arguments, paths)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
