@@ -34,7 +34,8 @@ def climate() -> xr.Dataset:
 @pytest.fixture
 def path(comm: Any, shared_tmp_path: Path) -> str:
     where = str(shared_tmp_path / "a.nc")
-    on_root(comm, lambda: climate().to_netcdf(where, engine="h5netcdf"))
+    made = climate()  # on every rank: it asks for JAX's devices, which all must do at first
+    on_root(comm, lambda: made.to_netcdf(where, engine="h5netcdf"))
     return where
 
 
