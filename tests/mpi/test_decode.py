@@ -46,6 +46,13 @@ def by_xarray(values: Array, attributes: dict[str, Any]) -> Array:
     return np.asarray(xr.conventions.decode_cf_variable("x", variable, decode_times=False).values)
 
 
+@pytest.fixture(params=[1, 1 << 30], ids=["chunk by chunk", "by the library"])
+def as_large(request: pytest.FixtureRequest, tune: Any) -> None:
+    """Small chunks are decoded one by one, as large ones are; or by the format's library, as small ones are."""
+    tune(min_chunk_nbytes=request.param, inline_nbytes=-1)
+
+
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("readers", READERS)
 def test_every_way_of_reading(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
     """Wrong if one of the ways (in place, from a staging buffer, by the library) left numbers as they are stored, or decoded
@@ -64,6 +71,7 @@ def test_every_way_of_reading(comm: Any, shared_tmp_path: Path, readers: Any) ->
         check(x, values, mesh, P("a"), name)
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
 def test_selected_padded_and_cast(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
     """Wrong if the padding were decoded, or the selection applied to decoded chunks in other coordinates."""
@@ -93,6 +101,7 @@ def test_a_small_array_and_one_that_is_open(comm: Any, shared_tmp_path: Path) ->
     check(x, expected.astype("float16"), mesh_of(), P())
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("name", ["a.h5", "a.zarr"])
 def test_missing_chunks_are_what_the_fill_value_decodes_to(comm: Any, shared_tmp_path: Path, name: str) -> None:
     """Wrong if chunks that are not stored were left undecoded."""
@@ -124,6 +133,7 @@ def test_missing_chunks_are_what_the_fill_value_decodes_to(comm: Any, shared_tmp
         assert made.report is not None and made.report.chunks_missing > 0
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("kind", ["netCDF4", "Zarr"])
 def test_twelve_variables(comm: Any, shared_tmp_path: Path, kind: str) -> None:
     """Every variable of a climate file is bit by bit what xarray gives, and is verified against the file."""
