@@ -9,7 +9,7 @@ rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, verify
+api.py    the functions: load, plan, scatter, verify, mask, unpad
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
@@ -29,7 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardload.api import load, plan, scatter, verify
+    from shardload.api import load, mask, plan, scatter, unpad, verify
     from shardload.arrays.verification import VerifyReport
     from shardload.comm.launch import initialize
     from shardload.errors import (
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardload.jobs.labelled import to_xarray
     from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
+    from shardload.jobs.tree_plan import TreePlan
     from shardload.planning.selection import between, near
 
 __all__ = [
@@ -58,16 +59,19 @@ __all__ = [
     "ShardloadError",
     "SourceError",
     "StallError",
+    "TreePlan",
     "VerifyError",
     "VerifyReport",
     "between",
     "initialize",
     "load",
+    "mask",
     "near",
     "open",
     "plan",
     "scatter",
     "to_xarray",
+    "unpad",
     "verify",
 ]
 
@@ -77,12 +81,13 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LoadReport": "jobs.report",
     "Plan": "jobs.plan",
+    "TreePlan": "jobs.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "open": "jobs.contents",
     "to_xarray": "jobs.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
-    **dict.fromkeys(("load", "plan", "scatter", "verify"), "api"),
+    **dict.fromkeys(("load", "mask", "plan", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 

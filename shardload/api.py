@@ -1,44 +1,36 @@
-"""What can a caller do with an array in a file? Four functions: `load`, `plan`, `scatter` and `verify`.
+"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, of one array or a tree; two for padding.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
 2. `plan` stops after planning. `Plan.execute` does the rest.
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
+5. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
+
+Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from base64 import b64decode, b64encode
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.verification import VerifyReport
+from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
-from shardload.formats.labels import SMALL_NBYTES
-from shardload.formats.lookup import Labeller, find_array, find_small, read_small
-from shardload.formats.memory import MemorySource
-from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
-from shardload.jobs.planner import check_together
-from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
-from shardload.options import AUTO, DEFAULTS, FILE, FULL, Progress, options_of
-from shardload.planning.region import Region
-from shardload.planning.selection import is_by_name, needs_coordinates
+from shardload.jobs.request import Request, Target
+from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.trees import ArrayTree, where_text
+from shardload.options import DEFAULTS, FILE, FULL, Progress, options_of
 from shardload.planning.strategies import ROOT
-from shardload.transfer.messages import sendable
 
-__all__ = ["load", "plan", "scatter", "verify"]
-
-_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
+__all__ = ["load", "mask", "plan", "scatter", "unpad", "verify"]
 
 
 def load(
@@ -46,11 +38,13 @@ def load(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -61,21 +55,25 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-) -> jax.Array:
-    """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, and check that each shard is where it belongs.
+) -> Any:
+    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
+
+    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype` and `pad` are single
+    values or prefix trees, as `jax.jit` takes for ``in_shardings``. docs/many-arrays.md has examples.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
     Parameters
     ----------
-    path : str, PathLike, h5py.Dataset or zarr.Array
+    path : str, PathLike, h5py.Dataset, zarr.Array or tree of them
         The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional
         Which mesh axes cut which array axis: ``P("a", "b")``. Leave it out with a NamedSharding.
-    dataset : str, optional
-        Name of the array in the file. Optional if the file has exactly one array.
+    dataset : str or tree of str, optional
+        Name of the array in the file. Optional if the file has exactly one array. A dict, list or other tree of names gives the
+        same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
     select : slice, int or tuple of them, or dict, optional
         The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis. Or by names of axes,
         ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``.
@@ -89,6 +87,13 @@ def load(
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: ``2`` on each axis that the spec cuts, ``(2, 1)`` on axes 0
+        and 1, ``{2: 1}`` on axis 2. The array has the shards side by side: an axis of N elements in n shards becomes
+        ``N + 2 * halo * n`` long, as after padding each shard and `jaxdecomp.halo_exchange`. Not wider than a shard.
+    edge : {"wrap", "edge"} or number, or a tuple or dict of them
+        What a halo has beyond the ends of the array: the rows of its other end (``"wrap"``), its last row again (``"edge"``),
+        or this value. One for all axes, or one per axis as for `halo`.
     readers : {"auto", "root", "parallel", "direct"} or int
         Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, and each chunk is decoded once in the job. ``"direct"``:
         each process reads what its own devices hold. An int: that many ranks. ``"auto"``: the cheapest way by the plan.
@@ -126,8 +131,9 @@ def load(
 
     Returns
     -------
-    jax.Array
-        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding.
+    jax.Array or tree of jax.Array
+        The array, with the selected shape (with padding and halos), the file's dtype (or `dtype`) and the given sharding. Of a
+        tree, all arrays or none.
 
     Raises
     ------
@@ -155,9 +161,8 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    options = options_of("load", locals())
-
-    return load_many([(path, mesh, spec, options)], comm).arrays[0]
+    job = Arguments.of("load", path, mesh, spec, options_of("load", locals()), dataset)
+    return job.result(_load(job, comm).arrays)
 
 
 def plan(
@@ -165,11 +170,13 @@ def plan(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -181,7 +188,7 @@ def plan(
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
     processes: int | None = DEFAULTS.processes,
-) -> Plan:
+) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
@@ -198,23 +205,20 @@ def plan(
 
     Returns
     -------
-    Plan
-        Plain fields to inspect, and ``execute()`` to do it.
+    Plan or TreePlan
+        Plain fields to inspect, and ``execute()`` to do it. A TreePlan for a tree of arrays.
 
     Raises
     ------
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    options = options_of("plan", locals())
-    target = Target(mesh, spec, {"path": _describe_path(path)}, options)
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        return [plan_file(calls[0], ArrayInfo.from_json(found), path)]
-
-    with Request.open("plan", [target], comm, processes) as request:
-        (made,) = request.plan(lambda calls: _labelled(path, _find(path, calls[0]), calls[0], True).to_json(), make)
-        return request.hand_out(made)
+    asked = Arguments.of("plan", path, mesh, spec, options_of("plan", locals()), dataset)
+    with Request.open("plan", asked.targets, comm, processes, asked.error) as request:
+        made = request.plan(lambda calls: asked.find(calls, values=False, labelled=True), partial(asked.make, request))
+        if asked.tree.is_single:
+            return request.hand_out(made[0])
+        return request.hand_out_tree(made, asked.result, asked.left_out)
 
 
 def scatter(
@@ -230,7 +234,7 @@ def scatter(
     comm: Any = DEFAULTS.comm,
     progress: Progress = DEFAULTS.progress,
     timeout: float | None = DEFAULTS.timeout,
-) -> jax.Array:
+) -> Any:
     """Give every process its shards of an array that one rank has or makes.
 
     The root sends parts of its array from views: no pickle, and no second copy of the array. What the other ranks pass as
@@ -240,9 +244,10 @@ def scatter(
 
     Parameters
     ----------
-    array : array_like or callable
+    array : array_like, tree or callable
         On `root`: the array, or a function without arguments that returns it (called on `root` alone). Elsewhere: anything,
-        usually None.
+        usually None. A dict (of dicts, lists and tuples) of arrays is a tree; a list by itself is one array, unless `spec` is
+        a tree.
     mesh, spec, dtype, pad, staging, verify, comm, progress, timeout
         As in `load`.
     root : int
@@ -250,7 +255,7 @@ def scatter(
 
     Returns
     -------
-    jax.Array
+    jax.Array or tree of jax.Array
         The array, with its (padded) shape, its dtype and the given sharding.
 
     Raises
@@ -263,41 +268,30 @@ def scatter(
     error = None
     if verify in (FILE, FULL):
         error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    source: list[MemorySource] = []
-
-    def find(calls: list[Call]) -> str:
-        source.append(MemorySource(np.asarray(array() if callable(array) else array)))
-        info = source[0].info
-        view = source[0].view(Region.whole(info.shape))
-        as_it_is = view is not None and sendable(view) and calls[0].options.dtype in (None, source[0].dtype)
-        return json.dumps([info.to_json(), as_it_is])
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        text, as_it_is = json.loads(found)
-        return [plan_memory(calls[0], ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)]
-
-    target = Target(mesh, spec, {"path": f"scatter from rank {root!r}"}, options)
-    with Request.open("scatter", [target], comm, error=error) as request:
+    asked = ToScatter(array, mesh, spec, options, root)
+    with Request.open("scatter", asked.targets, comm, error=error) as request:
         request.settle()  # before any message from the root: the ranks may not agree on who it is
         group = request.group
         if group is None:
             raise ConfigError("scatter needs a mesh of devices")
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
-        job = request.job(request.plan(find, make, int(root)))
+        job = request.job(request.plan(asked.find, partial(asked.make, request), int(root)))
         job.begin()
-        return job.run().arrays[0]
+        return asked.result(job.run().arrays)
 
 
 def verify(
-    x: jax.Array,
+    x: Any,
     path: Any,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     how: str = DEFAULTS.how,
     seed: int = DEFAULTS.seed,
     staging: str | int = DEFAULTS.staging,
@@ -305,7 +299,7 @@ def verify(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-) -> VerifyReport:
+) -> Any:
     """Compare an array, wherever it comes from, with the file that it should match.
 
     Each process reads the regions that its own devices hold, with the format's own library, and compares them bit by bit.
@@ -314,10 +308,12 @@ def verify(
 
     Parameters
     ----------
-    x : jax.Array
-        The array. It has a NamedSharding, or is on one device. It is not changed.
-    path, dataset, select, dtype, decode, pad, comm, allow_filters
-        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it was decoded.
+    x : jax.Array or tree of jax.Array
+        The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
+        `dataset` has at the same keys.
+    path, dataset, select, dtype, decode, pad, halo, edge, comm, allow_filters
+        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it
+        was decoded.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
     seed : int
@@ -331,7 +327,7 @@ def verify(
 
     Returns
     -------
-    VerifyReport
+    VerifyReport or tree of VerifyReport
         What was proven. ``print`` shows it.
 
     Raises
@@ -357,34 +353,152 @@ def verify(
     verified by full: ... CRC-32 of the array b4e473c9
     """
     options = options_of("verify", locals()) | {"verify": how}
-    error, found, given = None, "nothing", cast(Any, x)
-    if not isinstance(given, jax.Array):
-        error = ConfigError(f"x is a {type(given).__name__}; expected a jax.Array")
-    elif isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    else:
-        found = f"an array of shape {x.shape}, {x.dtype}"
-    what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
+    asked = ToVerify.of_arrays(x, path, dataset, options, seed)
+    with Request.open("verify", asked.targets, comm, error=asked.error) as request:
+        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
+        return asked.result(request.job(made).verify(asked.arrays(), int(seed)))
 
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        made = plan_file(calls[0], ArrayInfo.from_json(found), path)
-        if (made.plan.shape_global, made.plan.dtype) != (x.shape, x.dtype):
-            raise ConfigError(
-                f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
-                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype=, decode= and pad= as to the "
-                "load"
-            )
-        return [made]
 
-    with Request.open("verify", [Target(_sharding_of(x), None, what, options)], comm, error=error) as request:
-        made = request.plan(lambda calls: _labelled(path, _find(path, calls[0]), calls[0]).to_json(), make)
-        return request.job(made).verify(x, int(seed))
+def mask(x: Any, plan: Any = None) -> Any:
+    """Say which elements of a loaded array are the file's: a boolean array with the same shape and sharding.
+
+    True where an element is the file's; False in the padding (`pad`) and in the rows of neighbours (`halo`). So each element of
+    the file is counted exactly once: ``(x * mask).sum()`` is the sum over the file.
+
+    Collective: no, and nothing is sent, but every process of the mesh calls it.
+
+    Parameters
+    ----------
+    x : jax.Array or Plan
+        An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
+    plan : Plan or tuple of int, optional
+        For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
+        tree: the same tree of these.
+
+    Returns
+    -------
+    jax.Array
+        Bool, with the shape and the sharding of `x` (of the array that the plan would load). For a tree: the same tree.
+
+    Raises
+    ------
+    ConfigError
+        If nothing says which elements of `x` are the file's, if `plan` is of another array, or if a plan has no devices.
+
+    Examples
+    --------
+    >>> import h5py, jax, jax.numpy as jnp, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("snap.h5", "w") as file:
+    ...         file["mass"] = np.arange(1001, dtype="float32")
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> x = shardload.load("snap.h5", mesh, P("a"), pad=-1)
+    >>> float(jnp.mean(x, where=shardload.mask(x)))
+    500.0
+    """
+
+    def one(name: str, x: Any, given: Any) -> jax.Array:
+        if isinstance(x, Plan):
+            if given is not None:
+                raise ConfigError(f"{name} is a plan already; pass no second one")
+            if isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
+                raise ConfigError(
+                    f"{name} is the plan of a load over an AbstractMesh, which has no devices to hold a mask: plan over a "
+                    "jax.sharding.Mesh"
+                )
+            return make_mask(x.extent, x.sharding)
+        return make_mask(_extent(name, x, given), x.sharding)
+
+    return _each(one, x, plan)
+
+
+def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
+    """Return the file's elements of a loaded array alone, in their own shape: without padding and without halos.
+
+    Collective: yes, over the processes of the mesh of `x`. (No if `x` has neither padding nor halos.)
+
+    Parameters
+    ----------
+    x : jax.Array
+        An array that `load`, `scatter` or `Plan.execute` returned, or one that was computed from it and has its shape. Or a
+        tree of them (lists, dicts, any pytree).
+    plan : Plan or tuple of int, optional
+        For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
+        tree: the same tree of these.
+    sharding : NamedSharding, optional
+        The sharding of the result. By default that of `x`.
+    numpy : bool
+        True returns a NumPy array, whole on every process. If several processes have shards, each of their devices needs memory
+        for the whole array.
+
+    Returns
+    -------
+    jax.Array or ndarray
+        Shape `Plan.shape`, dtype of `x`. For a tree: the same tree.
+
+    Raises
+    ------
+    ConfigError
+        If the shape without padding does not divide over the mesh, so that no jax.Array with this sharding can hold it; if
+        nothing says which elements of `x` are the file's; or if `plan` is of another array.
+
+    Examples
+    --------
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("snap.h5", "w") as file:
+    ...         file["mass"] = np.arange(1001, dtype="float32")
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> plan = shardload.plan("snap.h5", mesh, P("a"), pad=-1)
+    >>> x = plan.execute()
+    >>> shardload.unpad(2 * x, plan, numpy=True)[-2:]
+    array([1998., 2000.], dtype=float32)
+    """
+    if not isinstance(numpy, bool):
+        raise ConfigError(f"numpy is {numpy!r}; expected True or False")
+    if numpy and sharding is not None:
+        raise ConfigError("numpy=True and a sharding were given; a NumPy array has no sharding: pass one of them")
+
+    def one(name: str, x: Any, given: Any) -> Any:
+        extent = _extent(name, x, given)
+        return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
+
+    return _each(one, x, plan)
+
+
+def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
+    """Call `one` with the name of each array (or plan) of a tree, the array, and what is given for it."""
+    tree: Any
+    x, plan = (given.plans if isinstance(given, TreePlan) else given for given in (x, plan))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    if not leaves:
+        raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")
+    names = [f"x{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    given = [None] * len(leaves)
+    if plan is not None:
+        try:
+            given = tree.flatten_up_to(plan)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"x and plan are trees that do not match: {error}") from None
+    return tree.unflatten([one(name, leaf, what) for name, (_, leaf), what in zip(names, leaves, given, strict=True)])
+
+
+def _extent(name: str, x: Any, given: Any) -> Extent:
+    if isinstance(x, jax.core.Tracer):
+        raise ConfigError(f"{name} is traced: nothing says which of its elements are the file's. Call this outside of jax.jit")
+    if not isinstance(x, jax.Array):
+        raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array, or a tree of them")
+    return extent_of(x, given.extent if isinstance(given, Plan) else given, name)
 
 
 def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
     """Load several arrays in one call: one agreement before, one exchange, one agreement after. Collective.
 
-    Not public yet. `load` calls it with one array.
+    The same as `load` of a list, with a mesh and options of its own for each array.
 
     Parameters
     ----------
@@ -394,71 +508,16 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
     comm : mpi4py.MPI.Comm, optional
         As in `load`.
     """
-    targets = [Target(mesh, spec, {"path": _describe_path(path)}, options) for path, mesh, spec, options in arrays]
-    paths = [path for path, *_ in arrays]
+    tree = ArrayTree.join([path for path, *_ in arrays], [options.get("dataset") for *_, options in arrays])
+    targets = [
+        Target(mesh, spec, {"path": describe_path(path)}, options, where_text(where) if len(arrays) > 1 else "", has_own=True)
+        for (path, mesh, spec, options), where in zip(arrays, tree.where, strict=True)
+    ]
+    return _load(Arguments(tree, targets), comm)
 
-    def find(calls: list[Call]) -> str:
-        return json.dumps([_find_with_values(path, call) for path, call in zip(paths, calls, strict=True)])
 
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        loads = [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
-        if len(loads) > 1:
-            check_together([load.layout for load in loads], calls[0].options.staging_nbytes)
-        return loads
-
-    with Request.open("load", targets, comm) as request:
-        job = request.job(request.plan(find, make))
+def _load(asked: Arguments, comm: Any) -> Loaded:
+    with Request.open("load", asked.targets, comm, error=asked.error) as request:
+        job = request.job(request.plan(asked.find, partial(asked.make, request)))
         job.begin()
         return job.run()
-
-
-def _find_with_values(path: Any, call: Call) -> list[str | None]:
-    """The array's metadata as text, and its values if it is small and `readers` is "auto"."""
-    options, access = call.options, call.options.access
-    is_auto = options.readers == AUTO
-    if is_auto and access.untrusted is not None:  # one helper process for both
-        info, values = find_small(path, options.dataset, access)
-    else:
-        info = _find(path, call)
-        values = read_small(path, info, access, call.tuning) if is_auto else None
-    return [_labelled(path, info, call).to_json(), None if values is None else b64encode(values).decode()]
-
-
-def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
-    text, values = found
-    info = ArrayInfo.from_json(text or "")
-    if values is None:
-        return plan_file(call, info, path)
-    array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info), path)
-
-
-def _find(path: Any, call: Call) -> ArrayInfo:
-    options = call.options
-    return find_array(path, options.dataset, options.access, needs_numbers=bool(options.decode))
-
-
-def _labelled(path: Any, info: ArrayInfo, call: Call, always: bool = False) -> ArrayInfo:
-    """The metadata with names and coordinates, if it is asked for or the selection needs them."""
-    select = call.options.select
-    if not always and not is_by_name(select):
-        return info
-    with Labeller(call.options.access, _SEARCHED_NBYTES if needs_coordinates(select) else SMALL_NBYTES) as labeller:
-        return labeller.label(path, info)
-
-
-def _sharding_of(x: Any) -> Any:
-    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
-    if not isinstance(x, jax.Array):
-        return None
-    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
-        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
-    return x.sharding
-
-
-def _describe_path(path: Any) -> str:
-    if isinstance(path, (str, os.PathLike)):
-        return repr(os.path.expanduser(os.fspath(path)))
-    # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
-    kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
-    return f"an open {kind} named {getattr(path, 'name', None)!r}"

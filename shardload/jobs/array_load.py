@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,22 +20,26 @@ import jax
 import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
-from shardload.errors import SourceError, StallError
+from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Source
-from shardload.formats.lookup import open_file, open_source
+from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
-from shardload.options import Options, pad_value
+from shardload.jobs.trees import in_array, naming_errors
+from shardload.options import Options, fill_value, pad_value
+from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import conversion
+from shardload.transfer.halo_pieces import HaloPieces
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
@@ -59,17 +63,25 @@ class ArrayLoad:
         A path, an open array, or a source in memory (None on the ranks that do not have it).
     origin : object
         The path that opens the file, if `handle` is a source that has the values already.
+    where : str
+        Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
 
     plan: Plan
     options: Options
     handle: Any
     origin: Any = None
+    where: str = ""
 
     @property
     def info(self) -> ArrayInfo:
         """Metadata of the array in its file."""
         return self.plan.info
+
+    @property
+    def name(self) -> str:
+        """The array as messages name it."""
+        return f"{self.where}, {self.info}" if self.where else str(self.info)
 
     @property
     def layout(self) -> Layout:
@@ -81,6 +93,14 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
+    def named(self, error: BaseException) -> BaseException:
+        """An error of this array, which names it if there are others."""
+        return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
+
+    def naming_errors(self) -> AbstractContextManager[None]:
+        """Let errors that are raised inside name this array."""
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
+
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source
@@ -88,11 +108,15 @@ class ArrayLoad:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
-    def verifier(self, seed: int = 0) -> Verifier:
-        """The verifier that compares an array with the file of this plan."""
+    def verifier(self, seed: int = 0, sources: OpenSources | None = None) -> Verifier:
+        """The verifier that compares an array with the file of this plan, which `sources` opens again."""
         how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed, self.layout.decoding)
         handle = self.handle if self.origin is None else self.origin
-        return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
+
+        def open_again() -> Source:
+            return self._open(handle) if sources is None else sources.open_again(self, handle)
+
+        return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self)
@@ -111,7 +135,11 @@ class OpenSources:
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        self._n = Counter(self._file_of(load) for load in loads) if len(loads) > 1 else Counter[Any]()
+        is_many = len(loads) > 1
+        self._keys: dict[str, Any] = {}  # of each path as written, because looking it up asks the file system
+        self._n = Counter(self._file_of(load, load.handle) for load in loads) if is_many else Counter[Any]()
+        if is_many:
+            self._n.update(self._file_of(load, load.origin) for load in loads if load.origin is not None)
         self._files: dict[Any, OpenFile] = {}
         self._n_untrusted = sum(load.options.access.untrusted is not None for load in loads)
 
@@ -123,24 +151,31 @@ class OpenSources:
         nbytes = access.untrusted.memory_nbytes // self._n_untrusted
         return replace(access, untrusted=replace(access.untrusted, memory_nbytes=nbytes))
 
-    @staticmethod
-    def _file_of(load: ArrayLoad) -> Any:
+    def _file_of(self, load: ArrayLoad, handle: Any) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
-        is_path = isinstance(load.handle, (str, os.PathLike)) and not load.is_open
-        return (os.fspath(load.handle), load.options.access) if is_path else None
+        if not isinstance(handle, (str, os.PathLike)) or is_open(handle):
+            return None
+        path = os.fspath(handle)
+        if path not in self._keys:
+            self._keys[path] = file_of(path)
+        return self._keys[path], load.options.access
 
     def open(self, load: ArrayLoad) -> Source:
         """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
         if isinstance(load.handle, MemorySource):
             return load.handle
-        key = self._file_of(load) if self._n else None
+        return self.open_again(load, load.handle)
+
+    def open_again(self, load: ArrayLoad, handle: Any) -> Source:
+        """Open the source of an array by `handle`, also if its values are in memory already."""
+        key = self._file_of(load, handle) if self._n else None
         if key is None or self._n[key] == 1:
-            source = load._open(load.handle, self._access(load))
+            source = load._open(handle, self._access(load))
             self._opened.push(partial(_close, source))
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(load.handle, self._access(load))
+            file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
         return _as_planned(file.open(load.info.dataset), load)
 
@@ -150,8 +185,11 @@ class OwnArray:
 
     Attributes
     ----------
+    shards : dict of int to Piece
+        This rank's pieces, by shard number, in the coordinates of the jax.Array.
     pieces : dict of int to Piece
-        This rank's pieces, by shard number.
+        What the exchange fills in them, by the number of the section (`Shards.sections_of`), in the coordinates of the file's
+        array. Without a halo the same.
     contents : State
         The source's state when it was opened, to compare with the other ranks' sources.
     array : jax.Array or None
@@ -164,6 +202,7 @@ class OwnArray:
 
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self.rank = load, rank
+        self.shards: dict[int, Piece] = {}
         self.pieces: dict[int, Piece] = {}
         self.contents: State = None
         self.array: jax.Array | None = None
@@ -173,6 +212,7 @@ class OwnArray:
         self._source: Source | None = None
         self._state: State = None
         self._early: EarlyPieces | None = None
+        self._halos: HaloPieces | None = None
 
     @property
     def reads(self) -> bool:
@@ -189,13 +229,21 @@ class OwnArray:
     def make_room(self) -> None:
         """Allocate the pieces and fill their padding. The exchange writes the rest."""
         layout, dtype = self.load.layout, self.load.plan.dtype
-        numbers = list(layout.schedule.shards.shards_of(self.rank))
-        regions = [layout.schedule.shards.region(shard) for shard in numbers]
+        shards = layout.schedule.shards
+        numbers = list(shards.shards_of(self.rank))
+        regions = [shards.region(shard) for shard in numbers]
         for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], dtype), strict=True):
-            piece = self.pieces[shard] = Piece(region, data)
-            held = layout.schedule.true_region(shard)
-            if held != region:
-                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if region.size else 0)
+            self.shards[shard] = Piece(region, data)
+        if isinstance(shards, HaloShards):
+            self._halos = HaloPieces(shards, self.load.plan.shape, self.shards, self.rank)
+            self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
+            self.pieces = self._halos.sections
+        else:
+            self.pieces = self.shards
+            for shard, piece in self.shards.items():
+                held = layout.schedule.true_region(shard)
+                if held != piece.region:
+                    fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
         self._early = EarlyPieces(self.load.plan.shape_global, self.load.plan.sharding)
 
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
@@ -229,26 +277,29 @@ class OwnArray:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's pieces."""
-        return sum(piece.data.nbytes for piece in self.pieces.values())
+        return sum(piece.data.nbytes for piece in self.shards.values())
 
     def move(self, seed: int, is_named: bool) -> ArrayMove:
         """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
         flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
-        return ArrayMove(
-            flow, self.reader, self.pieces, dtype, self._start_early, seed, str(self.load.info) if is_named else ""
-        )
+        name = self.load.name if is_named else ""
+        return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
 
     def _start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        if self._early is not None:
-            self._early.start(piece.region, piece.data)
+        shard = piece if self._halos is None else self._halos.completed(piece)
+        if self._early is not None and shard is not None:
+            self._early.start(shard.region, shard.data)
 
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        held = ((p.region, p.data) for p in self.pieces.values())
+        if self._halos is not None:
+            self._halos.finish()
+        held = ((p.region, p.data) for p in self.shards.values())
         plan = self.load.plan
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
+        remember(self.array, plan.extent)
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:
@@ -257,10 +308,10 @@ class OwnArray:
             info = self.load.info
             check_unchanged(str(info), self._state, self._source.state(), info.path, info.dataset)
 
-    def verify(self) -> None:
-        """Verify what the devices of this process hold, at the level that the caller asked for."""
-        held = {piece.region: piece.data for piece in self.pieces.values()}
-        self.checked = self.load.verifier().check(self.array, self.rank, held)
+    def verify(self, sources: OpenSources) -> None:
+        """Verify what the devices of this process hold, at the level that the caller asked for. `sources` opens the files."""
+        held = {piece.region: piece.data for piece in self.shards.values()}
+        self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)
 
 
 def _as_planned(source: Source, load: ArrayLoad) -> Source:

@@ -7,6 +7,7 @@ executor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardload.arrays.padding import Extent
 from shardload.arrays.sharding import devices_of_regions
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
@@ -25,6 +27,7 @@ from shardload.planning.cost import Cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
+from shardload.planning.traffic import count_held
 from shardload.system.terminal import width_of_prints
 from shardload.values.decoding import Decoding
 
@@ -76,7 +79,7 @@ class Plan:
     info : ArrayInfo
         The array in the file: name, format, shape, dtype, chunks, codec.
     shape, shape_global : tuple of int
-        The shape that is loaded (after `select`, without padding), and the shape of the jax.Array (with padding).
+        The shape that is loaded (after `select`, without padding and halos), and the shape of the jax.Array (with them).
     dtype : dtype
         Dtype of the jax.Array.
     sharding : NamedSharding
@@ -142,6 +145,32 @@ class Plan:
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, self.halo)
+
+    @property
+    def halo(self) -> tuple[int, ...]:
+        """Rows of its neighbours that each shard has on either side, along each axis."""
+        return self.schedule.shards.halo_widths
+
+    @property
+    def halo_text(self) -> str:
+        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
+        return self.schedule.shards.halo_text
+
+    @property
+    def shape_padded(self) -> tuple[int, ...]:
+        """The shape with padding, without halos."""
+        return self.extent.shape_without_halo
+
+    @property
+    def pieces_nbytes(self) -> int:
+        """Bytes of the pieces of the fullest rank."""
+        shards = self.schedule.shards
+        return math.prod(shards.shard_shape) * self.dtype.itemsize * count_held(shards)[1]
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""

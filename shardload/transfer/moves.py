@@ -116,6 +116,10 @@ class PiecesToBlocks:
 
     schedule: Schedule
 
+    def __post_init__(self) -> None:
+        if self.schedule.shards.has_halo:
+            raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
+
     @property
     def ndim(self) -> int:
         """See `Flow`."""
@@ -169,6 +173,8 @@ class ArrayMove:
         is never taken for a part of this one. (The arrays of one exchange are told apart anyway.)
     name : str
         Name of the array in error messages.
+    named : callable, optional
+        Makes an error of staging this array one that names it.
     """
 
     flow: Flow
@@ -178,6 +184,7 @@ class ArrayMove:
     on_complete: Callable[[Piece], None] | None = None
     seed: int = 0
     name: str = ""
+    named: Callable[[BaseException], BaseException] | None = None
 
 
 class Expected:
