@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,8 @@ from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 
 __all__ = ["ArrayLoad", "OpenSources", "OwnArray"]
+
+_UNNAMED = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +101,7 @@ class ArrayLoad:
 
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
-        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
@@ -308,7 +310,7 @@ class OwnArray:
             info = self.load.info
             check_unchanged(str(info), self._state, self._source.state(), info.path, info.dataset)
 
-    def verify(self, sources: OpenSources) -> None:
+    def verify(self, sources: OpenSources | None) -> None:
         """Verify what the devices of this process hold, at the level that the caller asked for. `sources` opens the files."""
         held = {piece.region: piece.data for piece in self.shards.values()}
         self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)

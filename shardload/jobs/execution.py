@@ -188,7 +188,7 @@ class Job:
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors(), ExitStack() as opened:
-                sources = OpenSources([own.load for own in mine.arrays], opened)
+                sources = OpenSources([own.load for own in mine.arrays], opened) if len(mine.arrays) > 1 else None
                 for own in mine.arrays:
                     with own.load.naming_errors():
                         own.verify(sources)

@@ -60,7 +60,7 @@ def cut_box(axes: Sequence[range], most: int) -> Iterator[tuple[range, ...]]:
 
     >>> list(cut_box([range(2), range(3, 6)], 2))
     [(range(0, 1), range(3, 5)), (range(0, 1), range(5, 6)), (range(1, 2), range(3, 5)), (range(1, 2), range(5, 6))]
-    >>> [math.prod(map(len, box)) for box in cut_box([range(4), range(5)], 12)]
+    >>> [len(rows) * len(columns) for rows, columns in cut_box([range(4), range(5)], 12)]
     [10, 10]
     """
     steps, room = [1] * len(axes), max(1, most)

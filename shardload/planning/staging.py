@@ -118,7 +118,8 @@ def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _N
     itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
     n_chunks = chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
     chunk_size = layout.chunk_size
-    n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes)))
+    is_small = layout.chunk_nbytes <= default_tuning().batched_chunk_nbytes
+    n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes))) if is_small else 1
     held_nbytes = n_batch * layout.chunk_nbytes  # stored, between two stages, and decoded
     block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
     return _Need(

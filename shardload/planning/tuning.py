@@ -28,6 +28,8 @@ class Tuning:
     batch_nbytes : int
         Small chunks are read, decoded and copied together, up to so many decoded bytes at a time. Large enough that what is
         done once for each batch does not count, small enough that a batch stays in the core's cache.
+    batched_chunk_nbytes : int
+        Larger chunks are read one by one: decoding one takes so long that the rest does not count.
     worth_sharing_nbytes : int
         Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
     small_nbytes : int
@@ -43,7 +45,8 @@ class Tuning:
 
     inline_nbytes: int = 1 << 14
     min_chunk_nbytes: int = 1 << 12
-    batch_nbytes: int = 1 << 19
+    batch_nbytes: int = 1 << 20
+    batched_chunk_nbytes: int = 1 << 17
     worth_sharing_nbytes: int = 1 << 16
     small_nbytes: int = 1 << 14
     small_chunk_nbytes: int = 1 << 20
