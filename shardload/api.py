@@ -215,7 +215,7 @@ def plan(
     """
     asked = Arguments.of("plan", path, mesh, spec, options_of("plan", locals()), dataset)
     with Request.open("plan", asked.targets, comm, processes, asked.error) as request:
-        made = request.plan(lambda calls: asked.find(calls, values=False, labelled=True), partial(asked.make, request))
+        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
         if asked.tree.is_single:
             return request.hand_out(made[0])
         return request.hand_out_tree(made, asked.result, asked.left_out)

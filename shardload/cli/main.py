@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_MOST_NAMED, _MOST_NAMED_UNTRUSTED = 256, 1  # arrays whose axes' names are looked up: a millisecond each, or a process each
+_MOST_LABELLED = 256  # arrays whose axes' names are looked up: a millisecond each
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
@@ -148,18 +148,17 @@ def info(
     """
     with _one_message(info_as_typed):
         from shardload.formats.access import Access, Limits
-        from shardload.formats.lookup import Labeller, find_array, list_arrays, split_path
+        from shardload.formats.lookup import find_array, list_labelled, read_labels, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
         access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
-        arrays = list_arrays(path, access)
+        arrays = list_labelled(path, access, _MOST_LABELLED)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access)]
-        if len(arrays) <= (_MOST_NAMED_UNTRUSTED if untrusted else _MOST_NAMED):
-            with Labeller(access) as labeller:
-                arrays = [array if array.refused else labeller.label(path, array) for array in arrays]
+            if arrays[0].labels is None and not arrays[0].refused:
+                arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -266,7 +265,8 @@ def verify(
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
-    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": names_of(dataset), "dtype": dtype, "decode": decode}
+    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": names_of(dataset), "dtype": dtype}
+    more |= {"decode": bool(decode)}  # None would warn of packed numbers, which nobody gets here
     more |= {"missing": missing, "allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.cli.verify import run

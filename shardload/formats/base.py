@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
-from shardload.formats.labels import Coordinate, Labels, from_plain, to_plain
+from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
 from shardload.planning.region import Region
 from shardload.values.decoding import Packing
 
@@ -95,7 +95,7 @@ class ArrayInfo:
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.
-    labels : Labels or None
+    labels : Labels, OnDemand or None
         Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
 
@@ -112,12 +112,13 @@ class ArrayInfo:
     is_coordinate: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=dict)
-    labels: Labels | None = field(default=None, compare=False)
+    labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
-        """As text, for another rank."""
+        """As text, for another rank. Names that nobody has looked at are not read for that."""
         # Not `asdict`: it copies all values, and small loads call this often.
-        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(self.labels)}
+        known = None if isinstance(self.labels, OnDemand) else self.labels
+        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(known)}
         return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
 
     @classmethod

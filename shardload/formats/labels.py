@@ -1,7 +1,8 @@
 """What are the axes of an array called, and what do they count? Names of dimensions, attributes, and coordinates.
 
 netCDF and Zarr name axes, and store the coordinates of an axis (longitudes, times) in an array of that name. A load needs none
-of it, so it is read only where it is asked for: by `shardload.open`, for a plan, and for a selection by name.
+of it, so it is read only where it is asked for: by `shardload.open`, for a selection by name, and when a plan's names are first
+looked at (`OnDemand`).
 
 1. `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates.
 2. `lookup.Labeller` reads those coordinates, if they are small (`complete`).
@@ -14,6 +15,7 @@ import json
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from shardload.values.decoding import decoding_of
 if TYPE_CHECKING:
     from shardload.formats.base import Source
 
-__all__ = ["SMALL_NBYTES", "Coordinate", "Labels", "bounded", "complete", "from_plain", "names_in", "to_plain"]
+__all__ = ["SMALL_NBYTES", "Coordinate", "Labels", "OnDemand", "bounded", "complete", "from_plain", "names_in", "to_plain"]
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate
 _MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
@@ -73,6 +75,39 @@ class Labels:
     dims: Dims
     attrs: Mapping[str, Any] = field(default_factory=dict)
     coords: Mapping[str, Coordinate] = field(default_factory=dict)
+
+
+class OnDemand:
+    """Labels that are read from the file when they are first looked at.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the labels.
+    """
+
+    def __init__(self, read: Callable[[], Labels]) -> None:
+        self._read = read
+
+    @cached_property
+    def found(self) -> Labels:
+        """The labels."""
+        return self._read()
+
+    @property
+    def dims(self) -> Dims:
+        """As in `Labels`."""
+        return self.found.dims
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """As in `Labels`."""
+        return self.found.attrs
+
+    @property
+    def coords(self) -> Mapping[str, Coordinate]:
+        """As in `Labels`."""
+        return self.found.coords
 
 
 def names_in(text: Any) -> list[str]:

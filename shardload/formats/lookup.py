@@ -46,8 +46,10 @@ __all__ = [
     "find_small",
     "format_of",
     "list_arrays",
+    "list_labelled",
     "open_file",
     "open_source",
+    "read_labels",
     "read_small",
     "split_path",
 ]
@@ -121,6 +123,22 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         return file_format.list_arrays(path, access)
 
 
+def list_labelled(path: str, access: Access, most: int) -> list[ArrayInfo]:
+    """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
+
+    Collective: no. Raises what `list_arrays` raises.
+    """
+    path = _without_scheme(path)
+    if access.untrusted is not None:
+        with as_source_error(path):
+            return list_all(path, access, most)
+    infos = list_arrays(path, access)
+    if len(infos) > most:
+        return infos
+    with Labeller(access) as labeller:
+        return [info if info.refused else labeller.label(path, info) for info in infos]
+
+
 def find_array(
     path_or_object: Any, dataset: str | None = None, access: Access = STRICT, needs_numbers: bool = False
 ) -> ArrayInfo:
@@ -156,7 +174,7 @@ def find_array(
     if access.untrusted is not None:
         whole, file, name = _untrusted_place(path_or_object, dataset)
         with as_source_error(file, name):
-            return find(whole, file, dataset, access)[0]
+            return find(whole, file, dataset, access, needs_numbers=needs_numbers)[0]
     path = _as_path(path_or_object)
     if path is None:
         return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
@@ -223,7 +241,8 @@ class Labeller:
             with as_source_error(info.path, info.dataset):
                 return find_labels(info, self._access, self._small_nbytes)
         if path is None:
-            source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
+            with as_source_error(info.path, info.dataset):
+                source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
             return self._complete(info, source, self._beside(info.path))
         file = self._open(split_path(path)[0])
         with _naming_what_is_gone(info.path, info.dataset), closing(file.open(info.dataset)) as source:
@@ -254,6 +273,21 @@ class Labeller:
             return self._open(path).open(name)
 
         return open_other
+
+
+def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> Labels:
+    """The names of the axes, the attributes and coordinates of an array that was found; of a single array, by this process.
+
+    Collective: no.
+
+    Raises
+    ------
+    SourceError
+        If the array cannot be opened any more.
+    """
+    with Labeller(access, small_nbytes) as labeller:
+        found = labeller.label(path_or_object, info).labels
+    return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> Source:
@@ -373,14 +407,16 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def find_small(path_or_object: Any, dataset: str | None, access: Access) -> tuple[ArrayInfo, bytes | None]:
+def find_small(
+    path_or_object: Any, dataset: str | None, access: Access, needs_numbers: bool = False
+) -> tuple[ArrayInfo, bytes | None]:
     """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
     if access.untrusted is None:
-        info = find_array(path_or_object, dataset, access)
+        info = find_array(path_or_object, dataset, access, needs_numbers)
         return info, read_small(path_or_object, info, access)
     path, file, name = _untrusted_place(path_or_object, dataset)
     with as_source_error(file, name):
-        return find(path, file, dataset, access, values=True)
+        return find(path, file, dataset, access, values=True, needs_numbers=needs_numbers)
 
 
 def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> bytes | None:
@@ -446,15 +482,15 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
-    def find(self, path_or_object: Any, dataset: str | None) -> tuple[ArrayInfo, bytes | None]:
+    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False) -> tuple[ArrayInfo, bytes | None]:
         """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
         if path is None or dataset is None or self._access.untrusted is not None:
             if self._tuning is None:
-                return find_array(path_or_object, dataset, self._access), None
-            return find_small(path_or_object, dataset, self._access)
+                return find_array(path_or_object, dataset, self._access, needs_numbers), None
+            return find_small(path_or_object, dataset, self._access, needs_numbers)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
@@ -462,7 +498,7 @@ class Finder:
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return _loadable(source.info), self._values(source)
+            return _loadable(source.info, needs_numbers), self._values(source)
         finally:
             source.close()
 

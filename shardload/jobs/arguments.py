@@ -40,7 +40,7 @@ from shardload.jobs.trees import (
 )
 from shardload.options import AUTO, OWN
 from shardload.planning.region import Region
-from shardload.planning.selection import is_by_name, needs_coordinates
+from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
 from shardload.transfer.messages import sendable
 
 _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
@@ -98,17 +98,22 @@ class Arguments:
         """Values for the arrays, in the structure that the caller asked for."""
         return self.tree.build(values)
 
-    def find(self, calls: list[Call], values: bool = True, labelled: bool = False) -> str:
+    def find(self, calls: list[Call], values: bool = True) -> str:
         """The metadata of all arrays as text, and the values of small ones if `readers` is "auto". Runs on one rank.
 
-        With names of axes and coordinates if they are asked for (`labelled`), or a selection names them.
+        With names of axes and coordinates if a selection may name them.
         """
         selections = [call.options.select for call in calls]
-        if labelled or any(map(is_by_name, selections)):
+        if any(map(is_by_name, [*selections, self._select])):
             room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
             with Labeller(calls[0].options.access, room) as labeller:
                 return self._find_all(calls, values, labeller.label)
         return self._find_all(calls, values, _as_it_is)
+
+    @property
+    def _select(self) -> Any:
+        """The option as the caller passed it."""
+        return None if self._given is None else self._given[2].get("select")
 
     def _find_all(self, calls: list[Call], values: bool, label: Label) -> str:
         if self.tree.is_single:
@@ -118,10 +123,10 @@ class Arguments:
         options = calls[0].options
         found: list[Any] = []
         with Finder(options.access, calls[0].tuning if values and options.readers == AUTO else None) as finder:
-            for place, target in zip(self.tree.places, self.targets, strict=True):
+            for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        info, of_array = finder.find(place.path, place.dataset)
+                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
                         found.append(_as_text(label(place.path, info), of_array))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
@@ -140,6 +145,8 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0])]
+        if is_by_name(self._select):
+            self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
@@ -176,6 +183,19 @@ class Arguments:
         self.tree, self.targets = grown, targets
         return new_calls, new_found
 
+    def _refuse_ambiguous(self, infos: list[ArrayInfo]) -> None:
+        """Raise ConfigError if a dict of positions means one thing by the names of arrays, and another by those of axes."""
+        for where, select, places in self.tree.dicts_as_trees(self._select):
+            meant = [(_selected(infos[k], select), _selected(infos[k], self.targets[k].options["select"])) for k in places]
+            if all(by_axes is not None for by_axes, _ in meant) and any(by_axes != by_arrays for by_axes, by_arrays in meant):
+                keys = ", ".join(map(repr, select))
+                key, one = next(iter(select.items()))
+                raise ConfigError(
+                    f"select{text_of(where)} is {select!r}: {keys} are keys of the arrays there, and names of their axes too. "
+                    f"If each array is to have its own selection, pass tuples: {{{key!r}: ({one!r},), ...}}. If the axes are "
+                    f"meant, pass the dict for each array: {{{key!r}: {select!r}, ...}}"
+                )
+
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
@@ -204,6 +224,16 @@ def _what_of_path(place: Place) -> dict[str, str]:
     return {"path": describe_path(place.path)}
 
 
+def _selected(info: ArrayInfo, select: Any) -> Selection | None:
+    """What a selection means for an array; None if it means nothing."""
+    try:
+        if is_by_name(select):
+            select = name_axes(select, info.dims, {name: one.values for name, one in info.coords.items()})
+        return select_axes(select, info.shape)
+    except (ValueError, IndexError):
+        return None
+
+
 def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
     return info
 
@@ -213,7 +243,7 @@ def _find_with_values(path: Any, call: Call) -> tuple[ArrayInfo, bytes | None]:
     options, access = call.options, call.options.access
     is_auto = options.readers == AUTO
     if is_auto and access.untrusted is not None:  # one helper process for both
-        info, values = find_small(path, options.dataset, access)
+        info, values = find_small(path, options.dataset, access, bool(options.decode))
     else:
         info = _find(path, call)
         values = read_small(path, info, access, call.tuning) if is_auto else None

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
-from shardload.formats.lookup import Labeller, list_arrays, split_path
+from shardload.formats.labels import OnDemand
+from shardload.formats.lookup import list_labelled, read_labels, split_path
 from shardload.options import filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
+
+_MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
 
 
 class Contents(Mapping[str, ArrayInfo]):
@@ -101,10 +106,12 @@ def open(  # a public name: `shardload.open`
 def read_contents(path: str, access: Access) -> Contents:
     """What `open` returns, for a checked `Access`."""
     file = split_path(path)[0]
-    infos = []
-    with Labeller(access) as labeller:
-        for info in list_arrays(file, access):
-            if info.refused is None:
-                info = labeller.label(file, info)
-            infos.append(info)
-    return Contents(file, infos)
+    infos = list_labelled(file, access, _MOST_LABELLED)
+    return Contents(file, [_on_demand(file, info, access) for info in infos])
+
+
+def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
+    """The array with its labels, which are read when they are looked at, if it has none yet."""
+    if info.refused or info.labels is not None:
+        return info
+    return replace(info, labels=OnDemand(partial(read_labels, path, info, access)))

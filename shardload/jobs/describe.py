@@ -69,16 +69,13 @@ def _facts(plan: Plan) -> dict[str, str]:
     padded = f", padded to {_shape(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {_shape(plan.shape_global)}" if halo else ""
     selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
-    decoding = plan._layout.decoding
-    cast = "" if decoding is None else f" decoded to {decoding.dtype}"
-    cast += f" cast to {plan.dtype}" if str(plan.dtype) != (info.dtype if decoding is None else str(decoding.dtype)) else ""
+    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
-    names = {"axes": printable(", ".join(name or "-" for name in info.dims))} if any(info.dims) else {}
     return {
         "file": printable(plan.info.path),
         "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
-        **names,
         "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
         f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank",

@@ -371,9 +371,9 @@ class Job:
 
     def _warn_of_packed(self) -> None:
         """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""
-        asked = [load.info for load in self.loads if load.options.decode is None and load.info.packing]
-        found = [(info, packed_by(np.dtype(info.dtype), info.packing)) for info in asked]
-        told = [f"{info} ({', '.join(how)})" for info, how in found if how]
+        asked = [load for load in self.loads if load.options.decode is None and load.info.packing]
+        found = [(load.name, packed_by(np.dtype(load.info.dtype), load.info.packing)) for load in asked]
+        told = [f"{name} ({', '.join(how)})" for name, how in found if how]
         if told:
             text = (
                 f"these numbers are packed, and were loaded as they are stored: {some(told)}. Pass decode=True to apply that "

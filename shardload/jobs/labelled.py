@@ -12,11 +12,16 @@ import jax
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Plan
+from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.values.decoding import ATTRIBUTES
 
 __all__ = ["to_xarray"]
+
+_ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
 
 def to_xarray(tree: Any, plan: Any) -> Any:
@@ -32,18 +37,20 @@ def to_xarray(tree: Any, plan: Any) -> Any:
     ----------
     tree : jax.Array, or a tree of them
         What `load` or `Plan.execute` returned.
-    plan : Plan, or a tree of them
+    plan : Plan, TreePlan, or a tree of Plan
         The plan that was executed, or that `plan` makes of the same arguments.
 
     Returns
     -------
     xarray.DataArray, or a tree of them
-        A dict of arrays with names as keys becomes an `xarray.Dataset`.
+        A dict of arrays with names as keys becomes an `xarray.Dataset`; what is a coordinate of the others becomes one there.
 
     Raises
     ------
     ConfigError
-        If xarray is not installed, or the plan is not that of the array.
+        If xarray is not installed, the plan is not that of the arrays, or arrays of a dict do not share their axes.
+    SourceError
+        If the file, in which names and coordinates are looked up now, cannot be read by this process.
 
     Examples
     --------
@@ -65,40 +72,77 @@ def to_xarray(tree: Any, plan: Any) -> Any:
         import xarray
     except ImportError:
         raise ConfigError("to_xarray needs xarray. Type: pip install 'shardload[xarray]'") from None
-    if isinstance(plan, Plan):
-        if not isinstance(tree, jax.Array):
-            raise ConfigError(
-                f"the plan is of one array, but a {type(tree).__name__} was passed. Pass the array that it loaded"
+    return _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+
+
+def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
+    """`to_xarray` of the part of a tree to which the keys `where` lead."""
+    children, of_plan = node_of(tree), node_of(plan)
+    here = f" at {text_of(where)}" if where else ""
+    if children is None or of_plan is None:
+        if isinstance(tree, jax.Array) and isinstance(plan, Plan):
+            return _wrap(xarray, tree, plan)
+        raise ConfigError(
+            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found a "
+            f"{type(tree).__name__} and a {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
+            "the same arguments"
+        )
+    plans = dict(of_plan)
+    keys = [key for key, _ in children]
+    if set(keys) != set(plans):
+        told = "; ".join(
+            f"{what} {', '.join(map(str, some))}"
+            for what, some in (
+                ("there is no plan for", [key for key in keys if key not in plans]),
+                ("there is no array for", [key for key in plans if key not in set(keys)]),
             )
-        return _wrap(xarray, tree, plan)
-    if isinstance(tree, Mapping):
-        wrapped = {key: to_xarray(value, _of(plan, key)) for key, value in tree.items()}
-        if all(isinstance(key, str) and isinstance(value, xarray.DataArray) for key, value in wrapped.items()):
-            return xarray.Dataset({key: value.variable for key, value in wrapped.items()}, _shared_coords(xarray, wrapped))
-        return wrapped
-    if isinstance(tree, list | tuple):
-        return type(tree)(to_xarray(value, _of(plan, k)) for k, value in enumerate(tree))
-    raise ConfigError(f"expected a plan, or a tree of plans like the tree of arrays; found {type(plan).__name__}")
+            if some
+        )
+        raise ConfigError(
+            f"the trees of arrays and plans have other keys{here}: {told}. Pass the plan that loaded these arrays"
+        )
+    wrapped = [_wrap_tree(xarray, one, plans[key], (*where, key)) for key, one in children]
+    if isinstance(tree, Mapping) and all(isinstance(one, xarray.DataArray) for one in wrapped):
+        names = [getattr(key, "key", key) for key in keys]
+        if all(isinstance(name, str) for name in names):
+            infos = [plans[key].info for key in keys]
+            return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, infos, strict=True)))
+    return rebuilt(tree, wrapped)
 
 
-def _of(plan: Any, key: Any) -> Any:
-    try:
-        return plan[key]
-    except (LookupError, TypeError):
-        raise ConfigError(f"the plan has nothing for [{key!r}]. Pass the plan that loaded these arrays") from None
+def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo]) -> Any:
+    """The Dataset of some arrays.
 
-
-def _shared_coords(xarray: Any, wrapped: Mapping[str, Any]) -> dict[str, Any]:
-    """The coordinates of all arrays. Raises ConfigError if two of the same name differ."""
-    found: dict[str, Any] = {}
-    for array in wrapped.values():
-        for name, coordinate in array.coords.items():
-            if name in found and not found[name].identical(coordinate.variable):
+    Raises
+    ------
+    ConfigError
+        If the arrays do not share their axes and coordinates.
+    """
+    lengths: dict[str, tuple[int, str]] = {}
+    coords: dict[str, Any] = {}
+    for key, array in wrapped.items():
+        for dim, n in zip(array.dims, array.shape, strict=True):
+            before, other = lengths.setdefault(dim, (n, key))
+            if before != n:
                 raise ConfigError(
-                    f"the arrays have different coordinates {name!r}, so they cannot share a Dataset. Wrap them one by one"
+                    f"{dim!r} has {before} elements in [{other!r}] and {n} in [{key!r}], so these arrays cannot share a "
+                    f"Dataset. {_ONE_BY_ONE}"
                 )
-            found[name] = coordinate.variable
-    return found
+        for name, coordinate in array.coords.items():
+            if name in coords and not coords[name].identical(coordinate.variable):
+                raise ConfigError(
+                    f"the arrays have different coordinates {name!r}, so they cannot share a Dataset. {_ONE_BY_ONE}"
+                )
+            coords[name] = coordinate.variable
+    known = {name: one.dataset for info in infos.values() for name, one in info.coords.items()}
+    for key in wrapped:
+        if key in coords and known[key] != infos[key].dataset:
+            raise ConfigError(f"[{key!r}] has the name of a coordinate of the arrays, and is another one: give it another key")
+    values = {key: array.variable for key, array in wrapped.items() if key not in coords}
+    # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
+    plain = {key: values.pop(key) for key in list(values) if key in lengths}
+    found = xarray.Dataset(values, coords)
+    return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
 
 
 def _wrap(xarray: Any, array: jax.Array, plan: Plan) -> Any:

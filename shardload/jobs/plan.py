@@ -142,6 +142,11 @@ class Plan:
         return self._is_decoded
 
     @property
+    def decoded_dtype(self) -> np.dtype[Any] | None:
+        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
+        return None if self._layout.decoding is None else self._layout.decoding.dtype
+
+    @property
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule

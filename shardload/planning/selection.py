@@ -7,7 +7,7 @@ A `Selection` converts regions of the selected array to regions of the file. `se
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, SupportsIndex
@@ -122,6 +122,10 @@ def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -
         try:
             i = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
         except TypeError:
+            if isinstance(part, Near | Between):
+                raise ValueError(
+                    f"select has {part!r} on axis {axis}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
+                ) from None
             raise ValueError(f"select has {part!r} on axis {axis}; each axis takes a slice with step 1 or an integer") from None
         if not -size <= i < size:
             raise IndexError(f"select has {part!r} on axis {axis}, which has {size} elements")
@@ -184,22 +188,13 @@ def between(low: float, high: float) -> Between:
     return Between(low, high)
 
 
-def is_by_name(select: Any, keys: Collection[Any] | None = None) -> bool:
-    """True if a selection is by names of axes: a dict that is not a tree of selections.
+def is_by_name(select: Any) -> bool:
+    """True if a selection of one array is by names of axes.
 
-    Parameters
-    ----------
-    select : object
-        What the caller passed.
-    keys : collection, optional
-        The keys of the dict of arrays that the selection is for. A dict with the same keys is a tree: a selection for each.
-
-    Examples
-    --------
-    >>> is_by_name({"time": 0}), is_by_name((0, ...)), is_by_name({"a": 0, "b": 1}, ["a", "b"])
-    (True, False, False)
+    >>> is_by_name({"time": 0}), is_by_name((0, ...))
+    (True, False)
     """
-    return isinstance(select, Mapping) and (keys is None or set(select) != set(keys))
+    return isinstance(select, Mapping)
 
 
 def needs_coordinates(select: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,8 @@ def info_of(found: object, path: str) -> ArrayInfo:
         itemsize = _itemsize(info.dtype)
         if max(math.prod(info.shape), math.prod(info.chunks or ())) * itemsize >= _INT64:
             raise lie(f"an array of {info.shape} and chunks of {info.chunks}")
-    return info
+    labels = labels_of(found.get("labels"), len(info.shape))
+    return info if labels is None else replace(info, labels=labels)
 
 
 def _itemsize(name: str) -> int:

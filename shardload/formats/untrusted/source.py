@@ -69,25 +69,30 @@ def _named(path: str, dataset: str | None) -> Iterator[None]:
         raise
 
 
-def list_all(path: str, access: Access) -> list[ArrayInfo]:
-    """Run `list_arrays` in a helper."""
+def list_all(path: str, access: Access, most_labelled: int = 0) -> list[ArrayInfo]:
+    """Run `list_labelled` in a helper. With 0, arrays have no labels."""
     with _helper(access, path) as helper:
-        answer = helper.ask("list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external)
+        answer = helper.ask(
+            "list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external,
+            most_labelled=most_labelled,
+        )  # fmt: skip
     infos = answer.get("infos")
     if not isinstance(infos, list):
         raise lie("no list of arrays")
     return [info_of(found, path) for found in infos]
 
 
-def find(path: str, inside: str, dataset: str | None, access: Access, values: bool = False) -> tuple[ArrayInfo, bytes | None]:
+def find(
+    path: str, inside: str, dataset: str | None, access: Access, values: bool = False, needs_numbers: bool = False
+) -> tuple[ArrayInfo, bytes | None]:
     """Run `find_array` for `path` (`inside` is the file in it), and `read_small` if `values`, in one helper.
 
     If reading the values kills the helper, none are returned. The normal load then reports the error and the chunk.
     """
     if values:
         with suppress(HelperError):
-            return _find(path, inside, dataset, access, True)
-    return _find(path, inside, dataset, access, False)
+            return _find(path, inside, dataset, access, True, needs_numbers)
+    return _find(path, inside, dataset, access, False, needs_numbers)
 
 
 def find_labels(info: ArrayInfo, access: Access, small_nbytes: int) -> ArrayInfo:
@@ -100,10 +105,15 @@ def find_labels(info: ArrayInfo, access: Access, small_nbytes: int) -> ArrayInfo
     return replace(info, labels=labels_of(answer.get("labels"), len(info.shape)))
 
 
-def _find(path: str, inside: str, dataset: str | None, access: Access, values: bool) -> tuple[ArrayInfo, bytes | None]:
+def _find(
+    path: str, inside: str, dataset: str | None, access: Access, values: bool, needs_numbers: bool
+) -> tuple[ArrayInfo, bytes | None]:
     with _helper(access, inside, dataset) as helper:
         factor = _SMALL_FACTOR if values else _FIND_FACTOR
-        answer = helper.ask("find", 0, factor, path=path, dataset=dataset, allow_external=access.allow_external, values=values)
+        answer = helper.ask(
+            "find", 0, factor, path=path, dataset=dataset, allow_external=access.allow_external, values=values,
+            needs_numbers=needs_numbers,
+        )  # fmt: skip
         info = loadable(info_of(answer.get("info"), inside))
         if not values or answer.get("nbytes") is None:
             return info, None

@@ -117,7 +117,7 @@ def test_what_is_one_value() -> None:
         assert select.is_one(one), one
     for tree in ({"x": 0}, [0, 1], ((0,), (slice(3),))):
         assert not select.is_one(tree), tree
-    assert [option.name for option in OWN][:3] == ["select", "dtype", "pad"]
+    assert [option.name for option in OWN][:4] == ["select", "dtype", "decode", "pad"]
 
 
 def test_a_value_that_may_be_a_dict() -> None:

@@ -94,9 +94,9 @@ def test_names_that_are_not_clear() -> None:
         name_axes({"x": between(0, 1)}, ("x",), {"x": np.array([0.0, 5.0, 1.0])})
 
 
-def test_a_dict_is_a_tree_where_the_arrays_have_its_keys() -> None:
-    """The rule for trees of arrays: only a dict with exactly their keys is one selection for each of them."""
-    assert is_by_name({"time": 0, "lat": 1}) and is_by_name({"time": 0}, ["time", "lat"]) and is_by_name({}, ["time"])
-    assert not is_by_name({"time": 0, "lat": 1}, ["lat", "time"])
+def test_what_is_by_name() -> None:
+    assert is_by_name({"time": 0, "lat": 1}) and is_by_name({})
     assert not is_by_name((0, ...)) and not is_by_name(None)
     assert needs_coordinates({"a": 0, "b": near(1)}) and not needs_coordinates({"a": 0}) and not needs_coordinates(near(1))
+    with pytest.raises(ValueError, match="needs the name of its axis"):
+        select_axes(near(3), (4, 5))
