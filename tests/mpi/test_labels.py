@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, between, near
+from shardload.formats.lookup import Labeller
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, unit
 
 
@@ -79,6 +80,21 @@ def test_a_plan_knows_names_and_calendars(comm: Any, path: str) -> None:
     with h5py.File(path, "r") as file:  # an open array has the same
         assert shardload.plan(file["t"], mesh_of(), P()).info.dims == info.dims
     assert shardload.plan(np.ones((4, 4), "f4"), mesh_of(), P()).info.dims == (None, None)
+
+
+def test_a_plan_reads_names_when_they_are_looked_at(comm: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a plan, its text or its execution read them: a thousand arrays would take a second more."""
+    labelled, right = [], Labeller.label
+    monkeypatch.setattr(Labeller, "label", lambda self, at, info: (labelled.append(info.dataset), right(self, at, info))[1])
+    plan = shardload.plan(path, mesh_of(), P(), dataset="t", decode=True)
+    plan.execute()
+    assert "/t" in str(plan) and not labelled
+    tree = shardload.plan(path, mesh_of(), P(), dataset=["t", "lat"], dtype="float32", decode=True)
+    assert "/lat" in str(tree) and not labelled
+    if comm.rank == comm.size - 1:  # by itself
+        assert tree.plans[0].info.dims == ("time", "lat", "lon") and tree.plans[0].info.attrs["units"] == "K"
+        assert labelled == ["/t"] and tree.plans[1].info.dims == ("lat",)
+    assert len(labelled) == 2 * (comm.rank == comm.size - 1)
 
 
 def test_to_xarray(comm: Any, path: str) -> None:
