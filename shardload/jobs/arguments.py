@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import Finder, find_array, find_small, read_small
+from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.lookup import Finder, Labeller, find_array, find_small, read_small
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.planner import check_together
@@ -39,7 +40,11 @@ from shardload.jobs.trees import (
 )
 from shardload.options import AUTO, OWN
 from shardload.planning.region import Region
+from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
 from shardload.transfer.messages import sendable
+
+_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
+Label = Callable[[Any, ArrayInfo], ArrayInfo]
 
 __all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
 
@@ -94,20 +99,43 @@ class Arguments:
         return self.tree.build(values)
 
     def find(self, calls: list[Call], values: bool = True) -> str:
-        """The metadata of all arrays as text, and the values of small ones if `readers` is "auto". Runs on one rank."""
+        """The metadata of all arrays as text, and the values of small ones if `readers` is "auto". Runs on one rank.
+
+        With names of axes and coordinates if a selection may name them.
+        """
+        selections = [call.options.select for call in calls]
+        if any(map(is_by_name, [*selections, self._select])):
+            room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+            with Labeller(calls[0].options.access, room) as labeller:
+                return self._find_all(calls, values, labeller.label)
+        return self._find_all(calls, values, _as_it_is)
+
+    @property
+    def _select(self) -> Any:
+        """The option as the caller passed it."""
+        return None if self._given is None else self._given[2].get("select")
+
+    def _find_all(self, calls: list[Call], values: bool, label: Label) -> str:
         if self.tree.is_single:
             path = self.tree.places[0].path
-            return json.dumps([_find_with_values(path, calls[0]) if values else [_find(path, calls[0]).to_json(), None]])
+            info, found_values = _find_with_values(path, calls[0]) if values else (_find(path, calls[0]), None)
+            return json.dumps([_as_text(label(path, info), found_values)])
         options = calls[0].options
         found: list[Any] = []
         with Finder(options.access, calls[0].tuning if values and options.readers == AUTO else None) as finder:
-            for place, target in zip(self.tree.places, self.targets, strict=True):
+            for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        found.append(_as_text(*finder.find(place.path, place.dataset)))
+                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
+                        found.append(_as_text(label(place.path, info), of_array))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
-                found.append({"all": [_as_text(*one) for one in infos], "left_out": [info.to_json() for info in left_out]})
+                found.append(
+                    {
+                        "all": [_as_text(label(place.path, info), one) for info, one in infos],
+                        "left_out": [info.to_json() for info in left_out],
+                    }
+                )
         return json.dumps(found)
 
     def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
@@ -117,6 +145,8 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0])]
+        if is_by_name(self._select):
+            self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
@@ -153,6 +183,19 @@ class Arguments:
         self.tree, self.targets = grown, targets
         return new_calls, new_found
 
+    def _refuse_ambiguous(self, infos: list[ArrayInfo]) -> None:
+        """Raise ConfigError if a dict of positions means one thing by the names of arrays, and another by those of axes."""
+        for where, select, places in self.tree.dicts_as_trees(self._select):
+            meant = [(_selected(infos[k], select), _selected(infos[k], self.targets[k].options["select"])) for k in places]
+            if all(by_axes is not None for by_axes, _ in meant) and any(by_axes != by_arrays for by_axes, by_arrays in meant):
+                keys = ", ".join(map(repr, select))
+                key, one = next(iter(select.items()))
+                raise ConfigError(
+                    f"select{text_of(where)} is {select!r}: {keys} are keys of the arrays there, and names of their axes too. "
+                    f"If each array is to have its own selection, pass tuples: {{{key!r}: ({one!r},), ...}}. If the axes are "
+                    f"meant, pass the dict for each array: {{{key!r}: {select!r}, ...}}"
+                )
+
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
@@ -181,16 +224,30 @@ def _what_of_path(place: Place) -> dict[str, str]:
     return {"path": describe_path(place.path)}
 
 
-def _find_with_values(path: Any, call: Call) -> list[str | None]:
-    """The array's metadata as text, and its values if it is small and `readers` is "auto"."""
+def _selected(info: ArrayInfo, select: Any) -> Selection | None:
+    """What a selection means for an array; None if it means nothing."""
+    try:
+        if is_by_name(select):
+            select = name_axes(select, info.dims, {name: one.values for name, one in info.coords.items()})
+        return select_axes(select, info.shape)
+    except (ValueError, IndexError):
+        return None
+
+
+def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
+    return info
+
+
+def _find_with_values(path: Any, call: Call) -> tuple[ArrayInfo, bytes | None]:
+    """The array's metadata, and its values if it is small and `readers` is "auto"."""
     options, access = call.options, call.options.access
     is_auto = options.readers == AUTO
     if is_auto and access.untrusted is not None:  # one helper process for both
-        info, values = find_small(path, options.dataset, access)
+        info, values = find_small(path, options.dataset, access, bool(options.decode))
     else:
         info = _find(path, call)
         values = read_small(path, info, access, call.tuning) if is_auto else None
-    return _as_text(info, values)
+    return info, values
 
 
 def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
@@ -203,7 +260,8 @@ def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:
-    return find_array(path, call.options.dataset, call.options.access)
+    options = call.options
+    return find_array(path, options.dataset, options.access, needs_numbers=bool(options.decode))
 
 
 class ToVerify(Arguments):
@@ -257,7 +315,7 @@ class ToVerify(Arguments):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
                     f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
-                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, pad= and "
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, decode=, pad= and "
                     "halo= as to the load"
                 )
                 raise in_array(load.where, error)
