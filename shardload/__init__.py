@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
+    from shardload.jobs.tree_plan import TreePlan
 
 __all__ = [
     "ConfigError",
@@ -52,6 +53,7 @@ __all__ = [
     "ShardloadError",
     "SourceError",
     "StallError",
+    "TreePlan",
     "VerifyError",
     "VerifyReport",
     "initialize",
@@ -67,6 +69,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LoadReport": "jobs.report",
     "Plan": "jobs.plan",
+    "TreePlan": "jobs.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     **dict.fromkeys(("load", "plan", "scatter", "verify"), "api"),

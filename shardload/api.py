@@ -9,30 +9,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardload.arrays.verification import VerifyReport
 from shardload.errors import ConfigError
-from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import find_array, find_small, read_small
-from shardload.formats.memory import MemorySource
-from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.execution import Loaded
-from shardload.jobs.plan import Plan
-from shardload.jobs.planner import check_together
-from shardload.jobs.request import Call, Request, Target, plan_file, plan_memory
-from shardload.options import AUTO, DEFAULTS, FILE, FULL, Progress, options_of
-from shardload.planning.region import Region
+from shardload.jobs.request import Request, Target
+from shardload.jobs.trees import ArrayTree, where_text
+from shardload.options import DEFAULTS, FILE, FULL, Progress, options_of
 from shardload.planning.strategies import ROOT
-from shardload.transfer.messages import sendable
 
 __all__ = ["load", "plan", "scatter", "verify"]
 
@@ -42,7 +32,7 @@ def load(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
@@ -56,7 +46,7 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-) -> jax.Array:
+) -> Any:
     """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, and check that each shard is where it belongs.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
@@ -144,9 +134,8 @@ def load(
     >>> x.shape, float(x.sum())
     ((8, 8, 4), 256.0)
     """
-    options = options_of("load", locals())
-
-    return load_many([(path, mesh, spec, options)], comm).arrays[0]
+    job = Arguments.of("load", path, mesh, spec, options_of("load", locals()), dataset)
+    return job.result(_load(job, comm).arrays)
 
 
 def plan(
@@ -154,7 +143,7 @@ def plan(
     mesh: Any,
     spec: Any = None,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
@@ -169,7 +158,7 @@ def plan(
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
     processes: int | None = DEFAULTS.processes,
-) -> Plan:
+) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
     It reads the file's metadata, but no values. With a `jax.sharding.AbstractMesh` it needs no devices and no MPI.
@@ -194,15 +183,12 @@ def plan(
     ConfigError, SourceError, PeerError
         As `load` does.
     """
-    options = options_of("plan", locals())
-    target = Target(mesh, spec, {"path": _describe_path(path)}, options)
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        return [plan_file(calls[0], ArrayInfo.from_json(found), path)]
-
-    with Request.open("plan", [target], comm, processes) as request:
-        (made,) = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
-        return request.hand_out(made)
+    asked = Arguments.of("plan", path, mesh, spec, options_of("plan", locals()), dataset)
+    with Request.open("plan", asked.targets, comm, processes, asked.error) as request:
+        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
+        if asked.tree.is_single:
+            return request.hand_out(made[0])
+        return request.hand_out_tree(made, asked.result, asked.left_out)
 
 
 def scatter(
@@ -218,7 +204,7 @@ def scatter(
     comm: Any = DEFAULTS.comm,
     progress: Progress = DEFAULTS.progress,
     timeout: float | None = DEFAULTS.timeout,
-) -> jax.Array:
+) -> Any:
     """Give every process its shards of an array that one rank has or makes.
 
     The root sends parts of its array from views: no pickle, and no second copy of the array. What the other ranks pass as
@@ -251,37 +237,24 @@ def scatter(
     error = None
     if verify in (FILE, FULL):
         error = ConfigError(f"verify is {verify!r}, but scatter has no file to read again; expected 'index' or 'checksum'")
-    source: list[MemorySource] = []
-
-    def find(calls: list[Call]) -> str:
-        source.append(MemorySource(np.asarray(array() if callable(array) else array)))
-        info = source[0].info
-        view = source[0].view(Region.whole(info.shape))
-        as_it_is = view is not None and sendable(view) and calls[0].options.dtype in (None, source[0].dtype)
-        return json.dumps([info.to_json(), as_it_is])
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        text, as_it_is = json.loads(found)
-        return [plan_memory(calls[0], ArrayInfo.from_json(text), source[0] if source else None, int(root), as_it_is)]
-
-    target = Target(mesh, spec, {"path": f"scatter from rank {root!r}"}, options)
-    with Request.open("scatter", [target], comm, error=error) as request:
+    asked = ToScatter(array, mesh, spec, options, root)
+    with Request.open("scatter", asked.targets, comm, error=error) as request:
         request.settle()  # before any message from the root: the ranks may not agree on who it is
         group = request.group
         if group is None:
             raise ConfigError("scatter needs a mesh of devices")
         if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < group.size:
             raise ConfigError(f"root is {root!r}; expected a rank from 0 to {group.size - 1}")
-        job = request.job(request.plan(find, make, int(root)))
+        job = request.job(request.plan(asked.find, partial(asked.make, request), int(root)))
         job.begin()
-        return job.run().arrays[0]
+        return asked.result(job.run().arrays)
 
 
 def verify(
     x: jax.Array,
     path: Any,
     *,
-    dataset: str | None = DEFAULTS.dataset,
+    dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
@@ -292,7 +265,7 @@ def verify(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
-) -> VerifyReport:
+) -> Any:
     """Compare an array, wherever it comes from, with the file that it should match.
 
     Each process reads the regions that its own devices hold, with the format's own library, and compares them bit by bit.
@@ -344,33 +317,16 @@ def verify(
     verified by full: ... CRC-32 of the array b4e473c9
     """
     options = options_of("verify", locals()) | {"verify": how}
-    error, found, given = None, "nothing", cast(Any, x)
-    if not isinstance(given, jax.Array):
-        error = ConfigError(f"x is a {type(given).__name__}; expected a jax.Array")
-    elif isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
-    else:
-        found = f"an array of shape {x.shape}, {x.dtype}"
-    what = {"path": _describe_path(path), "x": found, "seed": str(seed)}
-
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        made = plan_file(calls[0], ArrayInfo.from_json(found), path)
-        if (made.plan.shape_global, made.plan.dtype) != (x.shape, x.dtype):
-            raise ConfigError(
-                f"x has shape {x.shape} and is {x.dtype}, but a load of {made.info} with these arguments has shape "
-                f"{made.plan.shape_global} and is {made.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
-            )
-        return [made]
-
-    with Request.open("verify", [Target(_sharding_of(x), None, what, options)], comm, error=error) as request:
-        made = request.plan(lambda calls: _find(path, calls[0]).to_json(), make)
-        return request.job(made).verify(x, int(seed))
+    asked = ToVerify.of_arrays(x, path, dataset, options, seed)
+    with Request.open("verify", asked.targets, comm, error=asked.error) as request:
+        made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
+        return asked.result(request.job(made).verify(asked.arrays(), int(seed)))
 
 
 def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:
     """Load several arrays in one call: one agreement before, one exchange, one agreement after. Collective.
 
-    Not public yet. `load` calls it with one array.
+    The same as `load` of a list, with a mesh and options of its own for each array.
 
     Parameters
     ----------
@@ -380,61 +336,16 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
     comm : mpi4py.MPI.Comm, optional
         As in `load`.
     """
-    targets = [Target(mesh, spec, {"path": _describe_path(path)}, options) for path, mesh, spec, options in arrays]
-    paths = [path for path, *_ in arrays]
+    tree = ArrayTree.join([path for path, *_ in arrays], [options.get("dataset") for *_, options in arrays])
+    targets = [
+        Target(mesh, spec, {"path": describe_path(path)}, options, where_text(where) if len(arrays) > 1 else "", has_own=True)
+        for (path, mesh, spec, options), where in zip(arrays, tree.where, strict=True)
+    ]
+    return _load(Arguments(tree, targets), comm)
 
-    def find(calls: list[Call]) -> str:
-        return json.dumps([_find_with_values(path, call) for path, call in zip(paths, calls, strict=True)])
 
-    def make(calls: list[Call], found: str) -> list[ArrayLoad]:
-        loads = [_plan_found(*one) for one in zip(calls, paths, json.loads(found), strict=True)]
-        if len(loads) > 1:
-            check_together([load.layout for load in loads], calls[0].options.staging_nbytes)
-        return loads
-
-    with Request.open("load", targets, comm) as request:
-        job = request.job(request.plan(find, make))
+def _load(asked: Arguments, comm: Any) -> Loaded:
+    with Request.open("load", asked.targets, comm, error=asked.error) as request:
+        job = request.job(request.plan(asked.find, partial(asked.make, request)))
         job.begin()
         return job.run()
-
-
-def _find_with_values(path: Any, call: Call) -> list[str | None]:
-    """The array's metadata as text, and its values if it is small and `readers` is "auto"."""
-    options, access = call.options, call.options.access
-    is_auto = options.readers == AUTO
-    if is_auto and access.untrusted is not None:  # one helper process for both
-        info, values = find_small(path, options.dataset, access)
-    else:
-        info = _find(path, call)
-        values = read_small(path, info, access, call.tuning) if is_auto else None
-    return [info.to_json(), None if values is None else b64encode(values).decode()]
-
-
-def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
-    text, values = found
-    info = ArrayInfo.from_json(text or "")
-    if values is None:
-        return plan_file(call, info, path)
-    array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info), path)
-
-
-def _find(path: Any, call: Call) -> ArrayInfo:
-    return find_array(path, call.options.dataset, call.options.access)
-
-
-def _sharding_of(x: Any) -> Any:
-    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
-    if not isinstance(x, jax.Array):
-        return None
-    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
-        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
-    return x.sharding
-
-
-def _describe_path(path: Any) -> str:
-    if isinstance(path, (str, os.PathLike)):
-        return repr(os.path.expanduser(os.fspath(path)))
-    # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
-    kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
-    return f"an open {kind} named {getattr(path, 'name', None)!r}"

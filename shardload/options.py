@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardload.formats.access import Access, Limits
 
 __all__ = [
-    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "TIMEOUT", "Option", "Options", "Progress",
+    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "TIMEOUT", "Option", "Options", "Progress",
     "filter_names",
     "options_of", "pad_value",
 ]  # fmt: skip
@@ -54,6 +54,13 @@ def _dataset(dataset: Any) -> str | None:
     if dataset is not None and (not isinstance(dataset, str) or not dataset):
         raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
     return dataset
+
+
+def _is_one_selection(select: Any) -> bool:
+    """True for one selection: an integer, a slice or ``...``, or a tuple of them."""
+    if isinstance(select, tuple):
+        return all(_is_one_selection(part) and not isinstance(part, tuple) for part in select)
+    return select is None or select is ... or isinstance(select, slice) or _is_integer(select)
 
 
 def _readers(readers: Any) -> str | int:
@@ -160,7 +167,14 @@ class Option:
     field : str, optional
         Its field in `Options`, if that has another name. Empty: the function handles the option itself.
     is_shared : bool
-        True if it belongs to the whole call, so that it is the same for all arrays of a job.
+        True if it belongs to the whole call, so that it is the same for all arrays of a job. If False, the caller may pass a
+        prefix tree of values, which `jobs.trees` spreads over the arrays: nothing else is needed for that.
+    is_one : callable, optional
+        For an option of an array: True for a single value. By default whatever JAX takes for a leaf of a tree, or None, is one.
+        Needed if a single value may be a tuple, list or dict.
+    may_be_dict : bool
+        For an option of an array: a single value may be a dict. It is a tree only where the arrays are in a dict with the same
+        keys.
     choices : tuple of str
         The allowed words, if it takes words.
     flag : str
@@ -175,6 +189,8 @@ class Option:
     text: Callable[[Any], str] | None = repr
     field: str | None = None
     is_shared: bool = True
+    is_one: Callable[[Any], bool] | None = None
+    may_be_dict: bool = False
     choices: tuple[str, ...] = ()
     flag: str = ""
 
@@ -190,7 +206,10 @@ _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("l
 
 _DECLARED = (
     Option("dataset", None, "Name of the array, if the file has several.", _FILE, _dataset, is_shared=False, flag="--dataset"),
-    Option("select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, flag="--select"),
+    Option(
+        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, is_one=_is_one_selection,
+        flag="--select",
+    ),
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
     Option(
@@ -251,6 +270,8 @@ _NAMES = frozenset(option.name for option in _KEPT)
 # Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
+# Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
+OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _ALL}
 
 

@@ -10,7 +10,8 @@ There are four levels, and each includes those before it (docs/design/verify.md)
    with no other part of shardload, and compared bit by bit with the devices.
 4. ``"full"``: the same for every element, and one CRC-32 of the whole array.
 
-Every process checks its own devices (`Verifier.check`). Then all agree on the result (`Verifier.agree`).
+Every process checks its own devices (`Verifier.check`). Then all agree on the result (`agree_all`), for all arrays
+of a job at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,14 +35,14 @@ from shardload.options import FILE, FULL, INDEX, pad_value
 from shardload.planning.region import Region, padding_of
 from shardload.planning.schedule import Schedule, plan_blocks
 from shardload.planning.source_layout import SourceLayout
-from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.checksum import join_sums
 from shardload.units import first_ranks, format_nbytes
 
-__all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport"]
+__all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport", "agree_all"]
 
 _MOST_REGIONS = 8  # per process, for "file"
 _MOST_CHUNKS = 1 << 14  # chunks to read at once, however small they are
+_MOST = np.iinfo(np.int64).max
 _COPIES = 8  # copies of a region: as stored, as read by the library, cast, from the device, compared; and those of the load
 
 Array = np.ndarray[Any, Any]
@@ -145,76 +146,6 @@ class Verifier:
         self._how, self._open_again = how, open_again
         self._room_nbytes = max(1, how.staging_nbytes // _COPIES)
 
-    def run(self, group: Group, array: Any) -> VerifyReport:
-        """Check a finished array: `check`, then `agree`. Collective.
-
-        Raises
-        ------
-        VerifyError, SourceError, PeerError
-            On every rank.
-        """
-        found, error = Found(), None
-        try:
-            found = self.check(array, group.rank)
-        except Exception as raised:
-            let_interruption_pass(raised)
-            error = raised
-        return self.agree(group, found, group.agree(error, found.counts))
-
-    def agree(self, group: Group, found: Found, sums: list[int], n_parts: int = 0) -> VerifyReport:
-        """Make the report of all ranks, after each has checked its own shards. Collective.
-
-        Parameters
-        ----------
-        group : Group
-            The ranks.
-        found : Found
-            The result of this rank.
-        sums : list of int
-            `Found.counts`, summed over the ranks.
-        n_parts : int
-            Parts with a checksum, in the whole job.
-
-        Raises
-        ------
-        VerifyError
-            If replicas on different processes differ: on every rank, with the ranks that hold each version.
-        """
-        started = time.perf_counter()
-        report = VerifyReport(self._how.level, n_parts=n_parts, **dict(zip(COUNTED, sums, strict=True)))
-        if self._how.level != INDEX and self._schedule.shards.n_replicas > 1:
-            self._compare_replicas(group, found.digests)
-        if self._how.level == FULL:
-            shares = group.gather_int(found.share).tolist()
-            nbytes = math.prod(self._layout.chunks.shape) * self._layout.dtype.itemsize
-            report = replace(report, digest=join_sums(shares, nbytes))
-        return replace(report, seconds=found.seconds + time.perf_counter() - started)
-
-    def _compare_replicas(self, group: Group, digests: Mapping[int, int]) -> None:
-        shards = self._schedule.shards
-        most = np.iinfo(np.int64).max
-        least = np.full(2 * shards.n_shards, most, dtype=np.int64)  # minima of each digest and of `most - digest`
-        for shard, digest in digests.items():
-            least[shard], least[shards.n_shards + shard] = digest, most - digest
-        least = group.least_ints(least)
-        low, high = least[: shards.n_shards], most - least[shards.n_shards :]
-        differ = np.flatnonzero((low != most) & (low != high))
-        if not differ.size:
-            return
-        shard = int(differ[0])
-        held = group.gather_int(digests.get(shard, -1)).tolist()
-        by_digest = Counter(d for d in held if d >= 0).most_common()
-        ranks = {d: [k for k, found in enumerate(held) if found == d] for d, _ in by_digest}
-        told = ", ".join(f"{first_ranks(ranks[d], 8)} {d:08x}" for d, _ in by_digest)
-        sure = by_digest[0][1] > by_digest[1][1]
-        last = by_digest[-1][0]
-        blame = f"likelier wrong: {first_ranks(ranks[last], 8)}" if sure else "either may be wrong"
-        raise VerifyError(
-            f"the replicas of the shard {shards.region(shard)} of {self._name} differ: their CRC-32 is on {told}; {blame}. "
-            "Suspect memory, network and device there; load again, and leave that node out if it happens again",
-            rank=ranks[last][0] if sure else None,
-        )
-
     def check(self, array: Any, rank: int, pieces: Mapping[Region, Array] | None = None) -> Found:
         """Check the shards on the devices of this process. Not collective.
 
@@ -245,6 +176,51 @@ class Verifier:
             found = local.found
         found.seconds = time.perf_counter() - started
         return found
+
+    @property
+    def level(self) -> str:
+        """``"index"``, ``"checksum"``, ``"file"`` or ``"full"``."""
+        return self._how.level
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if several devices hold the same shard."""
+        return self._schedule.shards.n_replicas > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, without padding."""
+        return math.prod(self._layout.chunks.shape) * self._layout.dtype.itemsize
+
+    def fold(self, digests: Mapping[int, int]) -> Array:
+        """The digest of each shard and ``most - digest``, for minima over the ranks; `most` for a shard that is not here."""
+        n = self._schedule.shards.n_shards
+        least = np.full(2 * n, _MOST, dtype=np.int64)
+        for shard, digest in digests.items():
+            least[shard], least[n + shard] = digest, _MOST - digest
+        return least
+
+    def first_that_differs(self, least: Array) -> int | None:
+        """The first shard whose replicas have different digests; None if there is none. `least`: the minima."""
+        n = self._schedule.shards.n_shards
+        low, high = least[:n], _MOST - least[n:]
+        differ = np.flatnonzero((low != _MOST) & (low != high))
+        return int(differ[0]) if differ.size else None
+
+    def differing(self, shard: int, held: list[int]) -> VerifyError:
+        """The error about replicas that differ. `held`: the digest that each rank has, or -1."""
+        by_digest = Counter(d for d in held if d >= 0).most_common()
+        ranks = {d: [k for k, found in enumerate(held) if found == d] for d, _ in by_digest}
+        told = ", ".join(f"{first_ranks(ranks[d], 8)} {d:08x}" for d, _ in by_digest)
+        sure = by_digest[0][1] > by_digest[1][1]
+        last = by_digest[-1][0]
+        blame = f"likelier wrong: {first_ranks(ranks[last], 8)}" if sure else "either may be wrong"
+        return VerifyError(
+            f"the replicas of the shard {self._schedule.shards.region(shard)} of {self._name} differ: their CRC-32 is on "
+            f"{told}; {blame}. Suspect memory, network and device there; load again, and leave that node out if it "
+            "happens again",
+            rank=ranks[last][0] if sure else None,
+        )
 
     def _check_file(self, local: LocalShards) -> None:
         shards, layout, found = self._schedule.shards, self._layout, local.found
@@ -289,3 +265,46 @@ class Verifier:
             yield from sample_regions(tail, None, itemsize, self._how.seed, 1)
         else:
             yield from tail.split(max(1, self._room_nbytes // itemsize))
+
+
+def agree_all(
+    group: Group, verifiers: Sequence[Verifier], found: Sequence[Found], sums: Sequence[list[int]]
+) -> list[VerifyReport]:
+    """Make the reports of all ranks, after each has checked its own shards of some arrays. Collective.
+
+    However many arrays there are, they take one reduction (if there are replicas) and one message of each rank (for "full").
+
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    verifiers : sequence of Verifier
+        One for each array; their levels are the same.
+    found : sequence of Found
+        The results of this rank.
+    sums : sequence of list of int
+        For each array `Found.counts`, summed over the ranks.
+
+    Raises
+    ------
+    VerifyError
+        If replicas on different processes differ: on every rank, with the ranks that hold each version.
+    """
+    started = time.perf_counter()
+    level = verifiers[0].level
+    reports = [VerifyReport(level, **dict(zip(COUNTED, counts, strict=True))) for counts in sums]
+    pairs = [(one, mine) for one, mine in zip(verifiers, found, strict=True) if one.has_replicas]
+    if level != INDEX and pairs:
+        folded = [one.fold(mine.digests) for one, mine in pairs]
+        least = group.least_ints(np.concatenate(folded))
+        ends = np.cumsum([len(part) for part in folded])[:-1]
+        for (one, mine), part in zip(pairs, np.split(least, ends), strict=True):
+            shard = one.first_that_differs(part)
+            if shard is not None:
+                raise one.differing(shard, group.gather_int(mine.digests.get(shard, -1)).tolist())
+    if level == FULL:
+        shares = group.gather_ints([mine.share for mine in found])
+        digests = [join_sums(shares[:, k].tolist(), one.nbytes) for k, one in enumerate(verifiers)]
+        reports = [replace(report, digest=digest) for report, digest in zip(reports, digests, strict=True)]
+    seconds = time.perf_counter() - started
+    return [replace(report, seconds=mine.seconds + seconds) for report, mine in zip(reports, found, strict=True)]

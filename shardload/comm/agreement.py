@@ -83,6 +83,11 @@ class Agreement:
         mine = np.array([value], dtype=np.int64)
         return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
 
+    def gather_ints(self, values: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Gather some integers from every rank, on every rank: a row for each. Collective."""
+        mine = np.array(values, dtype=np.int64)
+        return mine[None] if self.size == 1 else self._collectives.gather(mine)
+
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""
         total = np.array(values, dtype=np.int64)

@@ -23,7 +23,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import shared_scratch
 
 __all__ = [
     "Chain",
@@ -98,7 +98,7 @@ class Chain:
             raise ValueError(f"{names}: nothing says how long the data between the two should be")
         self._stages = tuple(stages)
         self._most_between = nbytes + nbytes // 4 + 4096  # no codec lengthens data that it cannot compress by more
-        self._own = Scratch()
+        self._scratch = shared_scratch()
         self.nbytes = nbytes
 
     @property
@@ -146,8 +146,8 @@ class Chain:
             target[:] = data
 
     def _room(self, k: int, nbytes: int) -> Bytes:
-        """This thread's memory for the result of stage `k`. Its next chunk uses it again, because new memory is slow."""
-        return self._own.bytes(f"stage{k}", nbytes)
+        """This thread's memory for the result of stage `k`. Its next chunk, of any array, uses it again: new memory is slow."""
+        return self._scratch.bytes(f"stage{k}", nbytes)
 
     def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
         """Bytes that stage `k` must give: what the later stages need, or else `data` without its checksum; None if unknown."""

@@ -19,7 +19,7 @@ from shardload.formats.containment import NotAFileError, OutsideError, kind_of, 
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["as_source_error", "candidates", "check_readable", "no_such_array", "only_array", "unclaimed"]
+__all__ = ["as_source_error", "candidates", "check_readable", "no_arrays_below", "no_such_array", "only_array", "unclaimed"]
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -174,6 +174,23 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
 
     near = some([_told(info) for info in sorted(infos, key=likeness, reverse=True)], more)
     return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
+
+
+def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:
+    """The error about a pattern that stands for no array. `infos` has what the file holds."""
+    name = group or "/"
+    inside = [info for info in infos if info.dataset.startswith(f"{group}/")]
+    if inside:
+        told = [f"{_told(info)}: {info.refused}" for info in inside]
+        return ConfigError(f"'{path}' holds no array that can be loaded below '{name}'. It holds there {some(told)}.")
+    if any(info.dataset == group for info in infos):
+        return ConfigError(f"'{group}' in '{path}' is an array, not a group. Pass dataset='{group}'.")
+    groups = sorted({info.dataset.rpartition("/")[0] for info in infos} - {""})
+    if not groups:
+        return ConfigError(f"'{path}' holds no group '{name}'. Pass '*' for all of its {len(infos)} arrays.")
+    groups.sort(key=lambda other: difflib.SequenceMatcher(None, other.lower(), name.lower()).ratio(), reverse=True)
+    near = some([f"'{other}/*'" for other in groups])
+    return ConfigError(f"'{path}' holds no arrays below '{name}'. Pass dataset= one of these (nearest first): {near}.")
 
 
 def _told(info: ArrayInfo) -> str:

@@ -21,15 +21,35 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of
-from shardload.formats.diagnosis import as_source_error, candidates, check_readable, no_such_array, only_array, unclaimed
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, refusal
+from shardload.formats.diagnosis import (
+    as_source_error,
+    candidates,
+    check_readable,
+    no_arrays_below,
+    no_such_array,
+    only_array,
+    unclaimed,
+)
 from shardload.formats.untrusted.source import UntrustedSource, find, list_all
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["find_array", "find_small", "format_of", "list_arrays", "open_file", "open_source", "read_small", "split_path"]
+__all__ = [
+    "Finder",
+    "file_of",
+    "find_array",
+    "find_small",
+    "format_of",
+    "list_arrays",
+    "open_file",
+    "open_source",
+    "read_small",
+    "split_path",
+]
 
+_MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -62,6 +82,16 @@ def split_path(path: str) -> tuple[str, str | None]:
         if path[k + 1 : k + 2] == "/":
             return path[:k], path[k + 1 :]
     return path, None
+
+
+def file_of(path: str) -> str:
+    """The file of a path: equal for ``"data.h5:/a"``, ``"./data.h5"`` and ``"data.h5"`` with the name of another array.
+
+    >>> file_of("/data/no-such.h5:/a") == file_of("/data/../data/no-such.h5:/b")
+    True
+    """
+    path = split_path(path)[0]
+    return path if "://" in path else os.path.abspath(path)
 
 
 def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
@@ -282,27 +312,149 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tu
         None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also None if it
         cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
     """
-    tuning = tuning or default_tuning()
-    if _as_path(path_or_object) is None or not 0 < nbytes_of(info) <= tuning.small_nbytes:
-        return None
-    if nbytes_of(info, info.shards or info.chunks or ()) > tuning.small_chunk_nbytes:
+    if _as_path(path_or_object) is None or not _is_small(info, tuning or default_tuning()):
         return None
     try:
         source = open_source(path_or_object, info.dataset, access)
         try:
-            before = source.state()
-            values = np.empty(info.shape, dtype=source.dtype)
-            source.read_into(Region.whole(info.shape), values)
-            if (
-                source.missing(Region.whole(info.shape)) or source.state() != before or source.info.to_json() != info.to_json()
-            ):  # compared as text, because a NaN in the attributes is not equal to itself
-                return None
+            # Compared as text, because a NaN in the attributes is not equal to itself.
+            return _values_of(source) if source.info.to_json() == info.to_json() else None
         finally:
             source.close()
     except Exception as error:
         let_interruption_pass(error)
         return None
-    return values.tobytes()
+
+
+def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
+    """True if the array is small, and so are its chunks."""
+    is_small = 0 < nbytes_of(info) <= tuning.small_nbytes
+    return is_small and nbytes_of(info, info.shards or info.chunks or ()) <= tuning.small_chunk_nbytes
+
+
+def _values_of(source: Source) -> bytes | None:
+    """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
+    before, whole = source.state(), Region.whole(source.info.shape)
+    values = np.empty(whole.shape, dtype=source.dtype)
+    source.read_into(whole, values)
+    return None if source.missing(whole) or source.state() != before else values.tobytes()
+
+
+class Finder:
+    """Finds many arrays, and reads the small ones of them. Each file is opened once. A context manager.
+
+    Collective: no. One rank uses it, and tells the others.
+
+    Parameters
+    ----------
+    access : Access
+        What the caller allows.
+    tuning : Tuning, optional
+        Which arrays are small; None to read no values.
+    """
+
+    def __init__(self, access: Access, tuning: Tuning | None = None) -> None:
+        self._access, self._tuning = access, tuning
+        self._files: dict[str, OpenFile] = {}
+
+    def __enter__(self) -> Finder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def find(self, path_or_object: Any, dataset: str | None) -> tuple[ArrayInfo, bytes | None]:
+        """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
+        path = _as_path(path_or_object)
+        if path is not None and dataset is None:
+            path, dataset = split_path(path)
+        if path is None or dataset is None or self._access.untrusted is not None:
+            if self._tuning is None:
+                return find_array(path_or_object, dataset, self._access), None
+            return find_small(path_or_object, dataset, self._access)
+        name = _full_name(dataset)
+        try:
+            with as_source_error(path, name):
+                source = self._file(path).open(name)
+        except KeyError:
+            raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
+        try:
+            return _loadable(source.info), self._values(source)
+        finally:
+            source.close()
+
+    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, bytes | None]], list[ArrayInfo]]:
+        """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
+
+        Links are not followed.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such array, with the nearest groups.
+        SourceError
+            If one of them holds numbers, but is refused for another reason: it would be left out of the tree unseen.
+        """
+        path = _as_path(path_or_object)
+        if path is None:
+            raise ConfigError(
+                f"'*' stands for the arrays of a file, but the {type(path_or_object).__name__} that was handed in is one "
+                "array. Pass the path of the file"
+            )
+        if self._access.untrusted is not None:
+            infos = list_arrays(path, self._access)
+        else:
+            file_format = format_of(path)
+            with as_source_error(path):
+                infos = file_format.sketch_arrays(path, self._access)
+        below = [info for info in infos if info.dataset.startswith(f"{group}/")]
+        left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]
+        found = [_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
+        if not found:
+            raise no_arrays_below(path, group, infos)
+        return [(info, self._small(path, info)) for info in found], left_out
+
+    def _small(self, path: str, info: ArrayInfo) -> bytes | None:
+        if self._tuning is None or self._access.untrusted is not None or not _is_small(info, self._tuning):
+            return None
+        try:
+            source = self._file(path).open(info.dataset)
+        except Exception as error:  # the normal load reports it
+            let_interruption_pass(error)
+            return None
+        try:
+            return self._values(source)
+        finally:
+            source.close()
+
+    def _values(self, source: Source) -> bytes | None:
+        if self._tuning is None or not _is_small(source.info, self._tuning):
+            return None
+        try:
+            return _values_of(source)
+        except Exception as error:
+            let_interruption_pass(error)
+            return None
+
+    def _file(self, path: str) -> OpenFile:
+        file = self._files.get(path)
+        if file is None:
+            file_format = format_of(path)
+            while len(self._files) >= _MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            file = self._files[path] = file_format.open_file(path, self._access)
+        return file
+
+
+def _holds_numbers(info: ArrayInfo) -> bool:
+    """True if the type of an array could be loaded, or is not known, so that it was refused for another reason."""
+    if info.dtype == "unknown":
+        return True
+    try:
+        return refusal(np.dtype(info.dtype)) is None and not str(info.refused).startswith("nothing:")
+    except TypeError:  # a file's own name for a type
+        return False
 
 
 def _as_path(path_or_object: Any) -> str | None:

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,15 +21,16 @@ import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
 from shardload.arrays.verification import Found, Verifier, VerifyHow
-from shardload.errors import SourceError, StallError
+from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, OpenFile, Source
-from shardload.formats.lookup import open_file, open_source
+from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
+from shardload.jobs.trees import in_array, naming_errors
 from shardload.options import Options, pad_value
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
@@ -58,17 +59,25 @@ class ArrayLoad:
         A path, an open array, or a source in memory (None on the ranks that do not have it).
     origin : object
         The path that opens the file, if `handle` is a source that has the values already.
+    where : str
+        Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
 
     plan: Plan
     options: Options
     handle: Any
     origin: Any = None
+    where: str = ""
 
     @property
     def info(self) -> ArrayInfo:
         """Metadata of the array in its file."""
         return self.plan.info
+
+    @property
+    def name(self) -> str:
+        """The array as messages name it."""
+        return f"{self.where}, {self.info}" if self.where else str(self.info)
 
     @property
     def layout(self) -> Layout:
@@ -80,6 +89,14 @@ class ArrayLoad:
         """True if the caller has the array open or in memory on every rank."""
         return is_open(self.handle)
 
+    def named(self, error: BaseException) -> BaseException:
+        """An error of this array, which names it if there are others."""
+        return in_array(self.where, error, f"'{printable(self.info.dataset)}'")
+
+    def naming_errors(self) -> AbstractContextManager[None]:
+        """Let errors that are raised inside name this array."""
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
+
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source
@@ -87,11 +104,15 @@ class ArrayLoad:
             chunks = source_layout.chunks if source_layout.has_chunks else None
             return contents_of(source, self.handle, source_layout.selection, chunks)
 
-    def verifier(self, seed: int = 0) -> Verifier:
-        """The verifier that compares an array with the file of this plan."""
+    def verifier(self, seed: int = 0, sources: OpenSources | None = None) -> Verifier:
+        """The verifier that compares an array with the file of this plan, which `sources` opens again."""
         how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed)
         handle = self.handle if self.origin is None else self.origin
-        return Verifier(str(self.info), self.layout.schedule, self.layout.source, how, lambda: self._open(handle))
+
+        def open_again() -> Source:
+            return self._open(handle) if sources is None else sources.open_again(self, handle)
+
+        return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
         return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self.info)
@@ -110,7 +131,11 @@ class OpenSources:
 
     def __init__(self, loads: Sequence[ArrayLoad], opened: ExitStack) -> None:
         self._opened = opened
-        self._n = Counter(self._file_of(load) for load in loads) if len(loads) > 1 else Counter[Any]()
+        is_many = len(loads) > 1
+        self._keys: dict[str, Any] = {}  # of each path as written, because looking it up asks the file system
+        self._n = Counter(self._file_of(load, load.handle) for load in loads) if is_many else Counter[Any]()
+        if is_many:
+            self._n.update(self._file_of(load, load.origin) for load in loads if load.origin is not None)
         self._files: dict[Any, OpenFile] = {}
         self._n_untrusted = sum(load.options.access.untrusted is not None for load in loads)
 
@@ -122,24 +147,31 @@ class OpenSources:
         nbytes = access.untrusted.memory_nbytes // self._n_untrusted
         return replace(access, untrusted=replace(access.untrusted, memory_nbytes=nbytes))
 
-    @staticmethod
-    def _file_of(load: ArrayLoad) -> Any:
+    def _file_of(self, load: ArrayLoad, handle: Any) -> Any:
         """A key that is equal for arrays of one file; None if the array is not in a file that is opened here."""
-        is_path = isinstance(load.handle, (str, os.PathLike)) and not load.is_open
-        return (os.fspath(load.handle), load.options.access) if is_path else None
+        if not isinstance(handle, (str, os.PathLike)) or is_open(handle):
+            return None
+        path = os.fspath(handle)
+        if path not in self._keys:
+            self._keys[path] = file_of(path)
+        return self._keys[path], load.options.access
 
     def open(self, load: ArrayLoad) -> Source:
         """Open the source of an array. Raises SourceError if its shape, dtype or chunks differ from the plan's."""
         if isinstance(load.handle, MemorySource):
             return load.handle
-        key = self._file_of(load) if self._n else None
+        return self.open_again(load, load.handle)
+
+    def open_again(self, load: ArrayLoad, handle: Any) -> Source:
+        """Open the source of an array by `handle`, also if its values are in memory already."""
+        key = self._file_of(load, handle) if self._n else None
         if key is None or self._n[key] == 1:
-            source = load._open(load.handle, self._access(load))
+            source = load._open(handle, self._access(load))
             self._opened.push(partial(_close, source))
             return source
         file = self._files.get(key)
         if file is None:
-            file = self._files[key] = open_file(load.handle, self._access(load))
+            file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
         return _as_planned(file.open(load.info.dataset), load.info)
 
@@ -232,9 +264,8 @@ class OwnArray:
     def move(self, seed: int, is_named: bool) -> ArrayMove:
         """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
         flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
-        return ArrayMove(
-            flow, self.reader, self.pieces, dtype, self._start_early, seed, str(self.load.info) if is_named else ""
-        )
+        name = self.load.name if is_named else ""
+        return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
 
     def _start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
@@ -255,10 +286,10 @@ class OwnArray:
             info = self.load.info
             check_unchanged(str(info), self._state, self._source.state(), info.path, info.dataset)
 
-    def verify(self) -> None:
-        """Verify what the devices of this process hold, at the level that the caller asked for."""
+    def verify(self, sources: OpenSources) -> None:
+        """Verify what the devices of this process hold, at the level that the caller asked for. `sources` opens the files."""
         held = {piece.region: piece.data for piece in self.pieces.values()}
-        self.checked = self.load.verifier().check(self.array, self.rank, held)
+        self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)
 
 
 def _as_planned(source: Source, info: ArrayInfo) -> Source:

@@ -24,15 +24,15 @@ from zlib import crc32
 import jax
 import numpy as np
 
-from shardload.arrays.verification import VerifyReport
+from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, StallError
 from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
-from shardload.jobs.consistency import N_SUMS, check_same, to_sums
+from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
 from shardload.jobs.plan import Plan
 from shardload.jobs.progress import progress_of
-from shardload.jobs.report import LoadReport, Phase, join_proven, make_report
+from shardload.jobs.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.options import Options
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging
@@ -44,9 +44,10 @@ from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.transfer.resources import Resources
 
-__all__ = ["Execution", "Job", "Loaded"]
+__all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded"]
 
 _log = logging.getLogger("shardload")
+_MOST_TOLD = 8  # arrays with missing chunks in one message
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +83,36 @@ class Execution:
 
     def __call__(self, plan: Plan) -> tuple[jax.Array, LoadReport]:
         """Agree that all ranks execute the same plan, then load. Collective."""
-        started = time.perf_counter()
-        group = group_of(self.comm, self.options.timeout)
-        with outer_exception(), group.call(self.options.timeout) as refusal:
-            asked = Invocation("execute", f"execute() of the plan for {plan.info}", self.agreed)
-            job = Job(group, [ArrayLoad(plan, self.options, self.handle)], self.agreed, self.tuning)
-            job.begin()
-            group.settle(asked, refusal)
-            loaded = job.run(started)
+        loaded = _execute(self.comm, [ArrayLoad(plan, self.options, self.handle)], self.agreed, self.tuning)
         return loaded.arrays[0], loaded.report
+
+
+@dataclass(frozen=True, eq=False)
+class ExecutionOfMany:
+    """The executor of the plan of a tree. `loads` are its arrays in order; the rest is as in `Execution`."""
+
+    comm: Any
+    loads: tuple[ArrayLoad, ...]
+    agreed: Mapping[str, str]
+    tuning: Tuning
+
+    def __call__(self, plans: Sequence[Plan]) -> tuple[list[jax.Array], LoadReport]:
+        """Agree that all ranks execute the same plan, then load. Collective."""
+        loads = [replace(load, plan=plan) for load, plan in zip(self.loads, plans, strict=True)]
+        loaded = _execute(self.comm, loads, self.agreed, self.tuning)
+        return loaded.arrays, loaded.report
+
+
+def _execute(comm: Any, loads: list[ArrayLoad], agreed: Mapping[str, str], tuning: Tuning) -> Loaded:
+    started, timeout = time.perf_counter(), loads[0].options.timeout
+    group = group_of(comm, timeout)
+    with outer_exception(), group.call(timeout) as refusal:
+        more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
+        asked = Invocation("execute", f"execute() of the plan for {loads[0].info}{more}", agreed)
+        job = Job(group, loads, agreed, tuning)
+        job.begin()
+        group.settle(asked, refusal)
+        return job.run(started)
 
 
 class _Outcome:
@@ -146,6 +168,7 @@ class Job:
         self._agreed, self._options = agreed, loads[0].options
         more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
         self.name = f"{loads[0].info}{more}"
+        self.is_tree = any(load.where for load in loads)
 
     def begin(self) -> None:
         """Tell the watchdog that this job has begun."""
@@ -160,9 +183,11 @@ class Job:
         self._do_own(mine, tags, segments)
         if mine.is_loaded:
             self.group.watch.enter("verify")
-            with mine.keeping_errors():
+            with mine.keeping_errors(), ExitStack() as opened:
+                sources = OpenSources([own.load for own in mine.arrays], opened)
                 for own in mine.arrays:
-                    own.verify()
+                    with own.load.naming_errors():
+                        own.verify(sources)
         self.group.watch.enter("agree")
         loaded = self._agree(mine)
         self.group.watch.close()
@@ -170,30 +195,48 @@ class Job:
         _log.info("loaded %s: %s", self.name, loaded.report)
         return loaded
 
-    def verify(self, array: jax.Array, seed: int) -> VerifyReport:
-        """Compare an array with the file. The job has one array."""
-        (load,) = self.loads
-        group, state, error = self.group, None, None
+    def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
+        """Compare arrays with their files. The job has them in the same order."""
+        group, error = self.group, None
+        states: list[State] = [None] * len(self.loads)
+        found = [Found() for _ in self.loads]
         self.begin()
         group.watch.enter("verify")
-        if load.is_open:
-            try:
-                state = load.contents()
-            except Exception as found:
-                let_interruption_pass(found)
-                error = found
-        sums = group.agree(error, to_sums(state))
-        check_same(str(load.info), sums, load.info.path, load.info.dataset, is_open=True)
-        proven = load.verifier(seed).run(group, array)
+        try:
+            states = [self._contents(load) for load in self.loads]
+        except Exception as raised:
+            let_interruption_pass(raised)
+            error = raised
+        sums = group.agree(error, [number for state in states for number in to_sums(state)])
+        for k, load in enumerate(self.loads):
+            check_same(load.name, sums[k * N_SUMS : (k + 1) * N_SUMS], load.info.path, load.info.dataset, is_open=True)
+        try:
+            with ExitStack() as opened:
+                sources = OpenSources(self.loads, opened)
+                for k, (load, array) in enumerate(zip(self.loads, arrays, strict=True)):
+                    with load.naming_errors():
+                        found[k] = load.verifier(seed, sources).check(array, group.rank)
+        except Exception as raised:
+            let_interruption_pass(raised)
+            error = raised
+        counts = group.agree(error, [number for one in found for number in one.counts])
+        n_each = len(counts) // len(found)
+        sums_of = [counts[k * n_each : (k + 1) * n_each] for k in range(len(found))]
+        proven = agree_all(group, [load.verifier(seed) for load in self.loads], found, sums_of)
         group.watch.close()
         return proven
+
+    @staticmethod
+    def _contents(load: ArrayLoad) -> State:
+        with load.naming_errors():
+            return load.contents() if load.is_open else None
 
     # --- what this rank does
 
     @cached_property
     def staging(self) -> Staging:
         """How all arrays together use the memory under the cap."""
-        layouts = [load.layout for load in self.loads]
+        layouts = list({id(load.layout): load.layout for load in self.loads}.values())  # many arrays share theirs
         if len(layouts) == 1:
             return layouts[0].staging(self._options.staging_nbytes)
         n_threads = max(layout.n_threads for layout in layouts)
@@ -253,12 +296,15 @@ class Job:
         """Open the sources and make what the exchange needs; returns the function to call with its progress."""
         sources = OpenSources([own.load for own in arrays if own.reads], opened)
         for own in arrays:
-            own.open(sources)
+            with own.load.naming_errors():
+                own.open(sources)
         for own in arrays:
-            own.make_room()
+            with own.load.naming_errors():
+                own.make_room()
         resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads))
         for own in arrays:
-            own.make_reader(opened, resources, self.tuning)
+            with own.load.naming_errors():
+                own.make_reader(opened, resources, self.tuning)
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
@@ -275,9 +321,11 @@ class Job:
             raise failed
         self.group.watch.enter("assemble")
         for own in mine.arrays:
-            own.assemble()
+            with own.load.naming_errors():
+                own.assemble()
         for own in mine.arrays:
-            own.check_unchanged()
+            with own.load.naming_errors():
+                own.check_unchanged()
 
     # --- what all ranks do together
 
@@ -286,18 +334,23 @@ class Job:
         own_report = mine.report()
         counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
         for own in mine.arrays:
-            counts += [own.counters.chunks_missing, *to_sums(own.contents), *own.checked.counts]
+            cost = own.counters
+            counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
         n_chunks, nbytes, n_parts, *sums = self.group.agree(mine.error, counts)
         if not mine.is_loaded:
             raise ConfigError("nothing was loaded")
         n_each = len(sums) // len(mine.arrays)
-        n_missing, proven = [], []
+        n_missing, verified, costs = [], [], []
         for k, own in enumerate(mine.arrays):
-            n, *of_array = sums[k * n_each : (k + 1) * n_each]
+            n, n_decoded, n_read, *of_array = sums[k * n_each : (k + 1) * n_each]
             n_missing.append(n)
-            info = own.load.info
-            check_same(str(info), of_array[:N_SUMS], info.path, info.dataset, is_open=own.load.is_open)
-            proven.append(own.load.verifier().agree(self.group, own.checked, of_array[N_SUMS:]))
+            costs.append((n_decoded, n_read))
+            load = own.load
+            check_same(load.name, of_array[:N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
+            verified.append(of_array[N_SUMS:])
+        proven = agree_all(
+            self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified
+        )
         self._settle_missing(mine.arrays, n_missing)
         report = replace(
             own_report,
@@ -305,8 +358,16 @@ class Job:
             nbytes_read=nbytes,
             chunks_missing=sum(n_missing),
             proven=join_proven(proven, n_parts),
+            arrays=self._lines(costs, n_missing, proven) if self.is_tree else (),
         )
         return Loaded([own.array for own in mine.arrays if own.array is not None], proven, report)
+
+    def _lines(self, costs: list[tuple[int, int]], n_missing: list[int], proven: list[VerifyReport]) -> tuple[ArrayReport, ...]:
+        """The report of each array of a tree."""
+        return tuple(
+            ArrayReport(load.where.removeprefix("array "), str(load.info), *cost, n, one)
+            for load, cost, n, one in zip(self.loads, costs, n_missing, proven, strict=True)
+        )
 
     def _settle_missing(self, arrays: list[OwnArray], n_missing: list[int]) -> None:
         """Warn or raise, as the caller asked, now that all ranks know how many chunks are missing."""
@@ -317,7 +378,10 @@ class Job:
         first = self.group.least_ints(
             np.array([fold_first(own.counters.missing) for own, _ in found], dtype=np.int64).reshape(-1)
         )
+        texts = []
         for (own, n), least in zip(found, first.reshape(len(found), -1).tolist(), strict=True):
             source = own.load.layout.source
             text = describe_missing(n, unfold_first(least), own.load.info, source.selection, source.chunks)
-            settle_missing(text, how, self.group.rank, own.load.info)
+            texts.append(f"{own.load.where}: {text}" if own.load.where else text)
+        more = f"; and in {len(texts) - _MOST_TOLD} more arrays" if len(texts) > _MOST_TOLD else ""
+        settle_missing("; ".join(texts[:_MOST_TOLD]) + more, how, self.group.rank, found[0][0].load.info)

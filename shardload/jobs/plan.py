@@ -7,6 +7,7 @@ executor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from shardload.planning.cost import Cost
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
+from shardload.planning.traffic import count_held
 from shardload.system.terminal import width_of_prints
 
 __all__ = ["Executor", "Layout", "Plan"]
@@ -132,6 +134,12 @@ class Plan:
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
+
+    @property
+    def pieces_nbytes(self) -> int:
+        """Bytes of the pieces of the fullest rank."""
+        shards = self.schedule.shards
+        return math.prod(shards.shard_shape) * self.dtype.itemsize * count_held(shards)[1]
 
     def __str__(self) -> str:
         """Text for a person, as wide as the terminal. Without a terminal it is exactly the same on all ranks."""

@@ -11,7 +11,7 @@ from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
 from shardload.units import format_nbytes
 
-__all__ = ["LoadReport", "Phase", "join_proven", "make_report"]
+__all__ = ["ArrayReport", "LoadReport", "Phase", "join_proven", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,36 @@ class Phase:
 
     seconds: float
     nbytes: int
+
+
+@dataclass(frozen=True)
+class ArrayReport:
+    """What a load did for one array of a tree, in the whole job.
+
+    Attributes
+    ----------
+    where : str
+        Its place in the tree: ``"['gas']"``.
+    name : str
+        Its name in the file: ``"'/gas' in 'snap.h5'"``.
+    chunks_decoded, nbytes_read, chunks_missing : int
+        As in `LoadReport`.
+    proven : VerifyReport
+        What was proven of it.
+    """
+
+    where: str
+    name: str
+    chunks_decoded: int
+    nbytes_read: int
+    chunks_missing: int
+    proven: VerifyReport
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        decoded = f"{self.chunks_decoded:,} chunks decoded, " if self.chunks_decoded else ""
+        missing = f"{self.chunks_missing:,} not stored, " if self.chunks_missing else ""
+        return f"{self.where} {self.name}: {decoded}{missing}{format_nbytes(self.nbytes_read)} read; {self.proven}"
 
 
 @dataclass(frozen=True)
@@ -44,6 +74,8 @@ class LoadReport:
     chunks_missing : int
         Missing chunks in the selection, each counted once in the whole job: they are not stored in the file, and their values
         are its fill value. 1 for an array without chunks that was never written.
+    arrays : tuple of ArrayReport
+        For a tree: the report of each array. Empty for a load of one array.
     """
 
     seconds: float
@@ -53,9 +85,14 @@ class LoadReport:
     peak_staging_nbytes: int
     proven: VerifyReport
     chunks_missing: int = 0
+    arrays: tuple[ArrayReport, ...] = ()
 
     def __str__(self) -> str:
-        """For a person: one line."""
+        """For a person: one line, and for a tree one line more for each array."""
+        lines = [self._total(), *(f"  {one}" for one in self.arrays)]
+        return "\n".join(lines)
+
+    def _total(self) -> str:
         parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
         return (

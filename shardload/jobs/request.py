@@ -1,6 +1,7 @@
 """What do the ranks ask for, and do all ask for the same?
 
-1. A `Target` has the arguments for one array as the caller passed them; a `Call` has them checked.
+1. A `Target` has the arguments for one array as the caller passed them; a `Call` has them checked. `targets_of` makes the
+   targets of a tree of arrays.
 2. A `Request` has the arguments of the whole call on this rank. `Request.plan` makes the ranks agree on them: in the normal
    case with one broadcast and one reduction, with which every call begins.
 3. `plan_file` and `plan_memory` make an `ArrayLoad` from a `Call` and the array's metadata. Recent plans are kept, and used
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.comm.group import Group, Invocation, group_of
@@ -27,20 +29,24 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Execution, Job
+from shardload.jobs.execution import Execution, ExecutionOfMany, Job
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
-from shardload.options import TIMEOUT, Options
+from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, text_of, where_text
+from shardload.options import OPTIONS, OWN, TIMEOUT, Options
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
-__all__ = ["Call", "Request", "Target", "plan_file", "plan_memory"]
+__all__ = ["Call", "Memo", "Request", "Target", "plan_file", "plan_memory", "targets_of"]
 
-_RECENT = 4  # plans to keep, per group
+_RECENT = 32  # plans to keep, per group: those of the last calls, or of the arrays of a tree
 # A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
 _PLAN = "a plan"
 _NAMES = tuple(Options.check().describe())
+_OWN_NAMES = {"path", "x", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
+_MOST_TOLD = 8  # arrays in a message
 
 
 @dataclass(frozen=True)
@@ -86,23 +92,152 @@ class Target:
         Other arguments that must be the same on every rank, as text; ``"path"`` first.
     options : dict
         Keywords for `Options.check`.
+    where : str
+        Which array of the call it is, for messages: ``"array ['gas']"``; empty if it is the only one.
+    has_own : bool
+        True if some of its arguments are its own, because the caller passed a tree of them.
+    is_pattern : bool
+        True if it stands for all arrays below a group. `mesh`, `spec` and the options of arrays may then be trees.
     """
 
     mesh: Any
     spec: Any
     what: dict[str, str]
     options: dict[str, Any]
+    where: str = ""
+    has_own: bool = False
+    is_pattern: bool = False
 
-    def check(self, processes: Any, tuning: Tuning) -> Call:
-        """The checked arguments, without a group of ranks yet."""
-        n = devices_per_process(_mesh_of(self.mesh), processes)
-        return Call(read_sharding(self.mesh, self.spec), Options.check(**self.options), tuning, devices_per_rank=n)
+    def check(self, processes: Any, tuning: Tuning, memo: Memo | None = None) -> Call:
+        """The checked arguments, without a group of ranks yet. For a pattern: all values are checked, the first are returned.
 
-    def describe(self, call: Call | None) -> dict[str, str]:
+        `memo` has what was checked for other targets of the same call.
+        """
+        memo = Memo() if memo is None else memo
+        if self.is_pattern:
+            first, *_ = [one.check(processes, tuning, memo) for one in self._singles()]
+            return first
+        try:
+            n = devices_per_process(_mesh_of(self.mesh), processes)
+            return Call(memo.sharding(self.mesh, self.spec), memo.options(self.options), tuning, devices_per_rank=n)
+        except ConfigError as error:
+            raise in_array(self.where if self.has_own else "", error) from None
+
+    def describe(self, call: Call | None, memo: Memo | None = None) -> dict[str, str]:
         """What every rank must pass alike, as text. If the check failed (None), the same names with empty text."""
         if call is None:
             return {**self.what, "sharding": "", **dict.fromkeys(_NAMES, "")}
-        return {**self.what, "sharding": describe_sharding(call.sharding), **call.options.describe()}
+        memo = Memo() if memo is None else memo
+        told = {**self.what, "sharding": memo.text(call.sharding, describe_sharding), **call.options.describe()}
+        if self.is_pattern:
+            told["sharding"] = f"{_tree_text(self.mesh, _mesh_text)}, {_tree_text(self.spec, repr)}"
+            for option in OWN:
+                if option.name in self.options and option.text is not None:
+                    told[option.name] = _tree_text(self.options[option.name], repr)
+        return told
+
+    def _singles(self) -> Iterator[Target]:
+        """For a pattern: targets that together have every value of its trees."""
+        leaves = {o.name: _leaves(self.options[o.name], o.is_one or is_one) for o in OWN if o.name in self.options}
+        meshes, specs = _leaves(self.mesh, is_one), _leaves(self.spec, is_one_spec)
+        for k in range(max(len(values) for values in (meshes, specs, *leaves.values()))):
+            own = {name: values[k % len(values)] for name, values in leaves.items()}
+            mesh, spec = meshes[k % len(meshes)], specs[k % len(specs)]
+            yield replace(self, mesh=mesh, spec=spec, options=self.options | own, is_pattern=False)
+
+
+def _leaves(tree: Any, is_one: Callable[[Any], bool]) -> list[Any]:
+    """The single values in a tree of values; at least one."""
+    return jax.tree_util.tree_leaves(tree, is_leaf=is_one) or [None]
+
+
+def _tree_text(tree: Any, text: Callable[[Any], str]) -> str:
+    """A tree of values as text."""
+    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one_spec)[0]
+    return "; ".join(f"{text_of(where)} {text(value)}".strip() for where, value in found)
+
+
+def _mesh_text(mesh: Any) -> str:
+    return describe_sharding(mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, PartitionSpec()))
+
+
+class Memo:
+    """What was checked for one array of a call, for the next one that has the same: many arrays share all but their name."""
+
+    def __init__(self) -> None:
+        self._shardings: dict[tuple[int, int], NamedSharding] = {}
+        self._options: dict[tuple[int, ...], Options] = {}
+        self._texts: dict[int, str] = {}
+        self._held: list[Any] = []  # whatever has its id in a key
+
+    def sharding(self, mesh: Any, spec: Any) -> NamedSharding:
+        """See `read_sharding`."""
+        key = id(mesh), id(spec)
+        if key not in self._shardings:
+            self._shardings[key] = read_sharding(mesh, spec)
+            self._held += [mesh, spec]
+        return self._shardings[key]
+
+    def options(self, given: dict[str, Any]) -> Options:
+        """See `Options.check`."""
+        key = tuple(id(value) for name, value in given.items() if name != "dataset")
+        if key not in self._options:
+            self._options[key] = Options.check(**given)
+            self._held += given.values()
+            return self._options[key]
+        return replace(self._options[key], dataset=OPTIONS["dataset"].check(given.get("dataset")))
+
+    def text(self, value: Any, describe: Callable[[Any], str]) -> str:
+        """The text of a value that many arrays share."""
+        if id(value) not in self._texts:
+            self._texts[id(value)] = describe(value)
+            self._held.append(value)
+        return self._texts[id(value)]
+
+
+def targets_of(
+    tree: ArrayTree, mesh: Any, spec: Any, options: dict[str, Any], what: Callable[[Place], dict[str, str]]
+) -> list[Target]:
+    """The targets of a tree of arrays: each with its own value of each argument that is a tree.
+
+    Parameters
+    ----------
+    tree : ArrayTree
+        The arrays.
+    mesh, spec, options : object, object, dict
+        As the caller passed them, without the tree of names.
+    what : callable
+        `Target.what` of a place.
+
+    Raises
+    ------
+    ConfigError
+        If a tree of values does not match the tree of arrays.
+    """
+    if tree.is_single:
+        (place,) = tree.places
+        return [Target(mesh, spec, what(place), options | _dataset(place, options))]
+    meshes, specs = tree.spread("mesh", mesh), tree.spread("spec", spec, is_one_spec)
+    trees = {o.name: tree.spread(o.name, options[o.name], o.is_one or is_one, o.may_be_dict) for o in OWN if o.name in options}
+    has_own = not (is_one(mesh) and is_one_spec(spec)) or any(
+        not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
+    )
+    return [
+        Target(
+            meshes[k],
+            specs[k],
+            what(place),
+            {**options, **{name: values[k] for name, values in trees.items()}, **_dataset(place, options)},
+            where_text(tree.where[k]),
+            has_own,
+            place.is_pattern,
+        )
+        for k, place in enumerate(tree.places)
+    ]
+
+
+def _dataset(place: Place, options: dict[str, Any]) -> dict[str, Any]:
+    return {"dataset": place.dataset} if "dataset" in options else {}
 
 
 @dataclass
@@ -126,6 +261,7 @@ class Request:
     asked: Invocation
     calls: list[Call] | None
     error: ConfigError | None
+    _processes: Any = None
 
     @classmethod
     @contextmanager
@@ -149,33 +285,39 @@ class Request:
         """
         calls: list[Call] | None = None
         asked: Invocation | None = None
-        tuning = default_tuning()
+        tuning, memo = default_tuning(), Memo()
         try:
-            calls = [target.check(processes, tuning) for target in targets]
+            if error is not None and not targets:
+                raise error
+            calls = [target.check(processes, tuning, memo) for target in targets]
             for call in calls[1:]:
                 calls[0].options.check_shared(call.options)
-            asked = _invocation(kind, targets, calls)
+            asked = _invocation(kind, targets, calls, memo)
         except ConfigError as found:
             error = error or found
         except Exception as found:  # an unforeseen argument: the other ranks wait for this one, so the error must be agreed on
             let_interruption_pass(found)
             error = error or ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
         if asked is None:
-            calls, asked = None, _invocation(kind, targets, None)
+            calls, asked = None, _invocation(kind, targets, None, memo)
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
         if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
-                yield cls(None, comm, asked, calls, error)
+                yield cls(None, comm, asked, calls, error, processes)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
         with outer_exception(), group.call(timeout) as refusal:
-            group.watch.begin(targets[0].what["path"], timeout)
+            group.watch.begin(targets[0].what["path"] if targets else kind, timeout)
             _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
             error = refusal or error
             if calls is not None:
                 calls = [replace(call, group=group) for call in calls]
-            yield cls(group, comm, asked, None if error is not None else calls, error)
+            yield cls(group, comm, asked, None if error is not None else calls, error, processes)
+
+    def call_of(self, target: Target, memo: Memo) -> Call:
+        """The checked arguments of an array that was found by a pattern."""
+        return replace(target.check(self._processes, default_tuning(), memo), group=self.group)
 
     def agree(self) -> list[Call]:
         """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
@@ -229,7 +371,7 @@ class Request:
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-        planned = {_PLAN: "" if made is None else "; ".join(describe_job(load.plan) for load in made)}
+        planned = {_PLAN: "" if made is None else _describe_jobs(made)}
         asked = self.asked.also(**planned)
         if group is None or not group.all_same(asked, made is not None):
             self.agree()
@@ -257,6 +399,22 @@ class Request:
         executor = Execution(self.comm, load.options, load.handle, self.asked.values, self._checked()[0].tuning)
         return replace(load.plan, _executor=executor)
 
+    def hand_out_tree(
+        self, loads: list[ArrayLoad], build: Callable[[Sequence[Any]], Any], left_out: Sequence[ArrayInfo]
+    ) -> TreePlan:
+        """The plan of a tree for the caller, with the executor of all arrays, and of each by itself."""
+        where = tuple(load.where.removeprefix("array ") for load in loads)
+        if self.group is None:
+            return TreePlan(build([load.plan for load in loads]), where, tuple(left_out))
+        tuning, agreed = self._checked()[0].tuning, self.asked.values
+        plans = [
+            replace(one.plan, _executor=Execution(self.comm, one.options, one.handle, {**agreed, "array": one.where}, tuning))
+            for one in loads
+        ]
+        return TreePlan(
+            build(plans), where, tuple(left_out), _executor=ExecutionOfMany(self.comm, tuple(loads), agreed, tuning)
+        )
+
     def _enter(self, phase: str) -> None:
         if self.group is not None:
             self.group.watch.enter(phase)
@@ -270,17 +428,31 @@ class Request:
         return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
 
 
-def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | None) -> Invocation:
+def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | None, memo: Memo) -> Invocation:
     """What the ranks compare: the arguments for all arrays, as text."""
-    path = targets[0].what["path"]
+    path = targets[0].what["path"] if targets else "nothing"
     title = path if path.startswith(kind) else f"{kind} of {path}"
     values: dict[str, str] = {}
     for k, target in enumerate(targets):
-        described = target.describe(None if calls is None else calls[k])
-        values |= {(f"{name} of array {k}" if k else name): text for name, text in described.items()}
-    if len(targets) > 1:  # a kind of its own, because it has more values
-        kind, title = f"{kind} of {len(targets)} arrays", f"{title} and {len(targets) - 1} more arrays"
+        described = target.describe(None if calls is None else calls[k], memo)
+        if k == 0:
+            values = described if len(targets) == 1 else {}
+            values |= {name: text for name, text in described.items() if name not in _OWN_NAMES}
+        if len(targets) > 1:
+            values |= {f"{name} of {target.where}": text for name, text in described.items() if name in _OWN_NAMES}
+    if len(targets) > 1:  # a kind of its own, because it has other values
+        names = [target.where.removeprefix("array ") for target in targets]
+        kind = json.dumps([kind, *names])
+        told = ", ".join(names[:_MOST_TOLD]) + (", ..." if len(names) > _MOST_TOLD else "")
+        title = f"{title} and {len(targets) - 1} more arrays: {told}"
     return Invocation(kind, title, values)
+
+
+def _describe_jobs(loads: Sequence[ArrayLoad]) -> str:
+    """All plans as text. Arrays of the same kind share theirs."""
+    texts = {id(load.layout): load.plan for load in loads}
+    said = {key: describe_job(plan) for key, plan in texts.items()}
+    return "; ".join(said[id(load.layout)] for load in loads)
 
 
 def _mesh_of(mesh: Any) -> Any:
@@ -297,7 +469,8 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
     known = _recent.setdefault(call.group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
-    key = (call.sharding, call.tuning, *call.options.describe().items(), *kind, jax.config.read("jax_enable_x64"))
+    how = call.options.describe() | {"dataset": ""}  # its name changes nothing
+    key = (call.sharding, call.tuning, *how.items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:
         made = plan_array(call.ask(), info)

@@ -1,14 +1,18 @@
-"""Where does a thread put temporary values? In memory of its own, which its next task uses again."""
+"""Where does a thread put temporary values? In memory of its own, which its next task uses again.
+
+Decoders of many arrays share it (`shared_scratch`), so that a thread has one buffer of each kind, however many arrays are open.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Scratch"]
+__all__ = ["Scratch", "shared_scratch"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,3 +46,25 @@ class Scratch(threading.local):
     def array(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Like `bytes`, but as an array."""
         return self.bytes(name, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+_shared: weakref.ref[Scratch] | None = None
+_sharing = threading.Lock()
+
+
+def shared_scratch() -> Scratch:
+    """The scratch memory that all users of it share now. It is freed when the last of them drops it.
+
+    A user may keep nothing in it from one of its calls to the next: another one may have written there, in the same thread.
+
+    >>> mine = shared_scratch()
+    >>> mine is shared_scratch()
+    True
+    """
+    global _shared
+    with _sharing:
+        found = None if _shared is None else _shared()
+        if found is None:
+            found = Scratch()
+            _shared = weakref.ref(found)
+        return found

@@ -129,7 +129,8 @@ def exchange(
     channels.close()
     peak_nbytes = buffers.slots.peak_nbytes + buffers.pack_slots.peak_nbytes
     moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums)
-    problems = [moving.failure, arrivals.problem, *(callback.problem for callback in (progress, *complete))]
+    problems = [moving.failure, arrivals.problem, progress.problem]
+    problems += [_named(array, callback.problem) for array, callback in zip(arrays, complete, strict=True) if callback.problem]
     return next((problem for problem in problems if problem is not None), None), moved
 
 
@@ -166,7 +167,7 @@ class _Exchange:
         self.sender, self.receiver = Sender(channels), Receiver(channels, arrays, arrivals)
         self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
         self.shares_memory = bool(buffers.segments)
-        self.failure: Exception | None = None  # when this rank staged or sent
+        self.failure: BaseException | None = None  # when this rank staged or sent
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
         self.under_way: deque[tuple[int, Staged]] = deque()
@@ -231,7 +232,7 @@ class _Exchange:
             array, staged = self.under_way.popleft()
             moved = True
             if self.failure is None:
-                self._deliver(array, staged.result())
+                self._deliver(array, self._result(array, staged))
         while self.following is not None:
             array, block = self.following
             producer = self.arrays[array].producer
@@ -243,6 +244,18 @@ class _Exchange:
                 self.to_be_packed = array
             self.following, moved = next(self.blocks, None), True
         return moved
+
+    def _result(self, array: int, staged: Staged) -> StagedBlock:
+        """The staged block, or the error of staging it, which names the array."""
+        try:
+            found: StagedBlock = staged.result()
+            return found
+        except Exception as error:
+            let_interruption_pass(error)
+            named = _named(self.arrays[array], error)
+            if named is error:
+                raise
+            raise named from error
 
     def _keeps_slots(self, array: int) -> bool:
         """True if the blocks of this array must wait for those of another array, which need slots to be packed.
@@ -282,6 +295,10 @@ class _Exchange:
             self.bell.wait(seconds)
         else:
             os.sched_yield()
+
+
+def _named(array: ArrayMove, error: BaseException) -> BaseException:
+    return error if array.named is None else array.named(error)
 
 
 def _outgoing(arrays: Sequence[ArrayMove], rank: int) -> Iterator[tuple[int, Block]]:

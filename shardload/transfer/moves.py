@@ -169,6 +169,8 @@ class ArrayMove:
         is never taken for a part of this one. (The arrays of one exchange are told apart anyway.)
     name : str
         Name of the array in error messages.
+    named : callable, optional
+        Makes an error of staging this array one that names it.
     """
 
     flow: Flow
@@ -178,6 +180,7 @@ class ArrayMove:
     on_complete: Callable[[Piece], None] | None = None
     seed: int = 0
     name: str = ""
+    named: Callable[[BaseException], BaseException] | None = None
 
 
 class Expected:

@@ -18,9 +18,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import Scratch
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 from shardload.planning.region import Region
+from shardload.system.scratch import shared_scratch
 
 __all__ = ["Hdf5Contiguous", "open_contiguous"]
 
@@ -57,7 +57,7 @@ class Hdf5Contiguous:
 
     def __init__(self, raw: RawFile, offset: int, shape: tuple[int, ...], swap: int) -> None:
         self._raw, self._offset, self._shape, self._swap = raw, offset, shape, swap
-        self._scratch = Scratch()
+        self._scratch = shared_scratch()
 
     def read_into(self, region: Region, out: np.ndarray[Any, Any]) -> None:
         """Read a non-empty region into `out`, a C-contiguous buffer of its shape.
@@ -86,7 +86,7 @@ class Hdf5Contiguous:
     def _read_spans(self, inner: list[tuple[int, int, int]], at: int, stride: int, target: np.ndarray[Any, Any]) -> None:
         """Read rows that start `stride` bytes apart. `inner` says which part of each row, along each axis, goes to `target`."""
         n_rows = max(1, _SPAN_NBYTES // stride)
-        memory = self._scratch(min(n_rows, len(target)) * stride)
+        memory = self._scratch.bytes("span", min(n_rows, len(target)) * stride)
         kind = target.dtype.newbyteorder("S" if self._swap else "=")
         parts = tuple(slice(start, start + n) for _, start, n in inner)
         for first in range(0, len(target), n_rows):

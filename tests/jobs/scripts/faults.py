@@ -247,8 +247,8 @@ def survive(names: list[str]) -> None:
 
 # Where a rank is when it dies, or Ctrl-C comes.
 PHASES: dict[str, tuple[Any, str]] = {
-    "metadata": (importlib.import_module("shardload.api"), "find_array"),
-    "planning": (importlib.import_module("shardload.api"), "plan_file"),
+    "metadata": (importlib.import_module("shardload.jobs.arguments"), "find_array"),
+    "planning": (importlib.import_module("shardload.jobs.arguments"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),

@@ -19,13 +19,13 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.api import _describe_path
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusal
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
+from shardload.jobs.arguments import describe_path
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, check_source, flat, write_hdf5, write_zarr
 
@@ -347,4 +347,4 @@ def test_a_path_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         find_array("~nobody-of-this-name/b.h5")
     mesh = AbstractMesh((2,), ("a",))
     assert shardload.plan("~/a~.h5:/rho", mesh, P("a")).info.path == path
-    assert _describe_path(Path("~/a~.h5")) == repr(path), "what ranks compare, whose homes may differ"
+    assert describe_path(Path("~/a~.h5")) == repr(path), "what ranks compare, whose homes may differ"

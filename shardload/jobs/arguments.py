@@ -1,0 +1,380 @@
+"""What did the caller pass, for one array or for a tree of them, and which arrays are meant?
+
+1. `Arguments.of` joins the trees of paths and names, and gives each array its own options (`trees`, `request.targets_of`).
+2. `Arguments.find` finds the arrays in their files. It runs on one rank, which opens each file once.
+3. `Arguments.make` plans them, on every rank, from the text that `find` returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
+from shardload.formats.lookup import Finder, find_array, find_small, read_small
+from shardload.formats.memory import MemorySource
+from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.planner import check_together
+from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
+from shardload.jobs.trees import (
+    ArrayTree,
+    Place,
+    Where,
+    in_array,
+    is_one,
+    is_one_spec,
+    naming_errors,
+    node_of,
+    text_of,
+    where_text,
+)
+from shardload.options import AUTO, OWN
+from shardload.planning.region import Region
+from shardload.transfer.messages import sendable
+
+__all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
+
+
+class Arguments:
+    """The arguments of one call about files, on this rank: for one array or for a tree of arrays.
+
+    Parameters
+    ----------
+    tree : ArrayTree
+        The arrays. If the file had to say which arrays there are, `make` replaces it by a tree of them.
+    targets : list of Target
+        One for each place of the tree.
+    error : ConfigError, optional
+        What is wrong with the trees.
+
+    Attributes
+    ----------
+    left_out : list of ArrayInfo
+        Arrays that are no part of the tree, although a pattern stands for them: they hold no numbers.
+    """
+
+    def __init__(self, tree: ArrayTree, targets: list[Target], error: ConfigError | None = None) -> None:
+        self.tree, self.targets, self.error = tree, targets, error
+        self.left_out: list[ArrayInfo] = []
+        self._given: tuple[Any, Any, dict[str, Any]] | None = None
+        self._what: Callable[[Place], dict[str, str]] = _what_of_path
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        path: Any,
+        mesh: Any,
+        spec: Any,
+        options: dict[str, Any],
+        dataset: Any,
+        what: Callable[[Place], dict[str, str]] | None = None,
+    ) -> Self:
+        """The arguments as the caller passed them. If trees do not match, `error` says so."""
+        what = what or _what_of_path
+        try:
+            tree = ArrayTree.join(path, dataset)
+            made = cls(tree, targets_of(tree, mesh, spec, options, what))
+        except ConfigError as error:
+            return cls(ArrayTree.join(kind, None), [], error)
+        made._given, made._what = (mesh, spec, options), what
+        return made
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """Values for the arrays, in the structure that the caller asked for."""
+        return self.tree.build(values)
+
+    def find(self, calls: list[Call], values: bool = True) -> str:
+        """The metadata of all arrays as text, and the values of small ones if `readers` is "auto". Runs on one rank."""
+        if self.tree.is_single:
+            path = self.tree.places[0].path
+            return json.dumps([_find_with_values(path, calls[0]) if values else [_find(path, calls[0]).to_json(), None]])
+        options = calls[0].options
+        found: list[Any] = []
+        with Finder(options.access, calls[0].tuning if values and options.readers == AUTO else None) as finder:
+            for place, target in zip(self.tree.places, self.targets, strict=True):
+                with naming_errors(target.where):
+                    if not place.is_pattern:
+                        found.append(_as_text(*finder.find(place.path, place.dataset)))
+                        continue
+                    infos, left_out = finder.find_below(place.path, place.group)
+                found.append({"all": [_as_text(*one) for one in infos], "left_out": [info.to_json() for info in left_out]})
+        return json.dumps(found)
+
+    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+        """Plan all arrays from their metadata. Runs on every rank."""
+        found = json.loads(text)
+        if self.tree.has_patterns:
+            calls, found = self._grow(request, calls, found)
+        if self.tree.is_single:
+            return [_plan_found(calls[0], self.tree.places[0].path, found[0])]
+        loads: list[ArrayLoad] = []
+        for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
+            try:
+                with naming_errors(target.where):
+                    loads.append(replace(_plan_found(call, place.path, one), where=target.where))
+            except ConfigError as error:
+                self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
+                raise
+        if len(loads) > 1:
+            check_together(list({id(one.layout): one.layout for one in loads}.values()), calls[0].options.staging_nbytes)
+        return loads
+
+    def _grow(self, request: Request, calls: list[Call], found: list[Any]) -> tuple[list[Call], list[Any]]:
+        """Replace the patterns by the arrays that were found."""
+        patterns = {k: one for k, one in enumerate(found) if isinstance(one, dict)}
+        flat = {k: [(ArrayInfo.from_json(one[0]), one) for one in of["all"]] for k, of in patterns.items()}
+        self.left_out = [ArrayInfo.from_json(one) for of in patterns.values() for one in of["left_out"]]
+        grown = self.tree.grow({k: [info.dataset for info, _ in pairs] for k, pairs in flat.items()})
+        by_name = {(id(self.tree.places[k]), info.dataset): (info, one) for k, pairs in flat.items() for info, one in pairs}
+        kept = {id(place): k for k, place in enumerate(self.tree.places)}
+        mesh, spec, options = self._given or (None, None, {})
+        targets = targets_of(grown, mesh, spec, options, self._what)
+        memo, new_calls, new_found = Memo(), [], []
+        for k, place in enumerate(grown.places):
+            if id(place) in kept:
+                new_calls.append(calls[kept[id(place)]])
+                new_found.append(found[kept[id(place)]])
+                continue
+            info, one = by_name[id(place.pattern), place.dataset]
+            if not info.shape:  # it has no axis that could be cut, and the spec is that of the other arrays
+                targets[k] = replace(targets[k], **_whole(targets[k]))
+            new_calls.append(request.call_of(targets[k], memo))
+            new_found.append(one)
+        self.tree, self.targets = grown, targets
+        return new_calls, new_found
+
+    def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
+        """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
+        target, info = self.targets[k], infos[k]
+        same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
+        if same and "P(" in str(error):
+            other, where = infos[same[0]], self.targets[same[0]].where
+            error.args = (
+                f"{error}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
+                f"{other.shape}: pass a tree of specs, with one for each",
+            )
+
+
+def _whole(target: Target) -> dict[str, Any]:
+    """The mesh and spec that replicate an array."""
+    if isinstance(target.mesh, NamedSharding):
+        kind = target.mesh.memory_kind
+        return {"mesh": NamedSharding(target.mesh.mesh, PartitionSpec(), memory_kind=kind), "spec": None}
+    return {"spec": PartitionSpec()}
+
+
+def _as_text(info: ArrayInfo, values: bytes | None) -> list[str | None]:
+    return [info.to_json(), None if values is None else b64encode(values).decode()]
+
+
+def _what_of_path(place: Place) -> dict[str, str]:
+    return {"path": describe_path(place.path)}
+
+
+def _find_with_values(path: Any, call: Call) -> list[str | None]:
+    """The array's metadata as text, and its values if it is small and `readers` is "auto"."""
+    options, access = call.options, call.options.access
+    is_auto = options.readers == AUTO
+    if is_auto and access.untrusted is not None:  # one helper process for both
+        info, values = find_small(path, options.dataset, access)
+    else:
+        info = _find(path, call)
+        values = read_small(path, info, access, call.tuning) if is_auto else None
+    return _as_text(info, values)
+
+
+def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
+    text, values = found
+    info = ArrayInfo.from_json(text or "")
+    if values is None:
+        return plan_file(call, info, path)
+    array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
+    return plan_file(call, info, MemorySource(array, info), path)
+
+
+def _find(path: Any, call: Call) -> ArrayInfo:
+    return find_array(path, call.options.dataset, call.options.access)
+
+
+class ToVerify(Arguments):
+    """The arguments of a call that compares arrays with their files."""
+
+    x: Any = None
+
+    @classmethod
+    def of_arrays(cls, x: Any, path: Any, dataset: Any, options: dict[str, Any], seed: Any) -> ToVerify:
+        """The arguments as the caller passed them; `error` says what is wrong with them."""
+        error = None
+        leaves = jax.tree_util.tree_flatten_with_path(x)[0]
+        others = [(where, one) for where, one in leaves if not isinstance(one, jax.Array)]
+        if others or not leaves:
+            where, one = others[0] if others else ((), x)
+            error = ConfigError(f"x{text_of(where)} is a {type(one).__name__}; expected a jax.Array")
+        elif isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+            error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
+        told = (
+            "nothing"
+            if error
+            else "; ".join(f"{text_of(where)} an array of shape {one.shape}, {one.dtype}".strip() for where, one in leaves)
+        )
+
+        def what(place: Place) -> dict[str, str]:
+            return {"path": describe_path(place.path), "x": told, "seed": str(seed)}
+
+        mesh = None if error else jax.tree_util.tree_map(_sharding_of, x)
+        made = cls.of("verify", path, mesh, None, options, dataset, what)
+        made.error = error or made.error
+        made.x = x
+        return made
+
+    def arrays(self) -> list[Any]:
+        """The caller's arrays, in the order of the tree."""
+        if self.tree.is_single:
+            return [self.x]
+        found = self.tree.spread("x", self.x)
+        n = len(jax.tree_util.tree_leaves(self.x))
+        if n != len(found):
+            raise ConfigError(
+                f"x has {n} arrays, but dataset and path name {len(found)}. Pass one array for each name, in a tree with the "
+                "same keys"
+            )
+        return found
+
+    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+        """Plan the loads that would give these arrays."""
+        loads = super().make(request, calls, text)
+        for x, load in zip(self.arrays(), loads, strict=True):
+            if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
+                error = ConfigError(
+                    f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
+                )
+                raise in_array(load.where, error)
+        return loads
+
+
+class ToScatter:
+    """The arguments of a call that gives every process its shards of arrays which one rank has.
+
+    Only that rank knows the tree of arrays; it sends its outline with the metadata. Dicts, lists and tuples are nodes. A list
+    or tuple outside of a dict is one array, as NumPy makes it, unless `spec` is a tree.
+
+    Parameters
+    ----------
+    array : array_like, tree or callable
+        On the root: the arrays, or a function that returns them.
+    mesh, spec, options
+        As the caller passed them.
+    root : object
+        The rank that has the arrays, not checked yet.
+    """
+
+    def __init__(self, array: Any, mesh: Any, spec: Any, options: dict[str, Any], root: Any) -> None:
+        self._array, self._given, self._root = array, (mesh, spec, options), root
+        self._has_tree = not (is_one(mesh) and is_one_spec(spec)) or any(
+            not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
+        )
+        self.targets = [Target(mesh, spec, self._what(), options, is_pattern=self._has_tree)]
+        self._sources: list[MemorySource] | None = None
+        self._tree = ArrayTree.join("", None)
+
+    def _what(self, _: Any = None) -> dict[str, str]:
+        return {"path": f"scatter from rank {self._root!r}"}
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """Values for the arrays, in the structure of the root's tree."""
+        return self._tree.build(values)
+
+    def find(self, calls: list[Call]) -> str:
+        """Make the arrays, and describe them as text. Runs on the root."""
+        array = self._array() if callable(self._array) else self._array
+        leaves: list[tuple[str, Any]] = []
+        outline = _outline_of(array, self._has_tree, (), leaves)
+        self._sources, told = [], []
+        for where, value in leaves:
+            with naming_errors(where):
+                source = MemorySource(np.asarray(value))
+            self._sources.append(source)
+            view = source.view(Region.whole(source.info.shape))
+            told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
+        return json.dumps([outline, told])
+
+    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+        """Plan the scatter of all arrays. Runs on every rank."""
+        outline, told = json.loads(text)
+        mesh, spec, options = self._given
+        self._tree = ArrayTree(_tree_of(outline))
+        self.targets = targets_of(self._tree, mesh, spec, options, self._what)
+        memo, loads = Memo(), []
+        for k, (target, (info, can_be_viewed, dtype)) in enumerate(zip(self.targets, told, strict=True)):
+            with naming_errors(target.where):
+                call = calls[0] if self._tree.is_single else request.call_of(target, memo)
+                as_it_is = can_be_viewed and call.options.dtype in (None, np.dtype(dtype))
+                source = None if self._sources is None else self._sources[k]
+                made = plan_memory(call, ArrayInfo.from_json(info), source, int(self._root), as_it_is)
+                loads.append(replace(made, where=target.where))
+        if len(loads) > 1:
+            check_together([one.layout for one in loads], calls[0].options.staging_nbytes)
+        return loads
+
+
+def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str, Any]]) -> Any:
+    """The structure of a tree in JSON's types; its arrays are appended to `leaves`, each with its place."""
+    is_node = isinstance(value, dict) or (
+        isinstance(value, (list, tuple)) and (has_tree if not where else any(map(_has_array, value)))
+    )
+    if not is_node:
+        leaves.append((where_text(where), value))
+        return len(leaves) - 1
+    children = node_of(value)
+    if children is None or type(value) not in (dict, list, tuple):
+        raise ConfigError(f"array{text_of(where)} is a {type(value).__name__}; scatter takes trees of dict, list and tuple")
+    if isinstance(value, dict) and not all(type(key) in (str, int) for key in value):
+        raise ConfigError(f"array{text_of(where)} has keys such as {next(iter(value))!r}; scatter takes text and integers")
+    found = [_outline_of(child, has_tree, (*where, key), leaves) for key, child in children]
+    if isinstance(value, dict):
+        return {"dict": [[key.key, one] for (key, _), one in zip(children, found, strict=True)]}
+    return {type(value).__name__: found}
+
+
+def _has_array(value: Any) -> bool:
+    return any(hasattr(leaf, "__array__") for leaf in jax.tree_util.tree_leaves(value))
+
+
+def _tree_of(outline: Any) -> Any:
+    """The inverse of `_outline_of`, with places as leaves."""
+    if isinstance(outline, int):
+        return Place("", None)
+    ((kind, children),) = outline.items()
+    if kind == "dict":
+        return {key: _tree_of(child) for key, child in children}
+    made = [_tree_of(child) for child in children]
+    return made if kind == "list" else tuple(made)
+
+
+def _sharding_of(x: Any) -> Any:
+    """Its sharding; for an array on a single device, the same as a NamedSharding over a mesh of one device."""
+    if not isinstance(x, jax.Array):
+        return None
+    if isinstance(x.sharding, jax.sharding.SingleDeviceSharding):
+        return NamedSharding(Mesh(np.array(list(x.sharding.device_set)), ("device",)), PartitionSpec())
+    return x.sharding
+
+
+def describe_path(path: Any) -> str:
+    """A path or an open array as ranks compare it, and as messages name it."""
+    if isinstance(path, (str, os.PathLike)):
+        return repr(os.path.expanduser(os.fspath(path)))
+    # An open array: its name in the file is enough, because the file's name may differ from rank to rank.
+    kind = "NumPy array" if isinstance(path, np.ndarray) else type(path).__name__
+    return f"an open {kind} named {getattr(path, 'name', None)!r}"

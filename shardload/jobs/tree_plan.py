@@ -1,0 +1,172 @@
+"""What will a load of many arrays do? The caller inspects a `TreePlan`, prints it and executes it, as a `Plan` of one array."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import jax
+
+from shardload.errors import ConfigError, printable
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.plan import Plan
+from shardload.jobs.report import LoadReport
+from shardload.planning.staging import Staging, plan_staging
+from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
+from shardload.units import format_nbytes
+
+__all__ = ["TreePlan", "staging_of"]
+
+_MOST_LEFT_OUT = 8
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TreePlan:
+    """What a load of a tree of arrays will do: inspect it, print it, `execute` it.
+
+    Attributes
+    ----------
+    plans : pytree of Plan
+        The plan of each array, in the structure that the result will have. Each can also be executed by itself.
+    where : tuple of str
+        The place of each array in the tree (``"['gas']"``), in JAX's order of the leaves.
+    left_out : tuple of ArrayInfo
+        Arrays below a group that was named with ``*`` which are no part of the tree, because they hold no numbers.
+    report : LoadReport or None
+        The report of the last `execute`; None before.
+    """
+
+    plans: Any
+    where: tuple[str, ...]
+    left_out: tuple[ArrayInfo, ...] = ()
+    _executor: Callable[[Sequence[Plan]], tuple[list[jax.Array], LoadReport]] | None = field(default=None, kw_only=True)
+    _reports: list[LoadReport] = field(default_factory=list, init=False)
+
+    @property
+    def leaves(self) -> list[Plan]:
+        """The plans in JAX's order."""
+        return list(jax.tree_util.tree_leaves(self.plans))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, with padding, each counted once."""
+        return sum(math.prod(one.shape_global) * one.dtype.itemsize for one in self.leaves)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Cap on each process's host memory beyond its own pieces, for all arrays together."""
+        return self.leaves[0].staging_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Host memory of the fullest rank, at most: its pieces of all arrays, and the buffers that they share."""
+        plans = self.leaves
+        pieces = sum(one.pieces_nbytes for one in plans)
+        used = staging_of(plans)
+        blocks = used.n_slots * used.slot_nbytes + used.n_pack * used.pack_nbytes
+        return pieces + min(blocks, self.staging_nbytes)
+
+    @property
+    def seconds(self) -> float:
+        """Estimate of the model for all arrays, one after the other."""
+        return sum(one.costs[one.readers].seconds for one in self.leaves)
+
+    @property
+    def report(self) -> LoadReport | None:
+        """The report of the last `execute`; None before."""
+        return self._reports[-1] if self._reports else None
+
+    def __str__(self) -> str:
+        """Text for a person, as wide as the terminal: a row per array, then totals."""
+        return self.describe(width_of_prints())
+
+    def describe(self, width: int) -> str:
+        """The same, `width` columns wide."""
+        columns, rows = self._table()
+        narrow = [["array", "name", "shape", "dtype", "readers", "size"], ["array", "shape", "dtype", "size"]]
+        lines = wrap(self._title(), width, "", "  ")
+        lines += fit_table(columns, [[printable(cell) for cell in row] for row in rows], width, narrow)
+        for text in self._totals():
+            lines += wrap(text, width, "", "  ")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<TreePlan of {len(self.where)} arrays: {format_nbytes(self.nbytes)}>"
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: the same as the text."""
+        columns, rows = self._table()
+        head = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
+        body = "".join("<tr>" + "".join(f"<td>{escape(printable(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+        totals = "".join(f"<p>{escape(text)}</p>" for text in self._totals())
+        return f"<div><p><b>{escape(self._title())}</b></p><table><tr>{head}</tr>{body}</table>{totals}</div>"
+
+    def _title(self) -> str:
+        first = self.leaves[0]
+        files = sorted({one.info.path for one in self.leaves})
+        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        mesh = ", ".join(f"{name}={size}" for name, size in first.sharding.mesh.shape.items()) or "(none)"
+        return f"load {len(self.where)} arrays of {printable(files[0])}{more} on mesh {mesh}, {first.n_ranks} ranks"
+
+    def _table(self) -> tuple[list[Column], list[list[str]]]:
+        columns = [Column("array"), Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("spec")]
+        columns += [Column("shard"), Column("readers"), Column("decoded", is_number=True), Column("size", is_number=True)]
+        rows = []
+        for where, one in zip(self.where, self.leaves, strict=True):
+            cost = one.costs[one.readers]
+            spec = "P(" + ", ".join(repr(entry) for entry in one.sharding.spec) + ")"
+            padded = f" padded to {_shape(one.shape_global)}" if one.shape_global != one.shape else ""
+            decoded = f"{cost.chunks_decoded:,} chunks" if one.info.chunks is not None else format_nbytes(cost.decoded_nbytes)
+            nbytes = math.prod(one.shape_global) * one.dtype.itemsize
+            row = [where, one.info.dataset, _shape(one.shape) + padded, str(one.dtype), spec, _shape(one.shard_shape)]
+            rows.append([*row, f"{one.readers}, {one.n_readers}", decoded, format_nbytes(nbytes)])
+        return columns, rows
+
+    def _totals(self) -> list[str]:
+        chunks = sum(one.costs[one.readers].chunks_decoded for one in self.leaves)
+        told = [
+            f"total: {format_nbytes(self.nbytes)}, {chunks:,} chunks decoded in the job, about {self.seconds:.2g} s",
+            f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
+            f"{format_nbytes(self.staging_nbytes)}",
+        ]
+        if self.left_out:
+            names = [f"'{printable(one.dataset)}' ({one.refused})" for one in self.left_out[:_MOST_LEFT_OUT]]
+            more = len(self.left_out) - len(names)
+            told.append(f"left out, because they hold no numbers: {', '.join(names)}{f' and {more} more' if more else ''}")
+        return told
+
+    def execute(self) -> Any:
+        """Load the arrays. Collective: yes, over the ranks that planned. May be called again.
+
+        Returns
+        -------
+        pytree of jax.Array
+            As from `load`.
+
+        Raises
+        ------
+        SourceError, PeerError, ConfigError
+            On every rank. Nothing is loaded then.
+        """
+        if self._executor is None:
+            raise ConfigError(
+                "an AbstractMesh has no devices, so there is nothing to execute this plan on: plan over a jax.sharding.Mesh"
+            )
+        arrays, report = self._executor(self.leaves)
+        self._reports[:] = [report]
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(self.plans), arrays)
+
+
+def staging_of(plans: Sequence[Plan]) -> Staging:
+    """How some arrays together use the memory under their cap."""
+    layouts = list({id(one._layout): one._layout for one in plans}.values())
+    n_threads = max(layout.n_threads for layout in layouts)
+    return plan_staging([(made.schedule, made.source) for made in layouts], plans[0].staging_nbytes, n_threads)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"

@@ -1,0 +1,357 @@
+"""Which arrays does a call mean, if names and options come as trees?
+
+A tree is what `jax.tree_util` takes for one: dicts, lists, tuples, None and registered classes. Its leaves are single values.
+
+1. `ArrayTree.join` joins the tree of paths with the tree of names. Each leaf is then one `Place`: an array, or a pattern
+   (``"group/*"``) that stands for all arrays below a group.
+2. `ArrayTree.spread` gives every place its value of an option. An option is a single value, or a prefix tree: a tree that ends
+   early, whose leaf then counts for everything below it, as in `jit`'s ``in_shardings``.
+3. `ArrayTree.grow` replaces patterns by nested dicts of the arrays that were found, with a key for each group.
+4. `ArrayTree.build` gives results the structure of the tree.
+
+Nodes are matched by their keys, not by their type: a list of two goes with a tuple of two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardload.comm.error_codec import as_shardload
+from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.system.interruption import let_interruption_pass
+
+__all__ = [
+    "ArrayTree",
+    "Place",
+    "Where",
+    "in_array",
+    "is_one",
+    "is_one_spec",
+    "naming_errors",
+    "node_of",
+    "text_of",
+    "where_text",
+]
+
+# The keys that lead from the root of a tree to a leaf.
+Where = tuple[Any, ...]
+_MOST_SHOWN = 8  # keys in a message
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A leaf of a tree of names: the path, and the name in that file (None: the file's only array).
+
+    `is_pattern` is True if it stands for all arrays below a group. An array that was found so has that place as `pattern`.
+    """
+
+    path: Any
+    dataset: Any
+    is_pattern: bool = False
+    pattern: Place | None = None
+
+    @classmethod
+    def of(cls, path: Any, dataset: Any) -> Place:
+        """The place of a path and a name. A pattern may also be a part of the path: ``"data.h5:/group/*"``."""
+        if dataset is None and isinstance(path, (str, os.PathLike)):
+            text = os.fspath(path)
+            head, colon, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+            if colon and head and _is_pattern(name) and not name.startswith("//"):
+                return cls(head, name, True)
+        return cls(path, dataset, _is_pattern(dataset))
+
+    @property
+    def group(self) -> str:
+        """The group of a pattern, with a leading ``/`` and without one at its end: ``"/PartType1"``; empty for the root."""
+        name = str(self.dataset).removesuffix("*").strip("/")
+        return f"/{name}" if name else ""
+
+
+def _is_pattern(name: Any) -> bool:
+    return isinstance(name, str) and (name == "*" or name.endswith("/*"))
+
+
+def text_of(where: Where) -> str:
+    """Keys as Python would follow them: ``['gas'][0]``."""
+    return jax.tree_util.keystr(where)
+
+
+def where_text(where: Where) -> str:
+    """The array at a place of a tree, for messages: ``array ['gas']``, ``array 3`` of a list; empty for the root."""
+    if not where:
+        return ""
+    if len(where) == 1 and isinstance(where[0], jax.tree_util.SequenceKey):
+        return f"array {where[0].idx}"
+    return f"array {text_of(where)}"
+
+
+def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
+    """The error with the array of a tree in front of its text, so that the caller knows which one failed.
+
+    Parameters
+    ----------
+    where : str
+        From `where_text`. Empty: the error is returned as it is.
+    error : BaseException
+        The text of a ShardloadError is changed in place; for another exception the `PeerError` that stands for it is made.
+    name : str
+        The array's name in its file, which is added if the text does not have it.
+    """
+    if not where:
+        return error
+    known: ShardloadError = as_shardload(error, None)
+    if known is not error:
+        known.__cause__ = error
+    text = str(known)
+    if not text.startswith(where):
+        known.args = (f"{where}: {text}" if name in text else f"{where}, {name}: {text}",)
+    return known
+
+
+@contextmanager
+def naming_errors(where: str, name: str = "") -> Iterator[None]:
+    """Let errors that are raised inside name an array, as `in_array` does."""
+    try:
+        yield
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        named = in_array(where, error, name)
+        if named is error:
+            raise
+        raise named from error
+
+
+def is_one(value: Any) -> bool:
+    """True if an option's value is a single one and no tree, for most options."""
+    return value is None or _node(value) is None
+
+
+def is_one_spec(value: Any) -> bool:
+    """The same for `spec`: a tuple of names of mesh axes, as ``("a", None)``, is one spec."""
+    if value is None or isinstance(value, PartitionSpec):
+        return True
+    if isinstance(value, tuple):
+        return all(
+            entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(n, str) for n in entry))
+            for entry in value
+        )
+    return is_one(value)
+
+
+def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The children of a node, each with its key; None for a leaf."""
+    found = _node(tree)
+    return None if found is None else found[0]
+
+
+Node = tuple[list[tuple[Any, Any]], Any]
+
+
+def _node(tree: Any) -> Node | None:
+    """The children of a node, each with its key, and the node's structure; None for a leaf."""
+    if tree is None or isinstance(tree, (str, int, float, os.PathLike, Place, PartitionSpec)):
+        return None
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
+    if len(found) == 1 and not found[0][0]:
+        return None
+    return [(keys[0], child) for keys, child in found], structure
+
+
+class ArrayTree:
+    """The arrays of one call, with the structure that its result will have.
+
+    Parameters
+    ----------
+    outline : pytree of Place
+        The structure.
+
+    Attributes
+    ----------
+    places : list of Place
+        Its leaves, in JAX's order (dicts by sorted key).
+    where : list of tuple
+        For each place, the keys that lead to it.
+    """
+
+    def __init__(self, outline: Any) -> None:
+        self._outline = outline
+        self._structure: Any = None
+        self.where: list[Where] = [()]
+        self.places: list[Place] = [outline]
+        if not isinstance(outline, Place):
+            found, self._structure = jax.tree_util.tree_flatten_with_path(outline, is_leaf=lambda part: isinstance(part, Place))
+            self.where = [where for where, _ in found]
+            self.places = [place for _, place in found]
+
+    @classmethod
+    def join(cls, path: Any, dataset: Any) -> ArrayTree:
+        """The tree of a tree of paths and a tree of names: where one ends, its leaf counts for all that the other has below.
+
+        Raises
+        ------
+        ConfigError
+            If the two have other keys at the same place, or there is no name in them.
+        """
+        try:
+            made = cls(_join(path, dataset, ()))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError) as error:  # keys that cannot be sorted
+            raise ConfigError(f"dataset or path is a tree that JAX cannot read: {error}") from None
+        if not made.places:
+            raise ConfigError(
+                f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "
+                "names, or '*' for all arrays of the file"
+            )
+        return made
+
+    @property
+    def is_single(self) -> bool:
+        """True if the call is about one array, which is not in a tree."""
+        return self._structure is None and not self.places[0].is_pattern
+
+    @property
+    def has_patterns(self) -> bool:
+        """True if only the file says which arrays there are."""
+        return any(place.is_pattern for place in self.places)
+
+    def spread(self, name: str, value: Any, is_one: Callable[[Any], bool] = is_one, may_be_dict: bool = False) -> list[Any]:
+        """The value of an option for each place; for a pattern it may be a tree still.
+
+        Parameters
+        ----------
+        name : str
+            The option, for messages.
+        value : object
+            A single value, or a prefix tree of values.
+        is_one : callable
+            True for a single value.
+        may_be_dict : bool
+            True if a single value may be a dict, as in a selection by names of dimensions. Then a dict is a tree only where the
+            tree has a dict with the same keys.
+
+        Raises
+        ------
+        ConfigError
+            If the tree of values does not match. It says at which keys.
+        """
+        if self._structure is None or is_one(value):
+            return [value] * len(self.places)
+        found: list[Any] = []
+        _spread(self._outline, value, (), name, is_one, may_be_dict, found)
+        return found
+
+    def grow(self, names: Mapping[int, Sequence[str]]) -> ArrayTree:
+        """The tree with a nested dict in the place of each pattern.
+
+        Parameters
+        ----------
+        names : mapping of int to sequence of str
+            For the number of each place that is a pattern: the full names of the arrays that were found.
+
+        Raises
+        ------
+        ConfigError
+            If a name is that of an array and of a group.
+        """
+        leaves = [_nested(place, names[k]) if place.is_pattern else place for k, place in enumerate(self.places)]
+        return ArrayTree(leaves[0] if self._structure is None else jax.tree_util.tree_unflatten(self._structure, leaves))
+
+    def build(self, values: Sequence[Any]) -> Any:
+        """The values, one for each place, in the structure of the tree."""
+        if self._structure is None:
+            return values[0]
+        return jax.tree_util.tree_unflatten(self._structure, list(values))
+
+
+def _join(path: Any, dataset: Any, where: Where) -> Any:
+    of_path, of_dataset = _node(path), _node(dataset)
+    structure: Any
+    if of_dataset is not None:
+        children, structure = of_dataset
+        paths = [path] * len(children) if of_path is None else _matching("path", of_path[0], children, where, "dataset")
+        joined = [_join(one, child, (*where, key)) for one, (key, child) in zip(paths, children, strict=True)]
+    elif of_path is not None:
+        children, structure = of_path
+        joined = [_join(child, dataset, (*where, key)) for key, child in children]
+    else:
+        return Place.of(path, dataset)
+    return jax.tree_util.tree_unflatten(structure, joined)
+
+
+def _spread(
+    outline: Any,
+    value: Any,
+    where: Where,
+    name: str,
+    is_one: Callable[[Any], bool],
+    may_be_dict: bool,
+    found: list[Any],
+) -> None:
+    """Append the value of each place of `outline` to `found`."""
+    if isinstance(outline, Place):
+        if not (outline.is_pattern or is_one(value) or (may_be_dict and isinstance(value, Mapping))):
+            raise ConfigError(
+                f"{name}{text_of(where)} is {_short(value)}, a tree, but there is one array at that place. Pass one value"
+            )
+        found.append(value)
+        return
+    children: list[tuple[Any, Any]] = (_node(outline) or ([], None))[0]
+    of_value = None if is_one(value) else _node(value)
+    if may_be_dict and isinstance(value, Mapping) and of_value is not None:
+        of_value = of_value if {key for key, _ in of_value[0]} == {key for key, _ in children} else None
+    values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, "the arrays")
+    for (key, child), one in zip(children, values, strict=True):
+        _spread(child, one, (*where, key), name, is_one, may_be_dict, found)
+
+
+def _matching(name: str, values: list[tuple[Any, Any]], children: list[tuple[Any, Any]], where: Where, other: str) -> list[Any]:
+    """The values in the order of the keys of `children`. ConfigError if the keys differ."""
+    by_key = dict(values)
+    wanted = [key for key, _ in children]
+    if by_key.keys() != set(wanted):
+        lacks = [str(key) for key in wanted if key not in by_key]
+        extra = [str(key) for key in by_key if key not in set(wanted)]
+        what = "; ".join(
+            f"{text} {', '.join(keys[:_MOST_SHOWN])}{', ...' if len(keys) > _MOST_SHOWN else ''}"
+            for text, keys in ((f"{name} has no", lacks), (f"only {name} has", extra))
+            if keys
+        )
+        raise ConfigError(
+            f"{name}{text_of(where)} does not match {other}{text_of(where)}: {what}. Pass one value for all, or a tree "
+            "with the same keys"
+        )
+    return [by_key[key] for key in wanted]
+
+
+def _nested(pattern: Place, names: Sequence[str]) -> dict[str, Any]:
+    """The arrays below a group, with a dict for each group."""
+    root: dict[str, Any] = {}
+    for name in names:
+        *groups, last = name.removeprefix(pattern.group).strip("/").split("/")
+        held: Any = root
+        for group in groups:
+            held = held.setdefault(group, {})
+            if not isinstance(held, dict):
+                break
+        if not isinstance(held, dict) or last in held:
+            raise ConfigError(
+                f"'{name}' in '{pattern.path}' is an array and a group in one: {pattern.dataset!r} cannot give it a place. "
+                "Pass the names"
+            )
+        held[last] = Place(pattern.path, name, pattern=pattern)
+    return root
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

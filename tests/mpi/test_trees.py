@@ -1,0 +1,365 @@
+"""Is a tree of names loaded as each of its names would be, and what do all ranks see if it cannot be?
+
+Compared with h5py, zarr and NumPy. Arrays of the same shape differ in every element, so that one in the place of another shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import warnings
+from collections import Counter, namedtuple
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, MissingChunksWarning, SourceError, VerifyError
+from shardload.comm.group import Group, group_of
+from shardload.comm.shared_memory import Segment
+from shardload.formats.hdf5 import source as hdf5_source
+from shardload.jobs import array_load
+from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.fixture(autouse=True)
+def as_large(tune: Any) -> None:
+    """Small arrays are moved as large ones are."""
+    tune(small_nbytes=0, worth_sharing_nbytes=0, min_chunk_nbytes=1, inline_nbytes=-1)
+
+
+def values() -> dict[str, np.ndarray]:
+    """All arrays of the snapshot, by their full names. `vel` has the shape of `pos`."""
+    n = unit()
+    shape = (4 * n + 1, 2 * n)
+    return {
+        "/stars/pos": ramp(shape),
+        "/stars/vel": ramp(shape) + np.float32(1 << 20),
+        "/stars/more/id": ramp((4 * n + 1,), "int32"),
+        "/gas/rho": ramp((2 * n, n, 3)) + np.float32(1 << 21),
+        "/gas/mask": ramp((2 * n, n), "uint8"),
+        "/time": np.float32(13.5),
+    }
+
+
+@pytest.fixture(scope="module")
+def snap(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The same arrays in an HDF5 file, with text beside them, and in a Zarr store."""
+    arrays = values()
+
+    def write() -> tuple[str, str]:
+        folder = tmp_path_factory.mktemp("trees")
+        root = zarr.open_group(folder / "snap.zarr", mode="w")
+        with h5py.File(folder / "snap.h5", "w") as file:
+            for name, data in arrays.items():
+                how: dict[str, Any] = {} if data.ndim != 2 else {"chunks": (3, 3), "compression": "gzip"}
+                file.create_dataset(name, data=data, **how)
+                root.create_array(name.strip("/"), data=np.asarray(data), chunks=tuple(max(1, k // 2) for k in data.shape))
+            file["/stars/more/code"] = "written by hand"
+        return str(folder / "snap.h5"), str(folder / "snap.zarr")
+
+    return on_root(comm, write)
+
+
+NAMES = {"vel": "stars/vel", "pos": "/stars/pos", "gas": ["gas/rho", ("gas/mask",)], "id": "stars/more/id"}
+SPECS = {"vel": P("a", "b"), "pos": P(("b", "a")), "gas": P("b"), "id": P("b")}
+PADS = {"vel": 0, "pos": -7, "gas": None, "id": 3}
+
+
+def check_snap(x: Any, note: object = "") -> None:
+    mesh, of = mesh_of(), values()
+    for key in ("vel", "pos", "id"):
+        expected = of["/stars/more/id" if key == "id" else f"/stars/{key}"]
+        check(x[key], padded(expected, mesh, SPECS[key], PADS[key]), mesh, SPECS[key], (key, note))
+    assert type(x) is dict and type(x["gas"]) is list and type(x["gas"][1]) is tuple
+    check(x["gas"][0], of["/gas/rho"], mesh, P("b"), note)
+    check(x["gas"][1][0], of["/gas/mask"], mesh, P("b"), note)
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_a_tree_of_names(snap: tuple[str, str], readers: Any) -> None:
+    """Wrong if arrays were exchanged, a prefix went to another leaf, or one array were padded with another's value."""
+    for path in snap:
+        check_snap(shardload.load(path, mesh_of(), SPECS, dataset=NAMES, pad=PADS, readers=readers, staging="64KiB"), readers)
+
+
+def test_one_value_for_all_and_options_of_their_own(snap: tuple[str, str]) -> None:
+    """Wrong if a selection, a dtype or a sharding of one array were used for another."""
+    n, mesh, of = unit(), mesh_of(), values()
+    names = Pair("stars/pos", "gas/rho")
+    select, dtype = Pair((slice(1, None), 3), slice(n, 2 * n)), Pair("float32", "int32")
+    x = shardload.load(snap[0], mesh, P("a"), dataset=names, select=select, dtype=dtype)
+    assert isinstance(x, Pair)
+    check(x.left, of["/stars/pos"][1:, 3], mesh, P("a"))
+    check(x.right, of["/gas/rho"][n : 2 * n].astype("int32"), mesh, P("a"))
+    shardings = [NamedSharding(mesh, P("b")), NamedSharding(mesh, P(None, "a"))]
+    (y, z) = shardload.load(snap[0], shardings, dataset=["gas/mask", "gas/mask"], select=(slice(0, n), ...))
+    check(y, of["/gas/mask"][:n], mesh, P("b"))
+    check(z, of["/gas/mask"][:n], mesh, P(None, "a"))
+
+
+def test_several_files(snap: tuple[str, str]) -> None:
+    """Wrong if a name were looked up in another file, or one name written in the path of another."""
+    mesh, of = mesh_of(), values()
+    x = shardload.load({"h": snap[0], "z": snap[1]}, mesh, P("b"), dataset={"h": "gas/mask", "z": {"rho": "gas/rho"}})
+    check(x["h"], of["/gas/mask"], mesh, P("b"))
+    check(x["z"]["rho"], of["/gas/rho"], mesh, P("b"))
+    first, second = shardload.load([f"{snap[0]}:/gas/rho", f"{snap[0]}:/gas/mask"], mesh, P("b"))
+    check(first, of["/gas/rho"], mesh, P("b"))
+    check(second, of["/gas/mask"], mesh, P("b"))
+
+
+@pytest.mark.parametrize("kind", ["HDF5", "Zarr"])
+def test_all_arrays(snap: tuple[str, str], kind: str) -> None:
+    """Wrong if an array were missing or in another's place, or text ended the load."""
+    mesh, of, path = mesh_of(), values(), snap[kind == "Zarr"]
+    plan = shardload.plan(path, mesh, {"stars": {"pos": P("a"), "vel": P("b"), "more": P()}, "gas": P("b"), "time": P()},
+                          dataset="*", pad={"stars": 5, "gas": None, "time": None})  # fmt: skip
+    x = plan.execute()
+    assert jax.tree_util.tree_structure(x) == jax.tree_util.tree_structure(
+        {"stars": {"pos": 0, "vel": 0, "more": {"id": 0}}, "gas": {"rho": 0, "mask": 0}, "time": 0}
+    )
+    check(x["stars"]["pos"], padded(of["/stars/pos"], mesh, P("a"), 5), mesh, P("a"))
+    check(x["stars"]["vel"], padded(of["/stars/vel"], mesh, P("b"), 5), mesh, P("b"))
+    check(x["stars"]["more"]["id"], of["/stars/more/id"], mesh, P())
+    check(x["gas"]["mask"], of["/gas/mask"], mesh, P("b"))
+    check(x["time"], np.asarray(of["/time"]), mesh, P())
+    assert [one.dataset for one in plan.left_out] == ["/stars/more/code"] * (kind == "HDF5")
+    assert ("left out" in str(plan)) == (kind == "HDF5")
+    below = shardload.load(path, mesh, P("b"), dataset={"only": "gas/*"})
+    assert sorted(below["only"]) == ["mask", "rho"]
+    check(below["only"]["rho"], of["/gas/rho"], mesh, P("b"))
+    scalar = shardload.load(path, mesh, P("a"), dataset="/*", select=..., pad=0)["time"]
+    check(scalar, np.asarray(of["/time"]), mesh, P())
+
+
+def test_the_plan_of_a_tree(snap: tuple[str, str]) -> None:
+    """Wrong if the plan and the load were not of the same arrays, or plans of a tree could not be used alone."""
+    mesh, of = mesh_of(), values()
+    plan = shardload.plan(snap[0], mesh, SPECS, dataset=NAMES, pad=PADS, readers="parallel", staging="1MiB")
+    text = str(plan)
+    for word in ("load 5 arrays", "['gas'][1][0]", "/stars/vel", "P(('b', 'a'))", "total:", "peak host memory", "1.0 MiB"):
+        assert word in text, text
+    assert plan.where == ("['gas'][0]", "['gas'][1][0]", "['id']", "['pos']", "['vel']")
+    assert plan.nbytes == sum(np.prod(one.shape_global) * one.dtype.itemsize for one in plan.leaves)
+    pieces = sum(one.pieces_nbytes for one in plan.leaves)
+    assert pieces < plan.peak_nbytes <= pieces + (1 << 20)
+    x = plan.execute()
+    check_snap(x)
+    check_snap(plan.execute(), "again")
+    report = plan.report
+    assert report is not None and [one.where for one in report.arrays] == list(plan.where)
+    assert report.nbytes_read == sum(one.nbytes_read for one in report.arrays)
+    by_where = {one.where: one for one in report.arrays}
+    assert by_where["['gas'][0]"].nbytes_read == of["/gas/rho"].nbytes and by_where["['gas'][0]"].chunks_decoded == 0
+    n_chunks = -(-(4 * unit() + 1) // 3) * -(-2 * unit() // 3)
+    assert by_where["['pos']"].chunks_decoded == n_chunks and "['pos'] '/stars/pos'" in str(report)
+    check(plan.plans["gas"][0].execute(), of["/gas/rho"], mesh, P("b"))
+
+
+def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
+    """Wrong if an array were compared with another one's file, or one of them with none."""
+    x = shardload.load(snap[0], mesh_of(), SPECS, dataset=NAMES, pad=PADS)
+    proven = shardload.verify(x, snap[0], dataset=NAMES, pad=PADS)
+    assert jax.tree_util.tree_structure(proven) == jax.tree_util.tree_structure(x)
+    from zlib import crc32
+
+    assert proven["id"].digest == crc32(values()["/stars/more/id"].tobytes())
+    assert proven["vel"].digest == crc32(values()["/stars/vel"].tobytes()) != proven["pos"].digest
+    exchanged = {**x, "gas": [x["gas"][1][0], (x["gas"][1][0],)]}
+    call = lambda y, **how: lambda: shardload.verify(y, snap[0], **{"dataset": NAMES, "pad": PADS, **how})  # noqa: E731
+    same_error(comm, call(exchanged), ConfigError, "array ['gas'][0]", "x has shape")
+    y = shardload.load(snap[0], mesh_of(), P("b"), dataset=["gas/mask", "gas/rho"], select=(slice(0, unit()), 0))
+    other = {"dataset": ["gas/rho", "gas/mask"], "select": [(slice(0, unit()), 0, slice(0, 3)), (slice(0, unit()), 0)]}
+    same_error(comm, lambda: shardload.verify(y, snap[0], **other), ConfigError, "array 0")
+    wrong = {**x, "vel": jax.device_put(x["vel"] + 1, x["vel"].sharding)}
+    same_error(comm, call(wrong), VerifyError, "array ['vel']", "'/stars/vel'")
+    same_error(comm, call({"vel": x["vel"]}), ConfigError, "mesh does not match", "mesh has no ['gas']")
+    same_error(comm, call({**x, "id": "no array"}), ConfigError, "x['id'] is a str; expected a jax.Array")
+
+
+def test_scatter_a_tree(comm: Any) -> None:
+    """Wrong if the ranks without arrays did not get the root's tree, or its arrays in another order."""
+    mesh, of, n = mesh_of(), values(), unit()
+    mine = {"z": of["/gas/mask"], "a": [of["/gas/rho"], (of["/stars/pos"][:n], np.float32(2))], 3: of["/stars/vel"][:n]}
+    mine = {"z": mine["z"], "a": {"b": mine["a"], "c": mine[3]}}
+    root = comm.size - 1
+    x = shardload.scatter((lambda: mine) if comm.rank == root else None, mesh, {"z": P("a"), "a": P()}, root=root, pad=0)
+    check(x["z"], mine["z"], mesh, P("a"))
+    assert type(x["a"]["b"]) is list and type(x["a"]["b"][1]) is tuple
+    check(x["a"]["b"][0], of["/gas/rho"], mesh, P())
+    check(x["a"]["b"][1][0], of["/stars/pos"][:n], mesh, P())
+    check(x["a"]["b"][1][1], np.asarray(np.float32(2)), mesh, P())
+    check(x["a"]["c"], of["/stars/vel"][:n], mesh, P())
+    two = [of["/gas/mask"], of["/gas/rho"]]
+    first, second = shardload.scatter(two, mesh, [P("a"), P("b")], dtype=[None, "int32"])
+    check(first, two[0], mesh, P("a"))
+    check(second, two[1].astype("int32"), mesh, P("b"))
+    stacked = shardload.scatter([two[0], two[0]], mesh, P(None, "a"))
+    check(stacked, np.stack([two[0], two[0]]), mesh, P(None, "a"))
+    bad = {"x": np.zeros(2, "f4"), "y": np.zeros(2, "S3")}
+    same_error(comm, lambda: shardload.scatter(bad, mesh, P()), SourceError, "array ['y']", "strings")
+    same_error(comm, lambda: shardload.scatter(bad, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
+    same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
+
+
+# --- what is wrong with the call
+
+
+BAD = [
+    ({"dataset": {"a": "stars/pos", "b": "stars/veI"}}, ("array ['b']", "no array '/stars/veI'", "first): '/stars/vel'")),
+    ({"dataset": "star/*"}, ("no arrays below '/star'", "nearest first): '/stars/*'")),
+    ({"dataset": "gas/rho/*"}, ("'/gas/rho'", "is an array, not a group")),
+    ({"dataset": ["gas/rho", "gas/mask"], "spec": P(None, None, "a")},
+     ("array 1", "P(None, None, 'a') has 3 entries", "shares its spec with array 0, '/gas/rho'", "pass a tree of specs")),
+    ({"dataset": {"p": "stars/pos", "r": "gas/rho"}, "spec": P("a")},
+     ("array ['p']", "Pass pad=0", "shares its spec with array ['r'], '/gas/rho'")),
+    ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "spec": {"p": P(), "q": P()}},
+     ("spec does not match the arrays", "spec has no ['r']", "only spec has ['q']")),
+    ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "dtype": {"p": "f4", "r": "foo"}}, ("array ['r']: dtype is 'foo'",)),
+    ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "select": {"p": 0, "r": (0, 0, 0, 0)}}, ("array ['r']", "'/gas/rho'")),
+    ({"dataset": {"p": "gas/mask", "r": ""}}, ("dataset is ''",)),
+    ({"dataset": {"p": "gas/*"}, "spec": {"p": {"rho": P()}}}, ("spec['p'] does not match", "spec has no ['mask']")),
+    ({"dataset": {"p": "gas/*"}, "pad": {"p": {"rho": 0, "mask": 300}}}, ("array ['p']['mask']", "pad is 300")),
+    ({"dataset": {}}, ("a tree without a name",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "parts"), BAD, ids=[str(k) for k in range(len(BAD))])
+def test_bad_trees(
+    comm: Any, snap: tuple[str, str], how: dict[str, Any], parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a rank went on, anything were read, or the text did not say which array it is about."""
+
+    def read(*_: Any) -> None:
+        raise AssertionError("values were read")
+
+    monkeypatch.setattr(array_load, "open_source", read)
+    monkeypatch.setattr(array_load, "open_file", read)
+    call = lambda: shardload.load(snap[0], mesh_of(), **{"spec": P(), **how})  # noqa: E731
+    same_error(comm, call, ConfigError, *parts)
+
+
+# --- one of everything
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, name: str) -> None:
+    right = getattr(where, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return right(*args, **options)
+
+    monkeypatch.setattr(where, name, call)
+
+
+@pytest.mark.parametrize("verify", ["index", "checksum", "full"])
+def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if arrays were verified, or files opened, one by one: five arrays by two spellings of a file's name."""
+    n, mesh = unit(), mesh_of()
+    written = [snap[0], f"{snap[0]}:/gas/mask", str(Path(snap[0]).parent / "." / "snap.h5"), snap[0], snap[0]]
+    names = ["gas/rho", None, "gas/mask", "stars/vel", "stars/pos"]
+    how: dict[str, Any] = {"dataset": names, "pad": 0, "readers": "parallel", "verify": verify}
+    shardload.load(written, mesh, P(), **how)  # what is made once for a communicator is there
+    counts: Counter[str] = Counter()
+    for name in ("begin", "all_same", "agree", "least_ints", "gather_int", "gather_ints"):
+        counted(monkeypatch, counts, Group, name)
+    counted(monkeypatch, counts, hdf5_source, "_open_file")
+    x = shardload.load(written, mesh, P(), **how)
+    replicated = verify != "index" and len(jax.devices()) > 1
+    expected = {"begin": 1, "all_same": 1, "agree": 2, "least_ints": int(replicated), "gather_ints": int(verify == "full")}
+    opened = counts.pop("_open_file")
+    assert opened <= 1 + (comm.rank == 0) + (verify == "full"), (
+        "rank 0 opens it for the metadata, readers, and full reads again"
+    )
+    counts.pop("gather_int", None)
+    assert +counts == +Counter(expected)
+    check(x[0], values()["/gas/rho"], mesh, P())
+    check(x[3], values()["/stars/vel"], mesh, P())
+    assert n
+
+
+def test_missing_chunks_of_several_arrays(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array warned by itself, or the one that lacks chunks were not named."""
+    n, path = unit(), str(shared_tmp_path / "holes.h5")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for k in range(4):
+                made = file.create_dataset(f"x{k}", (4 * n,), "f4", chunks=(n,), fillvalue=-1)
+                made[: (4 - k) * n] = np.arange((4 - k) * n)
+
+    on_root(comm, write)
+    names = {f"y{k}": f"x{k}" for k in range(4)}
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, counts, Group, "least_ints")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = shardload.plan(path, mesh_of(), P(), dataset=names, readers="parallel")
+        x = plan.execute()
+    told = [str(one.message) for one in caught if issubclass(one.category, MissingChunksWarning)]
+    assert len(told) == (comm.rank == 0) and counts["least_ints"] == 1
+    for text in told:
+        assert "array ['y1']: 1 of 4" in text and "array ['y3']: 3 of 4" in text and "['y0']" not in text
+    assert [one.chunks_missing for one in plan.report.arrays] == [0, 1, 2, 3] and plan.report.chunks_missing == 6
+    for k in range(4):
+        expected = np.where(np.arange(4 * n) < (4 - k) * n, np.arange(4 * n), -1).astype("f4")
+        check(x[f"y{k}"], expected, mesh_of(), P())
+    call = lambda: shardload.load(path, mesh_of(), P(), dataset=names, missing="error")  # noqa: E731
+    same_error(comm, call, SourceError, "array ['y1']", "Nothing was loaded")
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
+def test_memory_of_forty_arrays(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array had buffers of its own: those of the decoders alone would be 40 times a chunk per thread."""
+    n, n_arrays, staging = unit(), 40, 2 << 20
+    shape = (2 * n, 4 * n, -(-8192 // (8 * n * n)) * n)
+    path = str(shared_tmp_path / "forty.h5")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for k in range(n_arrays):
+                how: dict[str, Any] = (
+                    {} if k % 4 == 0 else {"chunks": (n, *shape[1:]), "compression": "gzip", "shuffle": k % 2 == 1}
+                )
+                dtype = ">f4" if k % 3 == 0 else "<f4"
+                file.create_dataset(f"x{k:02}", data=(ramp(shape) + np.float32(k << 16)).astype(dtype), **how)
+
+    on_root(comm, write)
+    own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
+    shared: list[int] = []
+    create = Segment.create
+    monkeypatch.setattr(Segment, "create", lambda nbytes: (shared.append(nbytes), create(nbytes))[1])
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
+    plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), dataset="*", readers=readers, staging=staging, comm=own)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        x = plan.execute()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        monkeypatch.undo()
+    pieces = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in x.values())
+    extra = most - before + sum(shared) - pieces
+    allowed = staging + (1 << 20) + n_arrays * (16 << 10)  # the last: what h5py and Python make for each open array
+    assert max(comm.allgather(extra)) <= allowed, (comm.allgather(extra), allowed)
+    assert pieces + staging >= plan.peak_nbytes >= pieces
+    for k, one in enumerate(x.values()):
+        check(one, ramp(shape) + np.float32(k << 16), mesh_of(), P(None, "b", "a"), k)
+    if own is not None:
+        group_of(own).forget_shared_memory()
+        own.Free()

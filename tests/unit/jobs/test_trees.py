@@ -1,0 +1,175 @@
+"""Do names and options that come as trees reach the array that is meant?"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardload.errors import ConfigError, PeerError, SourceError
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, where_text
+from shardload.options import OPTIONS, OWN
+
+Pair = namedtuple("Pair", "left right")
+
+
+def said(tree: ArrayTree) -> list[tuple[str, Any, Any]]:
+    return [(where_text(w), p.path, p.dataset) for w, p in zip(tree.where, tree.places, strict=True)]
+
+
+def test_names_in_a_tree() -> None:
+    """Wrong if the order of the dict were taken for JAX's, or a list for one name."""
+    tree = ArrayTree.join("a.h5", {"z": "x", "b": ["y", ("z",)], "c": Pair("l", "r")})
+    assert said(tree) == [
+        ("array ['b'][0]", "a.h5", "y"),
+        ("array ['b'][1][0]", "a.h5", "z"),
+        ("array ['c'].left", "a.h5", "l"),
+        ("array ['c'].right", "a.h5", "r"),
+        ("array ['z']", "a.h5", "x"),
+    ]
+    assert tree.build([0, 1, 2, 3, 4]) == {"z": 4, "b": [0, (1,)], "c": Pair(2, 3)}
+    assert not tree.is_single and not tree.has_patterns
+
+
+def test_one_name_is_no_tree() -> None:
+    tree = ArrayTree.join("a.h5", None)
+    assert tree.is_single and tree.build(["x"]) == "x"
+    assert tree.spread("dtype", {"any": "thing"}) == [{"any": "thing"}], "what it means is for the option to say"
+    assert not ArrayTree.join("a.h5", ["x"]).is_single, "a list of one gives a list"
+
+
+@pytest.mark.parametrize(
+    ("path", "dataset", "expected"),
+    [
+        (["a", "b"], "x", [("a", "x"), ("b", "x")]),
+        (["a", "b"], ["x", "y"], [("a", "x"), ("b", "y")]),
+        ({"p": "a", "q": "b"}, {"q": ["x", "y"], "p": "z"}, [("a", "z"), ("b", "x"), ("b", "y")]),
+        ({"p": ["a", "b"], "q": "c"}, {"p": "x", "q": ["y", "z"]}, [("a", "x"), ("b", "x"), ("c", "y"), ("c", "z")]),
+        (["a:/x", "a:/y"], None, [("a:/x", None), ("a:/y", None)]),
+    ],
+)
+def test_paths_and_names_are_joined(path: Any, dataset: Any, expected: list[tuple[Any, Any]]) -> None:
+    """Wrong if a path were used for another name, where one tree ends before the other does."""
+    assert [pair for _, *pair in map(list, said(ArrayTree.join(path, dataset)))] == [list(pair) for pair in expected]
+
+
+def test_trees_of_paths_and_names_that_do_not_match() -> None:
+    with pytest.raises(
+        ConfigError, match=r"path\['g'\] does not match dataset\['g'\]: path has no \['y'\]; only path has \['z'\]"
+    ):
+        ArrayTree.join({"g": {"x": "a", "z": "b"}}, {"g": {"x": "1", "y": "2"}})
+    for empty in ({}, [], {"g": {}}):
+        with pytest.raises(ConfigError, match="a tree without a name"):
+            ArrayTree.join("a.h5", empty)
+    with pytest.raises(ConfigError, match="a tree that JAX cannot read"):
+        ArrayTree.join("a.h5", {1: "x", "a": "y"})
+
+
+NAMES = {"pos": "x", "gas": {"rho": "y", "temperature": "z"}, "id": "w"}  # JAX's order: gas, id, pos
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("f4", ["f4"] * 4),
+        (None, [None] * 4),
+        ({"pos": 1, "gas": 2, "id": 3}, [2, 2, 3, 1]),
+        ({"id": 3, "gas": {"temperature": 5, "rho": 4}, "pos": None}, [4, 5, 3, None]),
+        (OrderedDict(pos=1, id=3, gas={"temperature": 5, "rho": 4}), [4, 5, 3, 1]),
+    ],
+)
+def test_a_prefix_tree_of_values(value: Any, expected: list[Any]) -> None:
+    """Wrong if values went by position, or a leaf counted for its neighbour."""
+    assert ArrayTree.join("a.h5", NAMES).spread("pad", value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"pos": 1, "gas": 2}, r"pad does not match the arrays: pad has no \['id'\]\."),
+        (
+            {"pos": 1, "gas": {"rho": 1, "t": 2}, "id": 1},
+            r"pad\['gas'\] does not match the arrays\['gas'\]: pad has no \['temp",
+        ),
+        ([1, 2, 3], r"pad has no \['gas'\], \['id'\], \['pos'\]; only pad has \[0\], \[1\], \[2\]"),
+        ({"pos": [1, 2], "gas": 1, "id": 1}, r"pad\['pos'\] is \[1, 2\], a tree, but there is one array at that place"),
+    ],
+)
+def test_a_tree_of_values_that_does_not_match(value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ArrayTree.join("a.h5", NAMES).spread("pad", value)
+
+
+def test_what_is_one_value() -> None:
+    """Wrong if a spec, a slice or a tuple of slices were taken apart, or a tree of them taken for one."""
+    for one in (P("a"), P(), ("a", None), (("a", "b"), None), (), None):
+        assert is_one_spec(one), one
+    for tree in ((P("a"), P("b")), [P("a")], {"x": P()}, [None, P()]):
+        assert not is_one_spec(tree), tree
+    select = OPTIONS["select"]
+    assert select.is_one is not None and select in OWN
+    for one in (0, slice(3), ..., (0, slice(2, 4)), (..., 1), None, np.int64(3)):
+        assert select.is_one(one), one
+    for tree in ({"x": 0}, [0, 1], ((0,), (slice(3),))):
+        assert not select.is_one(tree), tree
+    assert [option.name for option in OWN][:3] == ["select", "dtype", "pad"]
+
+
+def test_a_value_that_may_be_a_dict() -> None:
+    """A selection by names of dimensions: a dict is a tree only where the arrays are in a dict with the same keys."""
+    tree, by_name = ArrayTree.join("a.h5", {"u": "x", "v": "y"}), {"time": -1}
+    assert tree.spread("select", by_name, may_be_dict=True) == [by_name, by_name]
+    assert tree.spread("select", {"u": by_name, "v": 0}, may_be_dict=True) == [by_name, 0]
+    with pytest.raises(ConfigError, match="select has no"):
+        tree.spread("select", by_name)
+
+
+def test_patterns() -> None:
+    """Wrong if groups were flattened, or the arrays put where another pattern was."""
+    tree = ArrayTree.join({"p": "a.h5", "q": "b.h5:/g/*"}, {"p": "*", "q": None})
+    assert tree.has_patterns and [place.group for place in tree.places] == ["", "/g"]
+    grown = tree.grow({0: ["/x", "/h/y", "/h/k/z"], 1: ["/g/x", "/g/h/x"]})
+    assert grown.build(range(5)) == {"p": {"h": {"k": {"z": 0}, "y": 1}, "x": 2}, "q": {"h": {"x": 3}, "x": 4}}
+    assert [(place.path, place.dataset) for place in grown.places][3] == ("b.h5", "/g/h/x")
+    assert grown.spread("pad", {"p": {"x": 1, "h": 2}, "q": 3}) == [2, 2, 1, 3, 3]
+    with pytest.raises(ConfigError, match="an array and a group in one"):
+        ArrayTree.join("a", "*").grow({0: ["/x", "/x/y"]})
+
+
+def test_what_is_a_pattern() -> None:
+    for path, dataset in (
+        ("a.h5", "*"),
+        ("a.h5", "/g/*"),
+        ("a.h5:/*", None),
+        (Path("a.h5:/g/*"), None),
+        ("s3://b/c:/g/*", None),
+    ):
+        assert ArrayTree.join(path, dataset).has_patterns, (path, dataset)
+    for path, dataset in (("a.h5", "g*"), ("*.h5", None), ("s3://b/*", None), ("a.h5", None), (np.zeros(3), None)):
+        assert not ArrayTree.join(path, dataset).has_patterns, (path, dataset)
+    assert Place.of("a.h5:/g/*", None).path == "a.h5"
+
+
+def test_an_error_names_its_array() -> None:
+    """Wrong if the type, the file or the chunk were lost, or the place were said twice."""
+    error = SourceError("chunk 3 of '/x' in 'a.h5'", path="a.h5", dataset="/x", chunk=(3,))
+    named = in_array("array ['x']", in_array("array ['x']", error, "'/x'"), "'/x'")
+    assert named is error and str(error) == "array ['x']: chunk 3 of '/x' in 'a.h5'" and error.chunk == (3,)
+    memory = in_array("array 1", MemoryError("no room"), "'/y' in 'a.h5'")
+    assert type(memory) is PeerError and str(memory) == "array 1, '/y' in 'a.h5': MemoryError: no room"
+    assert isinstance(memory.__cause__, MemoryError)
+    alone = MemoryError("no room")
+    assert in_array("", alone) is alone
+
+
+def test_a_path_can_be_an_open_array(tmp_path: Path) -> None:
+    """Wrong if an open array were taken for a tree of its rows."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made, plain = file.create_dataset("x", data=np.arange(4)), np.zeros((2, 2))
+        (first, second) = ArrayTree.join([made, plain], None).places
+        assert first.path is made and second.path is plain
