@@ -1,10 +1,12 @@
-"""What can a caller do with an array in a file? Four functions: `load`, `plan`, `scatter` and `verify`.
+"""What can a caller do with arrays in files? Four functions: `load`, `plan`, `scatter` and `verify`, of one array or a tree.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
 2. `plan` stops after planning. `Plan.execute` does the rest.
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
+
+Names, and what belongs to a single array (mesh, spec, select, dtype, pad), may be trees: docs/many-arrays.md.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from shardload.errors import ConfigError
@@ -47,20 +48,24 @@ def load(
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
 ) -> Any:
-    """Load an array of an HDF5, netCDF4 or Zarr file into a sharded `jax.Array`, and check that each shard is where it belongs.
+    """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
+
+    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype` and `pad` are single
+    values or prefix trees, as `jax.jit` takes for ``in_shardings``. docs/many-arrays.md has examples.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
     Parameters
     ----------
-    path : str, PathLike, h5py.Dataset or zarr.Array
+    path : str, PathLike, h5py.Dataset, zarr.Array or tree of them
         The file (``"data.h5"``), the file and the array's name in it (``"data.h5:/group/rho"``), or an open array.
     mesh : jax.sharding.Mesh or NamedSharding
         The mesh of devices. Or a NamedSharding, which has both the mesh and the spec.
     spec : PartitionSpec, optional
         Which mesh axes cut which array axis: ``P("a", "b")``. Leave it out with a NamedSharding.
-    dataset : str, optional
-        Name of the array in the file. Optional if the file has exactly one array.
+    dataset : str or tree of str, optional
+        Name of the array in the file. Optional if the file has exactly one array. A dict, list or other tree of names gives the
+        same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
     select : slice, int or tuple of them, optional
         The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis.
     dtype : dtype, optional
@@ -105,8 +110,9 @@ def load(
 
     Returns
     -------
-    jax.Array
-        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding.
+    jax.Array or tree of jax.Array
+        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding. Of a tree, all
+        arrays or none.
 
     Raises
     ------
@@ -175,8 +181,8 @@ def plan(
 
     Returns
     -------
-    Plan
-        Plain fields to inspect, and ``execute()`` to do it.
+    Plan or TreePlan
+        Plain fields to inspect, and ``execute()`` to do it. A TreePlan for a tree of arrays.
 
     Raises
     ------
@@ -214,9 +220,10 @@ def scatter(
 
     Parameters
     ----------
-    array : array_like or callable
+    array : array_like, tree or callable
         On `root`: the array, or a function without arguments that returns it (called on `root` alone). Elsewhere: anything,
-        usually None.
+        usually None. A dict (of dicts, lists and tuples) of arrays is a tree; a list by itself is one array, unless `spec` is
+        a tree.
     mesh, spec, dtype, pad, staging, verify, comm, progress, timeout
         As in `load`.
     root : int
@@ -224,7 +231,7 @@ def scatter(
 
     Returns
     -------
-    jax.Array
+    jax.Array or tree of jax.Array
         The array, with its (padded) shape, its dtype and the given sharding.
 
     Raises
@@ -251,7 +258,7 @@ def scatter(
 
 
 def verify(
-    x: jax.Array,
+    x: Any,
     path: Any,
     *,
     dataset: Any = DEFAULTS.dataset,
@@ -274,8 +281,9 @@ def verify(
 
     Parameters
     ----------
-    x : jax.Array
-        The array. It has a NamedSharding, or is on one device. It is not changed.
+    x : jax.Array or tree of jax.Array
+        The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
+        `dataset` has at the same keys.
     path, dataset, select, dtype, pad, comm, allow_filters
         As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
     how : {"full", "file", "checksum", "index"}
@@ -291,7 +299,7 @@ def verify(
 
     Returns
     -------
-    VerifyReport
+    VerifyReport or tree of VerifyReport
         What was proven. ``print`` shows it.
 
     Raises

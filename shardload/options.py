@@ -205,7 +205,10 @@ _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("l
 )  # fmt: skip
 
 _DECLARED = (
-    Option("dataset", None, "Name of the array, if the file has several.", _FILE, _dataset, is_shared=False, flag="--dataset"),
+    Option(
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', _FILE, _dataset,
+        is_shared=False, flag="--dataset",
+    ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, is_one=_is_one_selection,
         flag="--select",

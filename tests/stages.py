@@ -55,16 +55,16 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# One lane for all that starts MPI jobs: ranks that wait for each other would take turns on a core with those of another stage.
+# In one lane what starts MPI jobs on this machine: ranks that wait for each other would take turns on a core with those of
+# another stage. A Slurm cluster waits more than it works; it is beside the longest of them.
 LANES = (
     (
         make("pytest: 1 process and the jobs it starts", "test-plain"),
-        make("pytest: slurm", "test-slurm"),
         make("pytest: 4 ranks", "test-mpi", "N=4"),
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
     ),
-    (tool("mypy", "mypy"), make("doctests", "test-doctests")),
+    (tool("mypy", "mypy"), make("doctests", "test-doctests"), make("pytest: slurm", "test-slurm")),
 )
 
 
@@ -144,7 +144,7 @@ def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
 def report(run: Run, tally: Path, seconds: float) -> None:
     """Say how long everything took."""
     passed, failed, slowest = counts(tally)
-    print("\n--- seconds of each stage (mypy and doctests run beside the others)")
+    print("\n--- seconds of each stage (mypy, doctests and Slurm run beside the first)")
     for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
         print(f"{took:8.1f}  {name}")
     print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import EllipsisType
 
@@ -21,12 +21,24 @@ __all__ = [
     "complete_spec",
     "completes",
     "info_as_typed",
+    "names_of",
     "parse_mesh",
     "parse_pad",
     "parse_readers",
     "parse_select",
     "parse_spec",
 ]
+
+
+def names_of(given: Sequence[str] | None) -> str | list[str] | None:
+    """What `dataset` is, from the values of ``--dataset``: one name, or a list of them.
+
+    >>> names_of(["rho"]), names_of(["rho", "gas/*"]), names_of(None)
+    ('rho', ['rho', 'gas/*'], None)
+    """
+    if not given:
+        return None
+    return given[0] if len(given) == 1 else list(given)
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -25,6 +25,7 @@ from shardload.cli.arguments import (
     complete_spec,
     completes,
     info_as_typed,
+    names_of,
     parse_mesh,
     parse_pad,
     parse_readers,
@@ -38,6 +39,7 @@ from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
     from shardload.formats.base import ArrayInfo
+    from shardload.jobs.tree_plan import TreePlan
 
 __all__ = ["app", "main"]
 
@@ -56,7 +58,7 @@ SpecText = Annotated[
     ),
 ]
 _HELP = {name: option.help for name, option in OPTIONS.items()}
-Dataset = Annotated[str | None, typer.Option(help=_HELP["dataset"])]
+Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
 Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
 Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
@@ -193,6 +195,8 @@ def plan(
       shardload plan run.h5 --mesh a=2,b=2 --spec a+b --json
 
       shardload plan run.h5 --mesh a=4,b=2 --spec a,b --processes 1
+
+      shardload plan run.h5 --dataset rho --dataset "gas/*" --mesh n=8 --spec n
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
@@ -202,6 +206,7 @@ def plan(
     with _one_message():
         import shardload
         from shardload.jobs.describe import describe_plan
+        from shardload.jobs.tree_plan import TreePlan
 
         how: dict[str, Any] = {
             "dtype": dtype,
@@ -211,8 +216,11 @@ def plan(
             "allow_external": allow_external,
         }
         how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
-        found = shardload.plan(file, *_target(axes, partition), dataset=dataset, select=index, **how)
-        typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
+        found = shardload.plan(file, *_target(axes, partition), dataset=names_of(dataset), select=index, **how)
+        if isinstance(found, TreePlan):
+            typer.echo(_to_json(_describe_tree(found)) if as_json else found.describe(width_of()))
+        else:
+            typer.echo(_to_json(_describe_plan(found)) if as_json else describe_plan(found, width_of()))
 
 
 @app.command()
@@ -243,11 +251,13 @@ def verify(
       mpiexec -n 4 shardload verify run.h5:/density --mesh a=2,b=2 --spec a,b
 
       shardload verify run.zarr --mesh n=4 --spec n --how file --json
+
+      shardload verify run.h5 --dataset "*" --mesh n=4 --spec n --pad 0
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
-    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": dataset, "dtype": dtype}
+    more |= {"pad": None if pad is None else parse_pad(pad), "dataset": names_of(dataset), "dtype": dtype}
     more |= {"missing": missing, "allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.cli.verify import run
@@ -385,6 +395,12 @@ def _describe_plan(found: Any) -> dict[str, Any]:
     plan = {name: getattr(found, name) for name in _PLAN_NAMES}
     costs = {mode: asdict(cost) for mode, cost in found.costs.items()}
     return {"path": found.info.path, "dataset": found.info.dataset, **plan, "costs": costs}
+
+
+def _describe_tree(found: TreePlan) -> dict[str, Any]:
+    totals = {name: getattr(found, name) for name in ("nbytes", "peak_nbytes", "staging_nbytes", "seconds")}
+    arrays = [{"where": where, **_describe_plan(one)} for where, one in zip(found.where, found.leaves, strict=True)]
+    return {"arrays": arrays, **totals, "left_out": [one.dataset for one in found.left_out]}
 
 
 def _to_json(value: Any) -> str:

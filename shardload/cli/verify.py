@@ -19,6 +19,7 @@ from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.plan import Plan
+from shardload.jobs.tree_plan import TreePlan
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
 
 __all__ = ["run"]
@@ -70,27 +71,61 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
             say_error(message)
         return 1
     if rank == 0:
-        print(_as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out)), file=out, flush=True)
+        if isinstance(made, TreePlan):
+            text = _tree_as_json(made, n_wanted) if as_json else _tree_as_text(made, n_wanted, width_of(out))
+        else:
+            text = _as_json(made, n_wanted) if as_json else _as_text(made, n_wanted, width_of(out))
+        print(text, file=out, flush=True)
     return 0
 
 
 def _as_text(made: Plan, n_devices: int, width: int) -> str:
+    return "\n".join(_lines(made, n_devices, width, str(made.report and made.report.proven)))
+
+
+def _lines(made: Plan, n_devices: int, width: int, proven: str) -> list[str]:
     shape = " x ".join(map(str, made.shape)) or "scalar"
     what = f"{shape} {made.dtype} as {made.decomposition} on {n_devices} devices of {made.n_ranks} ranks"
     lines = wrap(f"{printable(str(made.info))}: {what}", width, "", "  ")
-    return "\n".join([*lines, *wrap_parts(str(made.report and made.report.proven).split("; "), width, "", "  ")])
+    return [*lines, *wrap_parts(proven.split("; "), width, "", "  ")]
 
 
-def _as_json(made: Plan, n_devices: int) -> str:
-    names = ("shape", "shape_global", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers")
+def _tree_as_text(made: TreePlan, n_devices: int, width: int) -> str:
+    """A line that says what each array is, lines that say what was proven of it, and the totals."""
+    lines = []
+    for one, proven in zip(made.leaves, made.report.arrays if made.report else (), strict=True):
+        lines += _lines(one, n_devices, width, str(proven.proven))
+    return "\n".join([*lines, *wrap_parts(f"all: {made.report and made.report.proven}".split("; "), width, "", "  ")])
+
+
+def _tree_as_json(made: TreePlan, n_devices: int) -> str:
     report = asdict(made.report) if made.report else {}
-    what = {
-        "ok": True,
+    arrays = [
+        {"where": where, **_facts(one, n_devices), "proven": proven["proven"]}
+        for where, one, proven in zip(made.where, made.leaves, report.pop("arrays", ()), strict=True)
+    ]
+    left_out = [one.dataset for one in made.left_out]
+    what = {"ok": True, "arrays": arrays, "left_out": left_out, "proven": report.pop("proven", None), "report": report}
+    return json.dumps(what, indent=2)
+
+
+def _facts(made: Plan, n_devices: int) -> dict[str, Any]:
+    names = ("shape", "shape_global", "decomposition", "shard_shape", "n_ranks", "readers", "n_readers")
+    return {
         "path": made.info.path,
         "dataset": made.info.dataset,
         "dtype": str(made.dtype),
         **{name: getattr(made, name) for name in names},
         "n_devices": n_devices,
+    }
+
+
+def _as_json(made: Plan, n_devices: int) -> str:
+    report = asdict(made.report) if made.report else {}
+    report.pop("arrays", None)
+    what = {
+        "ok": True,
+        **_facts(made, n_devices),
         "proven": report.pop("proven", None),
         "report": report,
     }

@@ -33,6 +33,7 @@ from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
 from shardload.jobs.plan import Plan
 from shardload.jobs.progress import progress_of
 from shardload.jobs.report import ArrayReport, LoadReport, Phase, join_proven, make_report
+from shardload.jobs.trees import keys_text
 from shardload.options import Options
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging
@@ -365,7 +366,7 @@ class Job:
     def _lines(self, costs: list[tuple[int, int]], n_missing: list[int], proven: list[VerifyReport]) -> tuple[ArrayReport, ...]:
         """The report of each array of a tree."""
         return tuple(
-            ArrayReport(load.where.removeprefix("array "), str(load.info), *cost, n, one)
+            ArrayReport(keys_text(load.where), str(load.info), *cost, n, one)
             for load, cost, n, one in zip(self.loads, costs, n_missing, proven, strict=True)
         )
 

@@ -33,7 +33,7 @@ from shardload.jobs.execution import Execution, ExecutionOfMany, Job
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, text_of, where_text
+from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
@@ -403,7 +403,7 @@ class Request:
         self, loads: list[ArrayLoad], build: Callable[[Sequence[Any]], Any], left_out: Sequence[ArrayInfo]
     ) -> TreePlan:
         """The plan of a tree for the caller, with the executor of all arrays, and of each by itself."""
-        where = tuple(load.where.removeprefix("array ") for load in loads)
+        where = tuple(keys_text(load.where) for load in loads)
         if self.group is None:
             return TreePlan(build([load.plan for load in loads]), where, tuple(left_out))
         tuning, agreed = self._checked()[0].tuning, self.asked.values

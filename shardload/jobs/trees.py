@@ -34,6 +34,7 @@ __all__ = [
     "in_array",
     "is_one",
     "is_one_spec",
+    "keys_text",
     "naming_errors",
     "node_of",
     "text_of",
@@ -113,6 +114,16 @@ def in_array(where: str, error: BaseException, name: str = "") -> BaseException:
     if not text.startswith(where):
         known.args = (f"{where}: {text}" if name in text else f"{where}, {name}: {text}",)
     return known
+
+
+def keys_text(where: str) -> str:
+    """The keys alone of what `where_text` returns.
+
+    >>> keys_text("array ['gas']"), keys_text("array 3")
+    ("['gas']", '[3]')
+    """
+    keys = where.removeprefix("array ")
+    return f"[{keys}]" if keys.isdecimal() else keys
 
 
 @contextmanager

@@ -81,8 +81,10 @@ def check_survivors(ranks: list[list[dict[str, Any]]]) -> None:
     """Every rank saw the same, in each case and way of reading, and it is what `EXPECTED` has."""
     found = list(zip(*ranks, strict=True))
     assert {one[0]["case"] for one in found} == set(EXPECTED)
-    assert len(found) == 4 * len(EXPECTED)
+    assert [one[0]["tree"] for one in found] == [False, False, False, False, True] * len(EXPECTED)
     for one in found:
+        if one[0]["tree"] and one[0]["type"] is not None:  # the third array of five
+            assert "array ['2, bad']" in one[0]["text"], one[0]
         case, kind, text = (one[0][name] for name in ("case", "type", "text"))
         assert len({(other["type"], other["text"]) for other in one}) == 1, one
         if (case, kind) == OR_REFUSED[:2] and one[0]["readers"] == "direct":
@@ -108,7 +110,7 @@ def rows() -> Iterator[Row]:
             first = one[0]
             same = all((s["type"], s["text"]) == (first["type"], first["text"]) for s in one)
             seen = f"{first['type']}: {first['text'][:90]}..." if first["type"] else "the right array"
-            where = f"readers={first['readers']!r}"
+            where = f"readers={first['readers']!r}{', in a tree' if first['tree'] else ''}"
             yield Row(first["case"], where, seen if same else f"ranks differ ({k})", max(s["seconds"] for s in one))
         for phase in DEATHS:
             job = dies(_folder(name, f"die-{phase}"), phase)

@@ -30,90 +30,78 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["close", "command_for"]
+from tests.jobs.rank import LENGTH, read_when_loaded
+
+__all__ = ["close", "command_for", "prefix"]
 
 SITE = str(Path(__file__).with_name("site"))
 RANK = Path(__file__).with_name("rank.py")
-LENGTH = 8  # as in `rank`, which imports nothing
 MAX_FILES = 64
 HIGH = 600  # files are moved out of the way to numbers from here on
 ROOM = "SHARDLOAD_ROOM"  # a variable that makes room for those of a copy, in what others see of a process's variables
 ROOM_BYTES = 32 << 10
-# Libraries read these as they are loaded; a program that changes one gets an interpreter of its own. (HDF5 too reads some:
-# where its plug-ins are, a copy tells it; whether it locks files, no program here rests on.)
-READ_WHEN_LOADED = ("JAX_", "LD_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "ZARR_")
-NOT_OF_PROGRAMS = ("PYTHONPATH",)  # each copy's own
-OPTIONS = ("-W",)  # of the interpreter, that a copy understands
+NAMESPACES = ("uts", "ipc", "net", "mnt")  # this last: what the others are called is found in the first one
 
-_server: tuple[subprocess.Popen[bytes], str, dict[str, str]] | None = None
-_folder: tempfile.TemporaryDirectory[str] | None = None
+
+@dataclass
+class Server:
+    """A process that waits."""
+
+    process: subprocess.Popen[bytes]
+    folder: tempfile.TemporaryDirectory[str]
+    address: str
+
+
+_servers: dict[tuple[tuple[str, str], ...], Server] = {}  # by the variables they have read
 
 
 # --- the side of the tests ----------------------------------------------------------------------------------------------
 
 
 def command_for(interpreter: str, arguments: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """How to start ``interpreter ARGUMENTS`` as a copy; as it is, if a copy would differ."""
-    command = [interpreter, *arguments]
-    if interpreter != sys.executable or any(word.startswith("-") for word in _options(arguments) if word not in OPTIONS):
-        return command
-    address, loaded = _start()
-    if _read_when_loaded(env) != loaded:
-        return command
-    return [interpreter, "-I", "-S", str(RANK), address, *arguments]
+    """How to start ``interpreter ARGUMENTS`` as a copy; as it is, if it is another interpreter."""
+    return [*prefix(env), *arguments] if interpreter == sys.executable else [interpreter, *arguments]
+
+
+def prefix(env: Mapping[str, str]) -> list[str]:
+    """What to write in place of the interpreter, in programs that will have these variables."""
+    loaded = read_when_loaded(env)
+    key = tuple(sorted(loaded.items()))
+    server = _servers.get(key)
+    if server is None or server.process.poll() is not None:
+        server = _servers[key] = _start(loaded, env)
+    return [sys.executable, "-I", "-S", str(RANK), server.address]
 
 
 def close() -> None:
-    """End the process that waits, if there is one."""
-    global _server, _folder
-    if _server:
-        _server[0].communicate(timeout=30)  # nobody can ask any more: it ends by itself
-        _server = None
-    if _folder:
-        _folder.cleanup()
-        _folder = None
+    """End the processes that wait."""
+    while _servers:
+        _, server = _servers.popitem()
+        server.process.communicate(timeout=30)  # nobody can ask any more: it ends by itself
+        server.folder.cleanup()
 
 
-def _options(arguments: Sequence[str]) -> list[str]:
-    """The words before the program that are options of the interpreter: ``-W error script.py`` has one."""
-    words = [*arguments]
-    found = []
-    while words and words[0].startswith("-") and words[0] not in ("-c", "-m"):
-        found.append(words[0])
-        words = words[2 if words[0] in OPTIONS else 1 :]
-    return found
-
-
-def _read_when_loaded(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(READ_WHEN_LOADED) and name not in NOT_OF_PROGRAMS}
-
-
-def _start() -> tuple[str, dict[str, str]]:
-    """The address of the process that waits, which is started if need be, and the variables it has read."""
-    global _server, _folder
-    if _server is None or _server[0].poll() is not None:
-        from tests.jobs.launch import job_environment
-
-        _folder = tempfile.TemporaryDirectory(prefix="shardload-ranks-")
-        address = str(Path(_folder.name, "socket"))
-        env = job_environment(1)
-        loaded = _read_when_loaded(env)
-        env |= {"PYTHONPATH": SITE, "OPENBLAS_NUM_THREADS": "1", ROOM: "x" * ROOM_BYTES}
-        with Path(_folder.name, "log").open("wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, __file__, address],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        if not process.stdout or process.stdout.readline() != b"ready\n":
-            raise AssertionError(f"{__file__} did not start\n{Path(_folder.name, 'log').read_text()}")
-        _server = process, address, loaded
-    return _server[1], _server[2]
+def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
+    folder = tempfile.TemporaryDirectory(prefix="shardload-ranks-")
+    address = str(Path(folder.name, "socket"))
+    Path(f"{address}.loaded").write_bytes(b"\0".join(sorted(os.fsencode(f"{k}={v}") for k, v in loaded.items())))
+    own = {k: v for k, v in env.items() if k in loaded or k in ("PATH", "HOME", "TMPDIR", "LANG")}
+    own |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": SITE, ROOM: "x" * ROOM_BYTES}
+    with Path(folder.name, "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, __file__, address],
+            env=own,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    if not process.stdout or process.stdout.readline() != b"ready\n":
+        raise AssertionError(f"{__file__} did not start\n{Path(folder.name, 'log').read_text()}")
+    return Server(process, folder, address)
 
 
 # --- the process that waits ---------------------------------------------------------------------------------------------
@@ -191,7 +179,8 @@ def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tu
     """Take over the files; what is left to be: folder, arguments, variables, and the connection's number."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    folder, numbers, n, *words = parts
+    folder, asker, numbers, n, *words = parts
+    _enter_namespaces(int(asker))
     link = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, HIGH)
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH) for number in files]
     os.closerange(0, HIGH)
@@ -204,6 +193,17 @@ def _become(connection: socket.socket, files: list[int], parts: list[str]) -> tu
     fcntl.fcntl(link, fcntl.F_SETFL, fcntl.fcntl(link, fcntl.F_GETFL) | os.O_ASYNC)
     arguments, variables = words[: int(n)], words[int(n) :]
     return [folder], arguments, dict(word.split("=", 1) for word in variables), link
+
+
+def _enter_namespaces(asker: int) -> None:
+    """Those of the one that asks: a node of a test's cluster has a name and a /dev/shm of its own."""
+    theirs = {name: f"/proc/{asker}/ns/{name}" for name in NAMESPACES}
+    differ = [name for name, path in theirs.items() if os.readlink(path) != os.readlink(f"/proc/self/ns/{name}")]
+    files = [os.open(theirs[name], os.O_RDONLY) for name in differ]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in files:
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _set_variables(env: Mapping[str, str]) -> None:
@@ -231,13 +231,12 @@ def run(arguments: list[str], paths: list[str]) -> None:
         action, _, message = option.partition(":")
         warnings.filterwarnings(action, message)  # type: ignore[arg-type]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
         sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what the interpreter calls
         return
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
     if arguments[0] == "-c":
         sys.argv[:] = ["-c", *arguments[2:]]
         sys.path.insert(0, "")
@@ -245,8 +244,9 @@ def run(arguments: list[str], paths: list[str]) -> None:
     else:
         sys.argv[:] = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        loader = importlib.machinery.SourceFileLoader("__main__", arguments[0])
-        main.__file__, main.__loader__ = arguments[0], loader
+        path = os.path.abspath(arguments[0])
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__file__, main.__loader__ = path, loader
         found = loader.get_code("__main__")
         if found is None:
             raise ImportError(arguments[0])
@@ -262,7 +262,7 @@ def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
         raise
     except BaseException as error:
         trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         if isinstance(error, KeyboardInterrupt):

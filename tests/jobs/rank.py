@@ -1,11 +1,14 @@
 """How does a process that has JAX already become a rank? In place of the interpreter, ``mpiexec`` starts this.
 
 ``python -I -S rank.py ADDRESS ARGUMENTS...`` asks the process that listens at ADDRESS (`preloaded`) for a copy of itself, which
-runs what ``python ARGUMENTS...`` would: with this process's open files, variables, folder and limits. Then it stands for the
-copy: it passes signals on, ends as the copy ends, and takes the copy along if it is killed.
+runs what ``python ARGUMENTS...`` would: with this process's open files, variables, folder and namespaces. Then it stands for
+the copy: it passes signals on, ends as the copy ends, and takes the copy along if it is killed. Where a copy would differ from
+an interpreter that starts, it becomes the interpreter.
 
 Imports nothing but what Python has loaded anyway: it runs once for each rank.
 """
+
+from __future__ import annotations
 
 import _signal as signal
 import _socket as socket
@@ -13,18 +16,49 @@ import os
 import sys
 from array import array
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 LENGTH = 8  # bytes that say how long a request is
+OPTIONS = ("-W",)  # of the interpreter, that a copy understands
+# Libraries read these as they are loaded. (HDF5 too reads some: where its plug-ins are, a copy tells it; whether it locks
+# files, no program here rests on.)
+READ_WHEN_LOADED = ("JAX_", "LD_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "ZARR_")
+NOT_OF_PROGRAMS = ("PYTHONPATH",)  # each copy's own
 PASSED_ON = ["SIGABRT", "SIGALRM", "SIGCONT", "SIGHUP", "SIGINT", "SIGPIPE", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"]
+
+
+def read_when_loaded(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that make a difference to libraries that are loaded."""
+    return {name: value for name, value in env.items() if name.startswith(READ_WHEN_LOADED) and name not in NOT_OF_PROGRAMS}
+
+
+def is_like_a_copy(address: str, arguments: list[str]) -> bool:
+    """Whether a copy of what waits there is what the interpreter would be."""
+    words = arguments[:]
+    while words and words[0] in OPTIONS:
+        words = words[2:]
+    if not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
+        return False
+    try:
+        with open(f"{address}.loaded", "rb") as file:
+            loaded = file.read()
+    except OSError:  # it has ended
+        return False
+    return loaded == b"\0".join(sorted(os.fsencode(f"{k}={v}") for k, v in read_when_loaded(os.environ).items()))
 
 
 def main(address: str, arguments: list[str]) -> None:
     """Ask, then wait."""
+    if not is_like_a_copy(address, arguments):
+        os.execv(sys.executable, [sys.executable, *arguments])
     numbers = [getattr(signal, name) for name in PASSED_ON]
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until there is somebody to pass them on to
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = sorted(number for number in files if number <= 2 or os.path.exists(f"/proc/self/fd/{number}"))
     variables = [f"{name}={value}" for name, value in os.environ.items()]
-    parts = [os.getcwd(), " ".join(map(str, files)), str(len(arguments)), *arguments, *variables]
+    parts = [os.getcwd(), str(os.getpid()), " ".join(map(str, files)), str(len(arguments)), *arguments, *variables]
     request = b"\0".join(os.fsencode(part) for part in parts)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address)

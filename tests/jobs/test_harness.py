@@ -5,6 +5,7 @@ Without these, every other test that says "nobody hangs" rests on trust.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -52,6 +53,38 @@ def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str, preloaded: bool
     assert job.rank_stdout == tuple(f"rank {k} of 3 {vendor}\n" for k in range(3))
     assert job.stdout == "".join(job.rank_stdout)
     assert [f"said on stderr by {k}" in err for k, err in enumerate(job.rank_stderr)] == [True] * 3
+
+
+WHAT_IT_IS = """
+import json, os, signal, sys
+others = ("PMI_", "GFORTRAN_", "SHARDLOAD_JOB", "HYDI_", "MPIR_", "_")
+found = {
+    "name": __name__, "file": globals().get("__file__"), "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path,
+    "folder": os.getcwd(), "env": {name: value for name, value in sorted(os.environ.items()) if not name.startswith(others)},
+    "warnings": sys.warnoptions, "umask": os.umask(0o22), "cores": len(os.sched_getaffinity(0)),
+    "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)],
+    "input": os.path.exists("/proc/self/fd/0"), "session": os.getsid(0) > 0,
+}
+print(json.dumps(found))
+def fails(): raise KeyError("so ends it")
+fails() if sys.argv[-1] == "fails" else sys.exit(int(sys.argv[-1]))
+"""
+
+
+@pytest.mark.parametrize("end", ["3", "fails"])
+@pytest.mark.parametrize(
+    "start",
+    [["it.py"], ["-W", "error", "-W", "ignore:nothing", "-m", "it"], ["-c", WHAT_IT_IS]],
+    ids=["script", "module", "code"],
+)
+def test_a_copy_is_what_an_interpreter_would_be(tmp_path: Path, start: list[str], end: str) -> None:
+    """Wrong if a program could tell by its arguments, paths, variables, warnings or end that nobody started Python for it."""
+    (tmp_path / "it.py").write_text(WHAT_IT_IS)
+    env = {"SHARDLOAD_HARNESS_TEST": "some = thing", "HDF5_USE_FILE_LOCKING": "FALSE"}
+    started, copied = (run_job([*start, end], 1, timeout=60, cwd=tmp_path, env=env, preloaded=how) for how in (False, True))
+    assert json.loads(copied.stdout) == json.loads(started.stdout)
+    assert copied.returncode == started.returncode != 0
+    assert copied.rank_stderr == started.rank_stderr
 
 
 @LIBRARIES

@@ -283,6 +283,30 @@ def test_plan_prints_the_plan(file: str) -> None:
     assert "pencil" in out
 
 
+def test_plan_of_several_arrays(file: str) -> None:
+    """Wrong if only the first name counted, or a pattern were taken for a name."""
+    args = ("--mesh", "a=4", "--spec", "-,a")
+    code, out, err = run("plan", file, "--dataset", "fields/density", "--dataset", "fields/*", *args, "--pad", "0", columns=200)
+    assert (code, err) == (0, "")
+    assert "[0]" in out and "[1]['density']" in out and "total:" in out and out.count("/fields/density") == 2
+    code, out, _ = run("plan", f"{file}:/fields/*", *args, "--pad", "0", "--json")
+    found = json.loads(out)
+    assert code == 0 and "['density']" in [one["where"] for one in found["arrays"]] and found["nbytes"] > 0
+    code, _, err = run("plan", file, "--dataset", "fields/density", "--dataset", "fields/densty", *args)
+    assert code == 1 and "array 1" in err and "Pass --dataset one of these (nearest first): '/fields/density'" in unwrapped(err)
+
+
+def test_verify_of_several_arrays(file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Wrong if an array were not compared, or said to be another."""
+    code, _, _ = run("verify", file, "--dataset", "fields/density", "--dataset", "fields/*", "--mesh", "n=1", "--spec", "n")
+    out = capfd.readouterr().out
+    assert code == 0 and out.count("'/fields/density' in") == 2 and "all: verified by full" in out
+    code, _, _ = run("verify", f"{file}:/fields/*", "--mesh", "n=1", "--spec", "n", "--json")
+    found = json.loads(capfd.readouterr().out)
+    assert code == 0 and found["ok"] and "['density']" in [one["where"] for one in found["arrays"]]
+    assert all(one["proven"]["digest"] is not None for one in found["arrays"])
+
+
 def test_plan_json(file: str) -> None:
     args = ("--dataset", "fields/density", "--mesh", "a=4,b=2", "--spec", "-,a,b", "--json")
     code, out, _ = run("plan", file, *args, "--select", ":10,...", "--readers", "parallel")
