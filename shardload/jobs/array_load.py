@@ -232,6 +232,8 @@ class OwnArray:
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
         """Make the reader of this rank's blocks. `opened` waits for the reads that it has begun."""
         layout = self.load.layout
+        if isinstance(self._source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
+            tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
         self._reader = SourceReader(
             self._source or _nothing_to_read(self.load.info),
             layout.source,

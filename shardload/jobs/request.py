@@ -35,6 +35,7 @@ from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
+from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
@@ -61,6 +62,11 @@ class Call:
     tuning: Tuning
     group: Group | None = None
     devices_per_rank: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """True if a single rank makes the call."""
+        return self.group is not None and self.group.size == 1
 
     def ask(self) -> Ask:
         """The same arguments for the planner, with the ranks as plain numbers.
@@ -337,7 +343,7 @@ class Request:
         return self._checked()
 
     def plan(
-        self, find: Callable[[list[Call]], str], make: Callable[[list[Call], str], list[ArrayLoad]], root: int | None = None
+        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
     ) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
 
@@ -348,26 +354,26 @@ class Request:
         Parameters
         ----------
         find : callable
-            Takes the checked arguments; returns the metadata as text. Runs on one rank.
+            Takes the checked arguments; returns the metadata as bytes. Runs on one rank.
         make : callable
-            Takes the checked arguments and that text; returns the planned arrays. Runs on every rank.
+            Takes the checked arguments and these bytes; returns the planned arrays. Runs on every rank.
         root : int, optional
             The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
         """
-        group, text, made = self.group, None, None
+        group, told, made = self.group, None, None
         self._enter("metadata")
         unfound: ShardloadError | None = None
         error: BaseException | None = None
         try:
-            text = self._find(find, root)
+            told = self._find(find, root)
         except StallError:
             raise  # the ranks can compare nothing any more
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")
-        if text is not None and self.calls is not None:
+        if told is not None and self.calls is not None:
             try:
-                made = make(self.calls, text)
+                made = make(self.calls, told)
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
@@ -419,8 +425,8 @@ class Request:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[list[Call]], str], root: int | None) -> str | None:
-        def run() -> str:
+    def _find(self, find: Callable[[list[Call]], bytes], root: int | None) -> bytes | None:
+        def run() -> bytes:
             return find(self._checked())
 
         if self.group is None:
@@ -464,10 +470,13 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
 
     `info` is its metadata. `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
     """
-    if call.group is None:
+    group = call.group
+    if group is None:
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
+    if origin is not None:  # every rank has the values, so none needs to send any
+        call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
-    known = _recent.setdefault(call.group, OrderedDict())
+    known = _recent.setdefault(group, OrderedDict())
     kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     how = call.options.describe() | {"dataset": ""}  # its name changes nothing
     key = (call.sharding, call.tuning, *how.items(), *kind, jax.config.read("jax_enable_x64"))

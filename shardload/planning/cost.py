@@ -22,7 +22,19 @@ from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.units import format_nbytes
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
+__all__ = [
+    "DIRECT",
+    "MODES",
+    "PARALLEL",
+    "ROOT",
+    "START_SECONDS",
+    "Cost",
+    "Costs",
+    "Nodes",
+    "choose_mode",
+    "one_reader_seconds",
+    "plan_cost",
+]
 
 # All constants of the model, with a warm page cache. Rates are (decoded) bytes per second of one core.
 _CONTIGUOUS_RATE = 8e9  # positional reads
@@ -35,6 +47,9 @@ _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of an
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
 _WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
 _PART_SECONDS = 3e-5  # per part between nodes, at each end
+# What a load on several ranks costs before it moves a value, beside the reads: each rank opens the file, all agree to start.
+START_SECONDS = 5e-3
+_LIBRARY_SHARE = 0.5  # of the rates above, if the format's library reads everything in one thread
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
@@ -220,6 +235,18 @@ def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
     if not traffic.is_exact:
         between *= 1 - traffic.stays
     return (between / _WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
+
+
+def one_reader_seconds(nbytes: int, n_chunks: int, codec: str) -> float:
+    """Estimate how long one rank takes to read an array with the format's library, and to send all of it to every rank.
+
+    `n_chunks` is 0 if the file has no chunks.
+
+    >>> one_reader_seconds(1_740_480, 240, "none") < START_SECONDS < one_reader_seconds(2 << 20, 240, "gzip")
+    True
+    """
+    rate = _LIBRARY_SHARE * _decode_rate(codec, n_chunks > 0)
+    return nbytes / rate + n_chunks * _CHUNK_SECONDS + nbytes / _WIRE_RATE
 
 
 class Costs(Mapping[str, Cost]):
