@@ -23,8 +23,9 @@ from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["Agreement", "Invocation", "digest_of"]
+__all__ = ["MOST_COUNTS", "Agreement", "Invocation", "digest_of"]
 
+MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
 
@@ -205,12 +206,24 @@ class Agreement:
         share(error, self.rank, self.size)
         return error
 
-    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
-        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
+    def all_same(self, asked: Invocation, is_fine: bool, counts: list[int] | None = None) -> bool:
+        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call.
+
+        `counts`, at most `MOST_COUNTS`, are replaced by their sums over the ranks. The message has one length for all calls: a
+        rank that makes another call may have other counts, or none; then the sums mean nothing.
+        """
+        mine = [] if counts is None else counts
         if self.size == 1:
             return is_fine
-        all_fine, differs = self._compare([asked.digest], is_fine)
-        return all_fine and not differs.size
+        # If each of n ranks has a number h, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal. So one sum
+        # carries the comparison and the counts, and every rank gets the same answer. h has 16 bits: the sums do not overflow.
+        numbers = [asked.digest >> 16 * k & 0xFFFF for k in range(4)]
+        sent = [int(not is_fine), *numbers, *(h * h for h in numbers), *mine, *[0] * (MOST_COUNTS - len(mine))]
+        n_failed, *sums = self.sum_ints(sent)
+        firsts, seconds = sums[:4], sums[4:8]
+        same = all(self.size * second == first * first for first, second in zip(firsts, seconds, strict=True))
+        mine[:] = sums[8 : 8 + len(mine)]
+        return same and not n_failed
 
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""

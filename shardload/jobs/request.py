@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
+from shardload.comm.agreement import MOST_COUNTS
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
@@ -29,7 +31,7 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Execution, ExecutionOfMany, Job
+from shardload.jobs.execution import Execution, ExecutionOfMany, Job, Loaded
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
@@ -260,6 +262,8 @@ class Request:
         What must be the same on every rank. After `plan` it includes the plan.
     calls : list of Call or None
         The checked arguments for each array; None if `error` says what is wrong.
+    loaded : Loaded or None
+        After `plan`: the arrays, if they are loaded already.
     """
 
     group: Group | None
@@ -268,6 +272,7 @@ class Request:
     calls: list[Call] | None
     error: ConfigError | None
     _processes: Any = None
+    loaded: Loaded | None = None
 
     @classmethod
     @contextmanager
@@ -343,7 +348,11 @@ class Request:
         return self._checked()
 
     def plan(
-        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
+        self,
+        find: Callable[[list[Call]], bytes],
+        make: Callable[[list[Call], bytes], list[ArrayLoad]],
+        root: int | None = None,
+        loads: bool = False,
     ) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
 
@@ -359,7 +368,10 @@ class Request:
             Takes the checked arguments and these bytes; returns the planned arrays. Runs on every rank.
         root : int, optional
             The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
+        loads : bool
+            True to load arrays whose values `find` has sent too (`loaded`).
         """
+        started = time.perf_counter()
         group, told, made = self.group, None, None
         self._enter("metadata")
         unfound: ShardloadError | None = None
@@ -379,18 +391,42 @@ class Request:
                 error = found
         planned = {_PLAN: "" if made is None else _describe_jobs(made)}
         asked = self.asked.also(**planned)
-        if group is None or not group.all_same(asked, made is not None):
+        job = None if group is None or made is None or not loads else Job(group, made, asked.values, self._checked()[0].tuning)
+        mine = job.fill() if job is not None and job.is_here else None
+        sums = [] if mine is None else mine.counts()
+        fits = mine is not None and len(sums) <= MOST_COUNTS
+        is_fine = made is not None and (mine is None or mine.error is None)
+        if group is None or not group.all_same(asked, is_fine, sums if fits else None):
             self.agree()
             if unfound is not None:
                 raise unfound
             if group is not None:
                 group.agree_same(Invocation(_PLAN, asked.title, planned), error)
-        if group is not None:
+                if mine is not None:
+                    group.agree(mine.error)
+        if group is not None and mine is None:
             group.watch.close()
         if made is None:
             raise error or ConfigError("nothing was planned")
         self.asked = asked
+        if job is not None and mine is not None:
+            self.loaded = job.finish(mine, sums if fits else None, started)
         return made
+
+    def load(
+        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
+    ) -> Loaded:
+        """Do `plan`, and load what is planned. Collective.
+
+        If rank 0 sends the values with the metadata, each rank makes its arrays before the ranks compare their plans, and the
+        same message tells whether all ranks have made them: one broadcast and one reduction are all messages of the call.
+        """
+        loads = self.plan(find, make, root, loads=True)
+        if self.loaded is not None:
+            return self.loaded
+        job = self.job(loads)
+        job.begin()
+        return job.run()
 
     def job(self, loads: list[ArrayLoad]) -> Job:
         """The job that loads the planned arrays, inside this call."""

@@ -276,7 +276,7 @@ def survive_one(name: str, readers: Any, in_tree: bool) -> None:
 
 # Where a rank is when it dies, or Ctrl-C comes.
 PHASES: dict[str, tuple[Any, str]] = {
-    "metadata": (importlib.import_module("shardload.jobs.arguments"), "find_array"),
+    "metadata": (importlib.import_module("shardload.jobs.arguments"), "Finder"),
     "planning": (importlib.import_module("shardload.jobs.arguments"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
