@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
+SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
@@ -86,6 +87,23 @@ def field_command(repeats: Repeats = 5, data: Data = DATA_FOLDER, results: Resul
     file = field(data)
     wanted = [c.Cell(file.layout, "a", FIELD_RANKS)]
     measure(wanted, {file.layout: file}, default_ways(say), repeats=repeats, out=results / "field.json", say=say, kind="field")
+
+
+@app.command("small-chunks")
+def small_chunks(
+    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 384,
+    layouts: Layouts = SMALL_CHUNKS,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "1,4",
+    ways: Annotated[str, typer.Option(help="As for `run`.")] = "shardload,slice,tensorstore,floor",
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "chunks.json",
+) -> None:
+    """Time files in chunks of 16^3 and 32^3, of which there are so many that what is done for each of them counts."""
+    wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), [int(n) for n in ranks.split(",")])
+    chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
+    files = make(data, size, sorted({cell.layout for cell in wanted}), say)
+    measure(wanted, files, chosen, repeats=repeats, out=out, say=say, kind="chunks")
 
 
 @app.command()

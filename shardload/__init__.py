@@ -9,7 +9,7 @@ rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, verify
+api.py    the functions: load, plan, scatter, verify, mask, unpad
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
@@ -28,7 +28,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardload.api import load, plan, scatter, verify
+    from shardload.api import load, mask, plan, scatter, unpad, verify
     from shardload.arrays.verification import VerifyReport
     from shardload.comm.launch import initialize
     from shardload.errors import (
@@ -58,8 +58,10 @@ __all__ = [
     "VerifyReport",
     "initialize",
     "load",
+    "mask",
     "plan",
     "scatter",
+    "unpad",
     "verify",
 ]
 
@@ -72,7 +74,7 @@ _HOMES = {
     "TreePlan": "jobs.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
-    **dict.fromkeys(("load", "plan", "scatter", "verify"), "api"),
+    **dict.fromkeys(("load", "mask", "plan", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 

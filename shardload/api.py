@@ -1,31 +1,36 @@
-"""What can a caller do with arrays in files? Four functions: `load`, `plan`, `scatter` and `verify`, of one array or a tree.
+"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, of one array or a tree; two for padding.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
 2. `plan` stops after planning. `Plan.execute` does the rest.
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
+5. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
 
-Names, and what belongs to a single array (mesh, spec, select, dtype, pad), may be trees: docs/many-arrays.md.
+Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
+from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
 from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.execution import Loaded
+from shardload.jobs.plan import Plan
 from shardload.jobs.request import Request, Target
+from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, where_text
 from shardload.options import DEFAULTS, FILE, FULL, Progress, options_of
 from shardload.planning.strategies import ROOT
 
-__all__ = ["load", "plan", "scatter", "verify"]
+__all__ = ["load", "mask", "plan", "scatter", "unpad", "verify"]
 
 
 def load(
@@ -37,6 +42,8 @@ def load(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -73,6 +80,13 @@ def load(
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: ``2`` on each axis that the spec cuts, ``(2, 1)`` on axes 0
+        and 1, ``{2: 1}`` on axis 2. The array has the shards side by side: an axis of N elements in n shards becomes
+        ``N + 2 * halo * n`` long, as after padding each shard and `jaxdecomp.halo_exchange`. Not wider than a shard.
+    edge : {"wrap", "edge"} or number, or a tuple or dict of them
+        What a halo has beyond the ends of the array: the rows of its other end (``"wrap"``), its last row again (``"edge"``),
+        or this value. One for all axes, or one per axis as for `halo`.
     readers : {"auto", "root", "parallel", "direct"} or int
         Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, and each chunk is decoded once in the job. ``"direct"``:
         each process reads what its own devices hold. An int: that many ranks. ``"auto"``: the cheapest way by the plan.
@@ -111,8 +125,8 @@ def load(
     Returns
     -------
     jax.Array or tree of jax.Array
-        The array, with the selected (and padded) shape, the file's dtype (or `dtype`) and the given sharding. Of a tree, all
-        arrays or none.
+        The array, with the selected shape (with padding and halos), the file's dtype (or `dtype`) and the given sharding. Of a
+        tree, all arrays or none.
 
     Raises
     ------
@@ -153,6 +167,8 @@ def plan(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     readers: str | int = DEFAULTS.readers,
     staging: str | int = DEFAULTS.staging,
     verify: str = DEFAULTS.verify,
@@ -265,6 +281,8 @@ def verify(
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
     pad: Any = DEFAULTS.pad,
+    halo: Any = DEFAULTS.halo,
+    edge: Any = DEFAULTS.edge,
     how: str = DEFAULTS.how,
     seed: int = DEFAULTS.seed,
     staging: str | int = DEFAULTS.staging,
@@ -284,7 +302,7 @@ def verify(
     x : jax.Array or tree of jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
         `dataset` has at the same keys.
-    path, dataset, select, dtype, pad, comm, allow_filters
+    path, dataset, select, dtype, pad, halo, edge, comm, allow_filters
         As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
@@ -329,6 +347,142 @@ def verify(
     with Request.open("verify", asked.targets, comm, error=asked.error) as request:
         made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
         return asked.result(request.job(made).verify(asked.arrays(), int(seed)))
+
+
+def mask(x: Any, plan: Any = None) -> Any:
+    """Say which elements of a loaded array are the file's: a boolean array with the same shape and sharding.
+
+    True where an element is the file's; False in the padding (`pad`) and in the rows of neighbours (`halo`). So each element of
+    the file is counted exactly once: ``(x * mask).sum()`` is the sum over the file.
+
+    Collective: no, and nothing is sent, but every process of the mesh calls it.
+
+    Parameters
+    ----------
+    x : jax.Array or Plan
+        An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
+    plan : Plan or tuple of int, optional
+        For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
+        tree: the same tree of these.
+
+    Returns
+    -------
+    jax.Array
+        Bool, with the shape and the sharding of `x` (of the array that the plan would load). For a tree: the same tree.
+
+    Raises
+    ------
+    ConfigError
+        If nothing says which elements of `x` are the file's, if `plan` is of another array, or if a plan has no devices.
+
+    Examples
+    --------
+    >>> import h5py, jax, jax.numpy as jnp, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("snap.h5", "w") as file:
+    ...         file["mass"] = np.arange(1001, dtype="float32")
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> x = shardload.load("snap.h5", mesh, P("a"), pad=-1)
+    >>> float(jnp.mean(x, where=shardload.mask(x)))
+    500.0
+    """
+
+    def one(name: str, x: Any, given: Any) -> jax.Array:
+        if isinstance(x, Plan):
+            if given is not None:
+                raise ConfigError(f"{name} is a plan already; pass no second one")
+            if isinstance(x.sharding.mesh, jax.sharding.AbstractMesh):
+                raise ConfigError(
+                    f"{name} is the plan of a load over an AbstractMesh, which has no devices to hold a mask: plan over a "
+                    "jax.sharding.Mesh"
+                )
+            return make_mask(x.extent, x.sharding)
+        return make_mask(_extent(name, x, given), x.sharding)
+
+    return _each(one, x, plan)
+
+
+def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
+    """Return the file's elements of a loaded array alone, in their own shape: without padding and without halos.
+
+    Collective: yes, over the processes of the mesh of `x`. (No if `x` has neither padding nor halos.)
+
+    Parameters
+    ----------
+    x : jax.Array
+        An array that `load`, `scatter` or `Plan.execute` returned, or one that was computed from it and has its shape. Or a
+        tree of them (lists, dicts, any pytree).
+    plan : Plan or tuple of int, optional
+        For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
+        tree: the same tree of these.
+    sharding : NamedSharding, optional
+        The sharding of the result. By default that of `x`.
+    numpy : bool
+        True returns a NumPy array, whole on every process. If several processes have shards, each of their devices needs memory
+        for the whole array.
+
+    Returns
+    -------
+    jax.Array or ndarray
+        Shape `Plan.shape`, dtype of `x`. For a tree: the same tree.
+
+    Raises
+    ------
+    ConfigError
+        If the shape without padding does not divide over the mesh, so that no jax.Array with this sharding can hold it; if
+        nothing says which elements of `x` are the file's; or if `plan` is of another array.
+
+    Examples
+    --------
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("snap.h5", "w") as file:
+    ...         file["mass"] = np.arange(1001, dtype="float32")
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> plan = shardload.plan("snap.h5", mesh, P("a"), pad=-1)
+    >>> x = plan.execute()
+    >>> shardload.unpad(2 * x, plan, numpy=True)[-2:]
+    array([1998., 2000.], dtype=float32)
+    """
+    if not isinstance(numpy, bool):
+        raise ConfigError(f"numpy is {numpy!r}; expected True or False")
+    if numpy and sharding is not None:
+        raise ConfigError("numpy=True and a sharding were given; a NumPy array has no sharding: pass one of them")
+
+    def one(name: str, x: Any, given: Any) -> Any:
+        extent = _extent(name, x, given)
+        return to_numpy(x, extent, name) if numpy else cut_out(x, extent, sharding, name)
+
+    return _each(one, x, plan)
+
+
+def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
+    """Call `one` with the name of each array (or plan) of a tree, the array, and what is given for it."""
+    tree: Any
+    x, plan = (given.plans if isinstance(given, TreePlan) else given for given in (x, plan))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(x)
+    if not leaves:
+        raise ConfigError(f"x is {x!r}, which has no arrays; expected a jax.Array, or a tree of them")
+    names = [f"x{jax.tree_util.keystr(path)}" for path, _ in leaves]
+    given = [None] * len(leaves)
+    if plan is not None:
+        try:
+            given = tree.flatten_up_to(plan)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"x and plan are trees that do not match: {error}") from None
+    return tree.unflatten([one(name, leaf, what) for name, (_, leaf), what in zip(names, leaves, given, strict=True)])
+
+
+def _extent(name: str, x: Any, given: Any) -> Extent:
+    if isinstance(x, jax.core.Tracer):
+        raise ConfigError(f"{name} is traced: nothing says which of its elements are the file's. Call this outside of jax.jit")
+    if not isinstance(x, jax.Array):
+        raise ConfigError(f"{name} is a {type(x).__name__}; expected a jax.Array, or a tree of them")
+    return extent_of(x, given.extent if isinstance(given, Plan) else given, name)
 
 
 def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any = None) -> Loaded:

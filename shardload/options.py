@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "TIMEOUT", "Option", "Options", "Progress",
-    "filter_names",
-    "options_of", "pad_value",
+    "fill_value", "filter_names", "options_of", "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
 READERS = (AUTO, "root", "parallel", "direct")
 VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # each level includes those before it
 MISSING = ("warn", "error", "fill")
+EDGES = ("wrap", "edge")
 TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
 Progress = bool | Callable[[int, int], None] | None
 
@@ -54,6 +54,46 @@ def _dataset(dataset: Any) -> str | None:
     if dataset is not None and (not isinstance(dataset, str) or not dataset):
         raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
     return dataset
+
+
+def _halo(halo: Any) -> int | tuple[int, ...] | dict[int, int]:
+    """Rows per axis. Whether they fit the array is for the planner to say."""
+    is_dict = isinstance(halo, Mapping)
+    is_list = isinstance(halo, (tuple, list))
+    widths = list(halo.values()) if is_dict else list(halo) if is_list else [halo]
+    if not all(_is_integer(n) and n >= 0 for n in widths) or (is_dict and not all(map(_is_integer, halo))):
+        raise ConfigError(
+            f"halo is {halo!r}; expected the number of rows on either side of a shard, 0 or more: halo=2 for every axis that "
+            "the spec cuts, halo=(2, 1) for axes 0 and 1, or halo={2: 1} for axis 2"
+        )
+    if is_dict:
+        return {int(axis): int(halo[axis]) for axis in sorted(halo)}
+    return tuple(int(n) for n in widths) if is_list else int(halo)
+
+
+def _edge(edge: Any) -> Any:
+    """A rule for the ends of each axis, or one for all."""
+    is_dict = isinstance(edge, Mapping)
+    is_list = isinstance(edge, (tuple, list))
+    rules = list(edge.values()) if is_dict else list(edge) if is_list else [edge]
+    is_known = all(
+        rule in EDGES if isinstance(rule, str) else isinstance(rule, Number) and not isinstance(rule, bool) for rule in rules
+    )
+    if not is_known or (is_dict and not all(map(_is_integer, edge))):
+        raise ConfigError(
+            f"edge is {edge!r}; expected what lies beyond the ends of an axis with a halo: 'wrap' (its other end), 'edge' (its "
+            "last row again) or a value such as 0; or one of these per axis: ('wrap', 0), {2: 'edge'}"
+        )
+    if is_dict:
+        return {int(axis): edge[axis] for axis in sorted(edge)}
+    return tuple(rules) if is_list else edge
+
+
+def _is_one_halo(halo: Any) -> bool:
+    """True for one halo or edge: a number or word, or a tuple of them, or a dict of them by axis."""
+    values = halo.values() if isinstance(halo, Mapping) and all(map(_is_integer, halo)) else halo
+    is_several = isinstance(halo, tuple) or values is not halo
+    return all(isinstance(one, (str, Number)) for one in (values if is_several else (halo,)))
 
 
 def _is_one_selection(select: Any) -> bool:
@@ -216,6 +256,14 @@ _DECLARED = (
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
     Option(
+        "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_shared=False,
+        is_one=_is_one_halo,
+    ),
+    Option(
+        "edge", "wrap", "What a halo has beyond the ends of the array: wrap, edge or a value.", _FILE, _edge, is_shared=False,
+        is_one=_is_one_halo,
+    ),
+    Option(
         "readers", AUTO, "Who reads: auto, root, parallel or direct, or how many processes.", _LOADS, _readers,
         choices=READERS, flag="--readers",
     ),
@@ -315,6 +363,10 @@ class Options:
         True if only helper processes open and decode the file.
     allow_filters : tuple of str
         Names and numbers of filters (codecs) to use although damaged data may crash them, sorted; or ``"all"``.
+    halo : int, tuple or dict
+        Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
+    edge : str, number, tuple or dict
+        What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
     """
 
     dataset: str | None
@@ -330,6 +382,8 @@ class Options:
     allow_external: bool = DEFAULTS.allow_external
     untrusted: bool = DEFAULTS.untrusted
     allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
+    halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
+    edge: Any = DEFAULTS.edge
 
     @property
     def limits(self) -> Limits | None:
@@ -383,8 +437,13 @@ class Options:
         return {name: text(getattr(self, field)) for name, field, text in _TEXTS}
 
 
-def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
-    """The fill value as an element of `dtype`.
+def fill_value(pad: Any, dtype: np.dtype[Any], fill: Any) -> Any:
+    """The value of elements that are not in the file: `fill` (option `edge`), or if that is None, that of the padding."""
+    return pad_value(pad, dtype) if fill is None else pad_value(fill, dtype, "edge")
+
+
+def pad_value(pad: Any, dtype: np.dtype[Any], name: str = "pad") -> Any:
+    """The value of option `name` as an element of `dtype`.
 
     Raises
     ------
@@ -410,5 +469,7 @@ def pad_value(pad: Any, dtype: np.dtype[Any]) -> Any:
         kept = rounded = False
         value = None
     if not (kept or rounded):
-        raise ConfigError(f"pad is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as pad=0")
+        raise ConfigError(
+            f"{name} is {pad!r}, which an array of {dtype} cannot hold; pass a value that it can, such as {name}=0"
+        )
     return value

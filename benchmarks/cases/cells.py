@@ -17,6 +17,11 @@ LAYOUTS = (
     "zarr-zstd-planes",
     "zarr-sharded",
 )
+# Cubes of 16^3 and 32^3: so many chunks that what is done for each of them counts.
+SMALL_CHUNK_EDGES = (16, 32)
+SMALL_CHUNK_LAYOUTS = tuple(
+    f"{kind}-{edge}" for edge in SMALL_CHUNK_EDGES for kind in ("hdf5-gzip", "zarr-zstd", "zarr-sharded")
+)
 # "-" is an axis that is not cut: "-,a,b" is P(None, "a", "b").
 SPECS = ("a", "a,b", "-,a,b", "-,-,a")
 RANKS = (2, 4, 8)
@@ -79,6 +84,7 @@ MUSTS = (
     Must(Cell("zarr-zstd-cubes", "a,b", 4), (("tensorstore", 1.0),)),
     Must(Cell("zarr-sharded", "-,a,b", 4), (("tensorstore", 1.0),)),
 )
+SMALL_CHUNKS_AT_LEAST = 1.3  # of the best peer, in cells with small chunks
 BEST_PEER_AT_LEAST = 0.95  # of every other cell
 FLOOR_AT_MOST = 1.3  # of every cell with chunks
 
@@ -90,6 +96,21 @@ def all_cells(
     musts = {must.cell for must in MUSTS}
     cells = [Cell(layout, spec, n) for n in ranks for layout in layouts for spec in specs]
     return [cell for cell in cells if not only_must or cell in musts]
+
+
+def small_chunk_cells(layouts: Sequence[str] = SMALL_CHUNK_LAYOUTS, ranks: Sequence[int] = (1, 4)) -> list[Cell]:
+    """Pencils from files with small chunks: on one process, and on four."""
+    return [Cell(layout, "-,a,b", n) for n in ranks for layout in layouts]
+
+
+def chunk_edge(layout: str) -> int | None:
+    """Elements along each axis of a chunk, if the layout's name says it.
+
+    >>> chunk_edge("zarr-sharded-16"), chunk_edge("zarr-zstd-cubes")
+    (16, None)
+    """
+    last = layout.rpartition("-")[2]
+    return int(last) if last.isdigit() else None
 
 
 def cut_axes(spec: str) -> list[int]:

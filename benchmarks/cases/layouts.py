@@ -25,7 +25,7 @@ import iris_sample_data
 import numpy as np
 import zarr
 
-from benchmarks.cases.cells import LAYOUTS
+from benchmarks.cases.cells import LAYOUTS, chunk_edge
 
 RECIPE = 1  # counted up when what is written changes
 NAME = "x"
@@ -139,8 +139,9 @@ def _write(file: File, size: int) -> None:
     values = np.load(file.reference, mmap_mode="r")
     _, kind, *_ = file.layout.split("-")
     if file.layout.startswith("zarr"):
-        cubes = (cube(size),) * 3
-        chunks = (1, size, size) if file.layout.endswith("planes") else cubes
+        chunks = written = (1, size, size)
+        if not file.layout.endswith("planes"):
+            chunks, written = (chunk_edge(file.layout) or cube(size),) * 3, (cube(size),) * 3
         shards = (shard(size),) * 3 if kind == "sharded" else None
         compressor = zarr.codecs.ZstdCodec()
         array = zarr.create_array(
@@ -152,7 +153,7 @@ def _write(file: File, size: int) -> None:
             compressors=compressor,
             overwrite=True,
         )
-        for box in boxes(values.shape, shards or chunks):
+        for box in boxes(values.shape, shards or written):
             array[box] = values[box]
         return
     filters: dict[str, Any] = {}
@@ -161,7 +162,7 @@ def _write(file: File, size: int) -> None:
     elif kind == "blosc":
         filters = dict(hdf5plugin.Blosc(cname="lz4", clevel=5, shuffle=hdf5plugin.Blosc.SHUFFLE))
     if kind != "contiguous":
-        filters["chunks"] = (1, size, size) if file.layout.endswith("planes") else (cube(size),) * 3
+        filters["chunks"] = (1, size, size) if file.layout.endswith("planes") else (chunk_edge(file.layout) or cube(size),) * 3
     with h5py.File(file.path, "w") as opened:
         data = opened.create_dataset(file.dataset, values.shape, values.dtype, **filters)
         for box in boxes(values.shape, filters.get("chunks", (1, size, size))):

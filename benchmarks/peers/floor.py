@@ -4,7 +4,9 @@ Without any code of shardload: chunk offsets from h5py, or the chunk files of th
 cache; ISA-L (or zlib-ng, or zlib) and numcodecs into reused buffers, one set per thread. Then the array's bytes are copied once
 between buffers that were used before. A contiguous file is read directly into such a buffer, and that is the copy.
 
-Listing the chunks and starting the threads are not timed. One process, one request at a time.
+As many processes as the load has ranks share the chunks, and the cores: each takes one run of them, and has at least one
+thread. The time is from the first process's start to the last one's end. Listing the chunks and starting the threads are not
+timed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,15 @@ class Job:
     chunk_nbytes: int
     decode: Decode | None  # None: plain values
     nbytes: int
+
+    def share(self, rank: int, n: int) -> Job:
+        """What one of `n` processes decodes: chunks that follow each other in the file."""
+        total = len(self.places)
+        first, stop = total * rank // n, total * (rank + 1) // n
+        own = self.places[first:stop]
+        if self.decode is None:
+            return replace(self, places=own, nbytes=sum(size for _, _, size in own))
+        return replace(self, places=own, nbytes=self.nbytes * stop // total - self.nbytes * first // total)
 
 
 def inflate() -> tuple[str, Callable[[Any, int], Any]]:
@@ -162,10 +173,11 @@ def _in_shard(file: Path, n: int) -> list[tuple[str, int, int]]:
 
 
 class Floor:
-    """Threads and warm buffers, kept from request to request."""
+    """Threads and warm buffers of one process, kept from request to request."""
 
-    def __init__(self) -> None:
-        self.pool = ThreadPoolExecutor(CORES)
+    def __init__(self, n_threads: int = CORES) -> None:
+        self.n_threads = n_threads
+        self.pool = ThreadPoolExecutor(n_threads)
         self.scratch = Scratch()
         self.source = self.target = np.empty(0, np.uint8)
 
@@ -177,26 +189,26 @@ class Floor:
     def run(self, job: Job) -> tuple[float, float]:
         """Seconds for reading and decoding, and for the copy."""
         self.make_room(job.nbytes)
-        raw_nbytes = max(size for _, _, size in job.places)
+        raw_nbytes = max((size for _, _, size in job.places), default=0)
         handles = {name: os.open(name, os.O_RDONLY) for name in {name for name, _, _ in job.places[:1]}}
         opened = handles if len({name for name, _, _ in job.places}) == 1 else {}
         try:
             start = time.perf_counter()
-            list(self.pool.map(lambda share: self._decode(job, share, raw_nbytes, opened), range(CORES)))
+            list(self.pool.map(lambda share: self._decode(job, share, raw_nbytes, opened), range(self.n_threads)))
             middle = time.perf_counter()
             if job.decode is not None:
-                list(self.pool.map(self._copy, range(CORES)))
+                list(self.pool.map(self._copy, range(self.n_threads)))
             return middle - start, time.perf_counter() - middle
         finally:
             for handle in handles.values():
                 os.close(handle)
 
     def _decode(self, job: Job, share: int, raw_nbytes: int, opened: dict[str, int]) -> None:
-        """Every CORES-th chunk; in a contiguous file straight to its place."""
+        """Every n-th chunk; in a contiguous file straight to its place."""
         scratch = self.scratch
         if job.decode is not None:
             scratch.fit(raw_nbytes, job.chunk_nbytes)
-        for i in range(share, len(job.places), CORES):
+        for i in range(share, len(job.places), self.n_threads):
             name, offset, size = job.places[i]
             into = self.target[i * job.chunk_nbytes :][:size] if job.decode is None else scratch.raw[:size]
             handle = opened.get(name)
@@ -211,23 +223,29 @@ class Floor:
                 job.decode(into, scratch)
 
     def _copy(self, share: int) -> None:
-        step = -(-self.target.nbytes // CORES)
+        step = -(-self.target.nbytes // self.n_threads)
         np.copyto(self.target[share * step : (share + 1) * step], self.source[share * step : (share + 1) * step])
 
 
 def main() -> None:
     """Wait for requests."""
-    floor = Floor()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    n_threads = max(1, CORES // comm.size)
+    floor = Floor(n_threads)
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         file = request["file"]
-        job = job_of(file["path"], file["dataset"])
+        job = job_of(file["path"], file["dataset"]).share(comm.rank, comm.size)
         floor.make_room(job.nbytes)
-        start = time.perf_counter()
+        comm.Barrier()
+        start, cpu = time.perf_counter(), time.process_time()
         decode, copy = floor.run(job)
-        return {"start": start, "end": start + decode + copy, "report": {"decode": decode, "copy": copy}}
+        cpu = time.process_time() - cpu
+        return {"start": start, "end": start + decode + copy, "cpu": cpu, "report": {"decode": decode, "copy": copy}}
 
-    serve(handle, 0, {"inflate": inflate()[0], "cores": str(CORES)})
+    serve(handle, comm.rank, {"inflate": inflate()[0], "cores": str(CORES), "threads": str(n_threads)})
 
 
 if __name__ == "__main__":

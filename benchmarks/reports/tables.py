@@ -19,6 +19,7 @@ from benchmarks.cases.cells import (
     MUSTS,
     OURS,
     PEERS,
+    SMALL_CHUNKS_AT_LEAST,
     SPECS,
     Cell,
     spec_text,
@@ -28,7 +29,7 @@ from benchmarks.runs.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.runs.measure import median
 from benchmarks.runs.verification import verification_table
 
-KINDS = ("run", "cold", "field", "scatter", "small", "memory", "verify", "devices")
+KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "memory", "verify", "devices")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -74,7 +75,7 @@ def cell_of(row: Record) -> Cell:
 def write_report(folder: Path, records: dict[str, Record]) -> Path:
     """``table.md`` in `folder`."""
     parts = ["# Benchmarks\n", *(f"{part}\n" for part in _head(records)), *must_table(records)]
-    for kind in ("run", "cold", "field"):
+    for kind in ("run", "cold", "field", "chunks"):
         if kind in records:
             parts += run_table(records[kind])
     parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small")), *memory_table(records.get("memory"))]
@@ -149,6 +150,9 @@ def must_table(records: dict[str, Record]) -> list[str]:
     lines += _worst("every other cell", f"{BEST_PEER_AT_LEAST:g}x the best peer", others, lambda x: x >= BEST_PEER_AT_LEAST)
     floors = [(row, -over) for cell, row in rows.items() if cell.has_chunks and (over := over_floor(row))]
     lines += _worst("any chunked cell", f"at most {FLOOR_AT_MOST:g}x the floor", floors, lambda x: -x <= FLOOR_AT_MOST)
+    small = [(row, best[1]) for row in records.get("chunks", {}).get("cells", []) if (best := best_peer(row))]
+    promised = f"{SMALL_CHUNKS_AT_LEAST:g}x the best peer"
+    lines += _worst("small chunks", promised, small, lambda x: x >= SMALL_CHUNKS_AT_LEAST) if small else []
     lines += [
         *_scatter_musts(records.get("scatter")),
         *_small_musts(records.get("small")),

@@ -66,7 +66,7 @@ def start(job: str, n: int, program: Sequence[str] | None = None, devices: int =
     if job == "jax":
         return RemoteJob(job, job_command(program or ["-m", "benchmarks.peers.job"], n), n, env)
     if job == "floor":
-        return RemoteJob(job, [sys.executable, "-m", "benchmarks.peers.floor"], 1, env)
+        return RemoteJob(job, job_command(["-m", "benchmarks.peers.floor"], n), n, env)
     if job == "heat":
         return RemoteJob(job, job_command(["-m", "benchmarks.peers.heat"], n, python=heat_python()), n, env)
     command = ["mpiexec.openmpi", "--oversubscribe", "--bind-to", "none", "-n", str(n)]

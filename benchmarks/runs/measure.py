@@ -129,6 +129,7 @@ def measure_cell(
             took[way]["verified"] = way != FLOOR
         else:
             took[way]["seconds"].append(found["seconds"])
+            took[way].setdefault("cpu_seconds", []).append(found["cpu_seconds"])
             took[way]["report"] = found["report"]
 
     for way in wanted:

@@ -6,7 +6,7 @@ bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,18 +103,34 @@ class LocalShards:
                     )
             self.found.digests[number] = first or 0
 
-    def compare(self, number: int, region: Region, truth: Truth | Padding) -> None:
-        """Compare one region on every device that holds it."""
-        whole = self._shards.region(number)
+    def compare(self, number: int, region: Region, truth: Truth | Padding, places: Iterable[Region] | None = None) -> None:
+        """Compare one region on every device that holds it.
+
+        Parameters
+        ----------
+        number : int
+            The shard.
+        region : Region
+            The region, in the coordinates of the array that `truth` has.
+        truth : Truth or Padding
+            The values that are expected.
+        places : iterable of Region, optional
+            Where they lie in the jax.Array; default: at the same coordinates, once.
+        """
         expected = truth.values(region)
+        for place in (region,) if places is None else places:
+            self._compare(number, region, truth, expected, place)
+
+    def _compare(self, number: int, region: Region, truth: Truth | Padding, expected: Array, held: Region) -> None:
+        whole = self._shards.region(number)
         for shard in self.on_devices[number]:
-            found = device_values(shard.data, region, whole)
+            found = device_values(shard.data, held, whole)
             index = first_difference(expected, found)
             if index is None:
                 continue
             piece = self._pieces.get(whole)
-            why = truth.explain(region, expected, None if piece is None else view_of(piece, region, whole), found)
-            place = tuple(a + i for a, i in zip(region.start, index, strict=True))
+            why = truth.explain(region, expected, None if piece is None else view_of(piece, held, whole), found)
+            place = tuple(a + i for a, i in zip(held.start, index, strict=True))
             n = int((words_of(expected) != words_of(found)).any(axis=-1).sum())
             raise VerifyError(
                 f"{shard.device} on rank {self.rank}, shard {whole} of {self._name}: element {place} is "
@@ -124,11 +140,15 @@ class LocalShards:
                 index=place,
             )
 
-    def add_share(self, number: int, true: Region, shape: tuple[int, ...]) -> None:
-        """Add this shard's share of the array's CRC-32, computed from the device's values."""
-        whole = self._shards.region(number)
+    def add_share(self, number: int, shape: tuple[int, ...]) -> None:
+        """Add this shard's share of the CRC-32 of the file's array, computed from the device's values."""
+        core = self._shards.core_in(number, shape)
+        if core is None:
+            return
+        (true, place), whole = core, self._shards.region(number)
+        steps = [p - t for p, t in zip(place.start, true.start, strict=True)]
         for region in true.split(max(1, self._room_nbytes // self.on_devices[number][0].data.dtype.itemsize)):
-            values = np.ascontiguousarray(device_values(self.on_devices[number][0].data, region, whole))
+            values = np.ascontiguousarray(device_values(self.on_devices[number][0].data, region.moved(steps), whole))
             self.found.share ^= sum_shard(values, region, shape)
 
 

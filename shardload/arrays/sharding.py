@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from numbers import Number
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError, ShardloadError
+from shardload.planning.halo import WRAP, Halo
 from shardload.planning.region import Region
 from shardload.planning.schedule import RankBoxes, Shards, plan_shards
 
@@ -34,6 +36,7 @@ __all__ = [
     "layout_shards",
     "local_regions",
     "padded_shape",
+    "read_halo",
     "read_sharding",
     "read_spec",
     "verify_layout",
@@ -182,6 +185,72 @@ def padded_shape(shape: Sequence[int], axes: Axes, sharding: NamedSharding, *, p
             )
         padded.append(up)
     return tuple(padded)
+
+
+def read_halo(halo: Any, edge: Any, shape: Sequence[int], axes: Axes, cuts: Sequence[int], name: str) -> Halo:
+    """The halo that the caller means by the options `halo` and `edge`.
+
+    Parameters
+    ----------
+    halo, edge : object
+        The options, checked by themselves.
+    shape : sequence of int
+        The array without padding.
+    axes : tuple of tuple of int
+        From `read_spec`.
+    cuts : sequence of int
+        Number of shards along each axis.
+    name : str
+        Name of the array, for messages.
+
+    Raises
+    ------
+    ConfigError
+        If an axis is not one of the array's, is padded, or has shards that are narrower than the halo.
+    """
+    ndim = len(shape)
+    if isinstance(halo, int):
+        if halo and not any(axes):
+            raise ConfigError(
+                f"halo is {halo}, which is for the axes that the spec cuts, but it cuts none of {name}. Say which axis is "
+                f"meant, such as halo={{0: {halo}}}, or pass no halo"
+            )
+        widths = {axis: halo for axis, cut in enumerate(axes) if cut}
+    else:
+        widths = _by_axis(halo, ndim, "halo", name)
+    edges = dict.fromkeys(range(ndim), edge) if isinstance(edge, (str, Number)) else _by_axis(edge, ndim, "edge", name)
+    for axis, h in widths.items():
+        n, c = shape[axis], cuts[axis]
+        if h and axis not in edges:
+            raise ConfigError(f"halo is {h} on axis {axis} of {name}, but edge is {edge!r}, which says nothing of that axis")
+        if h and n % c:
+            raise ConfigError(
+                f"halo is {h} on axis {axis} of {name}, whose {n} elements do not divide over {c} devices: some halos "
+                "would be padding, not the file's rows. Pass select= with a part that divides, a mesh axis that divides it, or "
+                "no halo on that axis"
+            )
+        if h > n // c:
+            raise ConfigError(
+                f"halo is {h} on axis {axis} of {name}, but a shard has {n // c} elements there ({n} over {c} devices), and a "
+                f"halo has rows of the nearest neighbours only. Pass at most {n // c}, or cut that axis into fewer shards"
+            )
+    return Halo(tuple(widths.get(axis, 0) for axis in range(ndim)), tuple(edges.get(axis, WRAP) for axis in range(ndim)))
+
+
+def _by_axis(given: Any, ndim: int, option: str, name: str) -> dict[int, Any]:
+    """A value per axis, from a tuple or a dict."""
+    if not isinstance(given, dict):
+        if len(given) > ndim:
+            raise ConfigError(f"{option} is {given!r}, for {len(given)} axes, but {name} has {ndim}")
+        return dict(enumerate(given))
+    found: dict[int, Any] = {}
+    for axis, value in given.items():
+        if not -ndim <= axis < ndim:
+            raise ConfigError(f"{option} is {given!r}, which names axis {axis}, but {name} has {ndim} axes")
+        if axis % ndim in found:
+            raise ConfigError(f"{option} is {given!r}, which names axis {axis % ndim} of {name} twice")
+        found[axis % ndim] = value
+    return found
 
 
 def _one_of(numbers: Sequence[int]) -> str:

@@ -31,8 +31,8 @@ from shardload.arrays.local_shards import COUNTED, Found, LocalShards
 from shardload.comm.group import Group
 from shardload.errors import VerifyError
 from shardload.formats.base import Source
-from shardload.options import FILE, FULL, INDEX, pad_value
-from shardload.planning.region import Region, padding_of
+from shardload.options import FILE, FULL, INDEX, fill_value
+from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule, plan_blocks
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.checksum import join_sums
@@ -227,21 +227,26 @@ class Verifier:
         with closing(self._open_again()) as source:
             truth = Truth(source, layout.selection, layout.dtype)
             for number in local.on_devices:
-                true = self._schedule.true_region(number)
-                for region in () if true is None else self._regions(true, len(local.on_devices)):
-                    local.compare(number, region, truth)
-                    found.n_boxes += 1
-                    found.n_elements += region.size
-                    found.nbytes_reread += region.size * source.dtype.itemsize
-                for tail in padding_of(shards.region(number), true):
-                    for region in self._padding_regions(tail):
-                        local.compare(number, region, Padding(pad_value(self._how.pad, layout.dtype), layout.dtype))
-                        found.n_padding += region.size
-                if self._how.level == FULL and true is not None and shards.holders(number)[0] == local.rank:
-                    local.add_share(number, true, layout.chunks.shape)
+                contents = list(shards.contents(number, layout.chunks.shape))
+                n_sources = sum(content.source is not None for content in contents)
+                for content in contents:
+                    if content.source is None:
+                        value = fill_value(self._how.pad, layout.dtype, content.fill)
+                        for region in self._padding_regions(content.place):
+                            local.compare(number, region, Padding(value, layout.dtype))
+                            found.n_padding += region.size
+                        continue
+                    for region in self._regions(content.source, n_sources * len(local.on_devices)):
+                        places = list(content.places(region))
+                        local.compare(number, region, truth, places)
+                        found.n_boxes += 1
+                        found.n_elements += region.size * len(places)
+                        found.nbytes_reread += region.size * source.dtype.itemsize
+                if self._how.level == FULL and shards.holders(number)[0] == local.rank:
+                    local.add_share(number, layout.chunks.shape)
 
     def _regions(self, true: Region, n_shards: int) -> Iterator[Region]:
-        """The regions of a shard to compare with the file: a few, or together the whole shard."""
+        """The regions of one of `n_shards` contents of shards to compare with the file: a few, or together all of it."""
         layout, itemsize = self._layout, self._layout.dtype.itemsize
         if self._how.level == FILE:
             chunks = layout.chunks if layout.has_chunks else None

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shardload.planning.region import Region
 __all__ = [
     "MOST_NAMED",
     "ArrayInfo",
+    "BatchReader",
     "ChunkReader",
     "Encoded",
     "Format",
@@ -35,6 +36,7 @@ __all__ = [
     "Room",
     "Scratch",
     "Source",
+    "Spans",
     "a_few_chunks",
     "check_request",
     "fresh",
@@ -259,6 +261,85 @@ class ChunkReader(Protocol):
         array's edge) and the source's `dtype`. Raises ValueError if the chunk is damaged.
         """
         ...
+
+
+@runtime_checkable
+class BatchReader(Protocol):
+    """What a `ChunkReader` may do in addition: many small chunks with few calls. Several threads may call both methods at once.
+
+    If a method finds anything wrong or unusual, the caller reads the same chunks one by one: that names the chunk.
+    """
+
+    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
+        """Read all chunks of a box of the file's chunk grid as they are stored, in C order.
+
+        The result has a bytes-like object for each chunk, or None if it is missing. They are valid until `room` is called
+        again. The result as a whole is None if these chunks must be read one by one. Errors are those of `ChunkReader.fetch`.
+        """
+        ...
+
+    def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
+        """Decode what `fetch_many` returned into `out`, which is C-contiguous and has the chunks one after the other, each with
+        its full shape. Raises ValueError if one is damaged.
+        """
+        ...
+
+
+class Spans:
+    """Pieces of one file that are read with few calls: pieces that follow each other, or almost, are read together.
+
+    Parameters
+    ----------
+    offsets, sizes : ndarray of int64
+        Where each piece begins, and its bytes.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of memory that `read` needs.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> spans = Spans(np.array([40, 10, 20]), np.array([2, 10, 5]), most_gap=4)
+    >>> spans.nbytes
+    17
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(bytes(range(200)))
+    ...     file.flush()
+    ...     [one.tolist() for one in spans.read(file.fileno(), fresh(17))]
+    [[40, 41], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [20, 21, 22, 23, 24]]
+    """
+
+    def __init__(
+        self, offsets: np.ndarray[Any, np.dtype[np.int64]], sizes: np.ndarray[Any, np.dtype[np.int64]], most_gap: int = 1 << 12
+    ) -> None:
+        self._order = np.argsort(offsets, kind="stable")
+        start, size = offsets[self._order], sizes[self._order]
+        stop = np.maximum.accumulate(start + size)
+        first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1] + most_gap])[: len(start)])
+        last = np.append(first[1:], len(start))[: len(first)] - 1
+        length = stop[last] - start[first]
+        begin = np.cumsum(length) - length  # where each span lies in memory
+        at = start - np.repeat(start[first] - begin, last - first + 1)
+        self._spans = list(zip(begin.tolist(), length.tolist(), start[first].tolist(), strict=True))
+        self._places = list(zip(self._order.tolist(), at.tolist(), (at + size).tolist(), strict=True))
+        self.nbytes = int(length.sum())
+
+    def read(self, descriptor: int, room: np.ndarray[Any, Any]) -> list[memoryview]:
+        """The pieces, in the order in which they were given, read into `room`. OSError if the file ends before one of them."""
+        whole, found = room.data, [_NOTHING] * len(self._places)
+        for begin, length, offset in self._spans:
+            if os.preadv(descriptor, [whole[begin : begin + length]], offset) < length:  # it may give less than was asked for
+                done = read_at(descriptor, room[begin : begin + length], offset)
+                if done < length:
+                    raise OSError(f"the file ends at byte {offset + done}, but chunks are stored up to byte {offset + length}")
+        for k, start, stop in self._places:
+            found[k] = whole[start:stop]
+        return found
+
+
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,14 @@ libraries see docs/design/decode.md.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import struct
+import sys
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import deflate
@@ -31,6 +36,7 @@ __all__ = [
     "blosc",
     "check_blosc",
     "crc32c",
+    "decode_many",
     "fletcher32",
     "gunzip",
     "inflate",
@@ -40,6 +46,9 @@ __all__ = [
 ]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_SMALL_NBYTES = 1 << 15
+
+Many = Sequence[Any] | Bytes  # bytes-like objects: of several chunks, in order
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,17 @@ class Stage:
     within : callable or None
         ``within(data, most)`` returns the decoded bytes, at most `most`; ValueError if there are more. For stacked compressors:
         the data between two compressors may have any length.
+    undo_many : callable or None
+        ``undo_many(data, out)`` does the same for several chunks, with less Python for each: `data` has one bytes-like object
+        per chunk, and `out` a row. It writes the rows and returns `out`, or returns other objects that hold the decoded bytes.
+        ValueError if one of them is damaged; it need not say which.
     """
 
     name: str
     undo: Callable[[Bytes, Bytes], Bytes | None]
     n_more: int | None
     within: Callable[[Bytes, int], Bytes] | None = None
+    undo_many: Callable[[Many, Bytes], Many] | None = None
 
 
 class Chain:
@@ -100,6 +114,15 @@ class Chain:
         self._most_between = nbytes + nbytes // 4 + 4096  # no codec lengthens data that it cannot compress by more
         self._scratch = shared_scratch()
         self.nbytes = nbytes
+        more = [stage.n_more for stage in stages]
+        self._sizes_after = [
+            None if None in more[k + 1 :] else nbytes + sum(n for n in more[k + 1 :] if n) for k in range(len(more))
+        ]
+        self.takes_many = all(
+            stage.undo_many is not None and (size is not None or bool(stage.n_more))
+            for stage, size in zip(stages, self._sizes_after, strict=True)
+        )
+        """True if `decode_many` knows every stage, and the size of the data after each but a checksum."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,6 +168,40 @@ class Chain:
                 raise ValueError(f"{data.nbytes} bytes are stored for a chunk of {target.nbytes}")
             target[:] = data
 
+    def decode_many(self, encoded: Many, out: np.ndarray[Any, Any]) -> None:
+        """Decode several chunks, to which all stages were applied. Only if `takes_many`.
+
+        Parameters
+        ----------
+        encoded : sequence of bytes-like
+            The stored chunks, at least one.
+        out : ndarray
+            C-contiguous; the chunks lie in it one after the other.
+
+        Raises
+        ------
+        ValueError
+            If one of them is damaged. Some may have been written to `out`.
+        """
+        data, n = encoded, len(encoded)
+        target: Bytes = out.reshape(-1).view(np.uint8).reshape(n, -1)
+        if target.shape[1] != self.nbytes:
+            raise ValueError(f"a buffer of {target.nbytes} bytes for {n} chunks of {self.nbytes}")
+        for k, (stage, nbytes) in enumerate(zip(self._stages, self._sizes_after, strict=True)):
+            if stage.undo_many is None:
+                raise ValueError(f"{stage.name} decodes chunks one by one")
+            if nbytes is None:  # a checksum, which is cut off
+                data = stage.undo_many(data, np.empty((n, 0), dtype=np.uint8))
+                continue
+            is_last = k == len(self._stages) - 1
+            data = stage.undo_many(data, target if is_last else self._scratch.bytes(f"many{k}", n * nbytes).reshape(n, nbytes))
+            if data is not target and any(len(one) != nbytes for one in data):
+                raise ValueError(f"{stage.name} gives other sizes than the {nbytes} bytes that were stored")
+        if data is not target:
+            rows = target.reshape(-1).data
+            for k, one in enumerate(data):
+                rows[k * self.nbytes : (k + 1) * self.nbytes] = memoryview(one)  # ValueError unless the sizes are equal
+
     def _room(self, k: int, nbytes: int) -> Bytes:
         """This thread's memory for the result of stage `k`. Its next chunk, of any array, uses it again: new memory is slow."""
         return self._scratch.bytes(f"stage{k}", nbytes)
@@ -156,6 +213,18 @@ class Chain:
             return self.nbytes + sum(n for n in more if n is not None)
         own = stages[k].n_more
         return None if own is None else max(len(data) - own, 0)
+
+
+def decode_many(chain: Chain, stored: Many, out: np.ndarray[Any, Any], fill: np.ndarray[Any, Any]) -> None:
+    """Decode several chunks, of which those that are None are missing: their values are `fill`."""
+    if not any(one is None for one in stored):
+        chain.decode_many(stored, out)
+        return
+    for one, values in zip(stored, out.reshape(len(stored), -1), strict=True):
+        if one is None:
+            values[...] = fill
+        else:
+            chain.decode(one, values)
 
 
 def inflate() -> Stage:
@@ -171,7 +240,14 @@ def inflate() -> Stage:
             raise ValueError(f"the gzip stream is damaged, or longer than the {most} bytes that can be between two compressors")
         return np.frombuffer(found, dtype=np.uint8)
 
-    return Stage("gzip", _inflater(deflate.zlib_decompress), None, within)
+    return Stage("gzip", _inflater(deflate.zlib_decompress), None, within, _inflate_many)
+
+
+def _inflate_many(data: Many, out: Bytes) -> Many:
+    try:
+        return [deflate.zlib_decompress(one, out.shape[1]) for one in data]
+    except deflate.DeflateError as error:
+        raise ValueError(f"a gzip stream is damaged, or longer than the chunk ({error})") from None
 
 
 def gunzip() -> Stage:
@@ -197,7 +273,7 @@ def gunzip() -> Stage:
         except ValueError as error:
             raise ValueError(f"between two compressors: {error}") from None
 
-    return Stage("gzip", undo, None, within)
+    return Stage("gzip", undo, None, within, _one_by_one(undo))
 
 
 def _gunzip_members(data: Bytes, out: Bytes) -> int:
@@ -240,7 +316,45 @@ def unshuffle(itemsize: int) -> Stage:
             elements[:, k] = data[k * n : (k + 1) * n]
         out[n * itemsize :] = data[n * itemsize :]
 
-    return Stage("shuffle", undo, 0)
+    def undo_many(data: Many, out: Bytes) -> Many:
+        planes = _joined(data, out)
+        n = out.shape[1] // itemsize
+        if itemsize in (2, 4, 8) and n * itemsize == out.shape[1] and sys.byteorder == "little":
+            # Words are put together from the last byte to the first: NumPy does that in vector registers. Measured with 24
+            # chunks of 4096 words: 4 microseconds a chunk, byte by byte as above 7.
+            words = out.view(f"<u{itemsize}")
+            np.copyto(words, planes[:, (itemsize - 1) * n :])
+            for k in reversed(range(itemsize - 1)):
+                np.left_shift(words, 8, out=words)
+                np.bitwise_or(words, planes[:, k * n : (k + 1) * n], out=words)
+            return out
+        for one, row in zip(planes, out, strict=True):
+            undo(one, row)
+        return out
+
+    return Stage("shuffle", undo, 0, None, undo_many)
+
+
+def _joined(data: Many, out: Bytes) -> Bytes:
+    """The bytes of several chunks as one array, with a row for each. ValueError unless each is as long as a row of `out`."""
+    if isinstance(data, np.ndarray) and data.shape == out.shape:
+        return data
+    if any(len(one) != out.shape[1] for one in data):
+        raise ValueError(f"data of other sizes than {out.shape[1]} bytes")
+    return np.frombuffer(b"".join(data), dtype=np.uint8).reshape(out.shape)
+
+
+def _one_by_one(undo: Callable[[Bytes, Bytes], Bytes | None]) -> Callable[[Many, Bytes], Many]:
+    """The `undo_many` of a stage that is not worth more than a loop."""
+
+    def undo_many(data: Many, out: Bytes) -> Many:
+        found = []
+        for one, row in zip(data, out, strict=True):
+            values = undo(np.frombuffer(one, dtype=np.uint8), row)
+            found.append(row if values is None else values)
+        return found
+
+    return undo_many
 
 
 def fletcher32() -> Stage:
@@ -261,7 +375,7 @@ def fletcher32() -> Stage:
                 raise ValueError(f"Fletcher-32: {error}") from None
         return data[:-4]
 
-    return Stage("fletcher32", undo, 4)
+    return Stage("fletcher32", undo, 4, None, _one_by_one(undo))
 
 
 def crc32c() -> Stage:
@@ -276,7 +390,7 @@ def crc32c() -> Stage:
             raise ValueError(f"CRC-32C is {found:08x}, stored is {stored:08x}")
         return data[:-4]
 
-    return Stage("crc32c", undo, 4)
+    return Stage("crc32c", undo, 4, None, _one_by_one(undo))
 
 
 def unzstd() -> Stage:
@@ -299,7 +413,65 @@ def unzstd() -> Stage:
         undo(data, out)
         return out
 
-    return Stage("zstd", undo, None, within)
+    def undo_many(data: Many, out: Bytes) -> Many:
+        nbytes, decompress = out.shape[1], _small_zstd()
+        heads, rows = _zstd_heads(nbytes), out.reshape(-1).data
+        try:
+            for k, one in enumerate(data):
+                is_declared = False
+                for n, starts in heads:
+                    if bytes(one[:n]) in starts:
+                        is_declared = True
+                        break
+                if not is_declared:
+                    _check_zstd(np.frombuffer(one, dtype=np.uint8), nbytes)
+                if is_declared and nbytes <= _SMALL_NBYTES:
+                    # A microsecond less than a buffer of ours, which numcodecs examines in Python.
+                    rows[k * nbytes : (k + 1) * nbytes] = decompress(one)
+                else:
+                    numcodecs.zstd.decompress(one, out[k])
+        except Exception as error:  # zstandard has an exception of its own
+            if isinstance(error, MemoryError):
+                raise
+            raise ValueError(f"the zstd data is damaged ({error})") from None
+        return out
+
+    return Stage("zstd", undo, None, within, undo_many)
+
+
+_zstd_of_thread = threading.local()
+
+
+def _small_zstd() -> Callable[[Any], bytes]:
+    """The fastest decoder of small frames that is installed: ``decompress(data) -> bytes``, for this thread.
+
+    numcodecs makes a new context for each frame, which takes a third of the time for 16 KiB; zstandard keeps its context.
+    """
+    decompress: Callable[[Any], bytes] | None = getattr(_zstd_of_thread, "decompress", None)
+    if decompress is None:
+        try:
+            context = importlib.import_module("zstandard").ZstdDecompressor()
+            decompress = partial(context.decompress, allow_extra_data=False)
+        except (ImportError, AttributeError):
+            decompress = numcodecs.zstd.decompress
+        _zstd_of_thread.decompress = decompress
+    return decompress
+
+
+@lru_cache(maxsize=256)
+def _zstd_heads(nbytes: int) -> tuple[tuple[int, frozenset[bytes]], ...]:
+    """The first bytes of frames that declare `nbytes`, as writers make them of small chunks (one segment), and their number."""
+    found = []
+    for code, n in enumerate((1, 2, 4, 8)):
+        value = nbytes - 256 if n == 2 else nbytes
+        if 0 <= value < 256**n:
+            descriptors = (code << 6 | 1 << 5, code << 6 | 1 << 5 | 4)  # without a checksum of the content, and with one
+            starts = frozenset(_ZSTD_MAGIC + bytes([one]) + value.to_bytes(n, "little") for one in descriptors)
+            found.append((len(_ZSTD_MAGIC) + 1 + n, starts))
+    return tuple(found[:2])  # a writer takes the shortest, or the next
+
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def _check_zstd(data: Bytes, nbytes: int) -> None:
@@ -312,7 +484,7 @@ def _check_zstd(data: Bytes, nbytes: int) -> None:
 def _zstd_size(data: Bytes) -> int | None:
     """The decoded size that a Zstandard frame (RFC 8878, 3.1.1.1) declares; None if it declares none."""
     head = data[:18].tobytes()
-    if len(head) < 6 or head[:4] != b"\x28\xb5\x2f\xfd":
+    if len(head) < 6 or head[:4] != _ZSTD_MAGIC:
         raise ValueError(f"no zstd frame: it starts with {head[:4]!r}")
     descriptor = head[4]
     is_single = descriptor >> 5 & 1
@@ -340,7 +512,18 @@ def blosc() -> Stage:
         undo(data, out)
         return out
 
-    return Stage("blosc", undo, None, within)
+    def undo_many(data: Many, out: Bytes) -> Many:
+        nbytes = out.shape[1]
+        try:
+            for one, row in zip(data, out, strict=True):
+                if len(one) < 16 or struct.unpack_from("<III", one, 4)[::2] != (nbytes, len(one)):
+                    check_blosc(np.frombuffer(one, dtype=np.uint8), nbytes)
+                numcodecs.blosc.decompress(one, row)
+        except RuntimeError as error:
+            raise ValueError(f"the blosc data is damaged ({error})") from None
+        return out
+
+    return Stage("blosc", undo, None, within, undo_many)
 
 
 def check_blosc(data: Any, nbytes: int | None = None) -> None:
@@ -364,4 +547,8 @@ def swap_bytes(itemsize: int) -> Stage:
         kind = np.dtype(f"u{itemsize}")
         np.copyto(out.view(kind), data.view(kind.newbyteorder()))
 
-    return Stage("byte order", undo, 0)
+    def undo_many(data: Many, out: Bytes) -> Many:
+        undo(_joined(data, out).reshape(-1), out.reshape(-1))
+        return out
+
+    return Stage("byte order", undo, 0, None, undo_many)

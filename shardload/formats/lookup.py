@@ -92,7 +92,11 @@ def file_of(path: str) -> str:
     >>> file_of("/data/no-such.h5:/a") == file_of("/data/../data/no-such.h5:/b")
     True
     """
-    path = split_path(path)[0]
+    return _place_of(split_path(path)[0])
+
+
+def _place_of(path: str) -> str:
+    """A path without the name of an array, in one spelling."""
     return path if "://" in path else os.path.abspath(path)
 
 
@@ -461,12 +465,13 @@ class Finder:
         return takes
 
     def _file(self, path: str) -> OpenFile:
-        file = self._files.get(path)
+        key = _place_of(path)
+        file = self._files.get(key)
         if file is None:
             file_format = format_of(path)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            file = self._files[path] = file_format.open_file(path, self._access)
+            file = self._files[key] = file_format.open_file(path, self._access)
         return file
 
 

@@ -268,7 +268,8 @@ class ToVerify(Arguments):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
                     f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
-                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype= and pad= as to the load"
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, pad= and "
+                    "halo= as to the load"
                 )
                 raise in_array(load.where, error)
         return loads

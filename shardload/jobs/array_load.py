@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.assemble import EarlyPieces, assemble
+from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
@@ -31,11 +32,13 @@ from shardload.jobs.consistency import State, check_unchanged, contents_of, is_o
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
-from shardload.options import Options, pad_value
+from shardload.options import Options, fill_value, pad_value
+from shardload.planning.halo import HaloShards
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
+from shardload.transfer.halo_pieces import HaloPieces
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
@@ -43,6 +46,8 @@ from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 
 __all__ = ["ArrayLoad", "OpenSources", "OwnArray"]
+
+_UNNAMED = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +100,7 @@ class ArrayLoad:
 
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
-        return naming_errors(self.where, f"'{printable(self.info.dataset)}'")
+        return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
 
     @property
     def is_here(self) -> bool:
@@ -186,8 +191,11 @@ class OwnArray:
 
     Attributes
     ----------
+    shards : dict of int to Piece
+        This rank's pieces, by shard number, in the coordinates of the jax.Array.
     pieces : dict of int to Piece
-        This rank's pieces, by shard number.
+        What the exchange fills in them, by the number of the section (`Shards.sections_of`), in the coordinates of the file's
+        array. Without a halo the same.
     contents : State
         The source's state when it was opened, to compare with the other ranks' sources.
     array : jax.Array or None
@@ -200,6 +208,7 @@ class OwnArray:
 
     def __init__(self, load: ArrayLoad, rank: int) -> None:
         self.load, self.rank = load, rank
+        self.shards: dict[int, Piece] = {}
         self.pieces: dict[int, Piece] = {}
         self.contents: State = None
         self.array: jax.Array | None = None
@@ -210,6 +219,7 @@ class OwnArray:
         self._source: Source | None = None
         self._state: State = None
         self._early: EarlyPieces | None = None
+        self._halos: HaloPieces | None = None
 
     @property
     def reads(self) -> bool:
@@ -226,13 +236,21 @@ class OwnArray:
     def make_room(self) -> None:
         """Allocate the pieces and fill their padding. The exchange writes the rest."""
         layout, dtype = self.load.layout, self.load.plan.dtype
-        numbers = list(layout.schedule.shards.shards_of(self.rank))
-        regions = [layout.schedule.shards.region(shard) for shard in numbers]
+        shards = layout.schedule.shards
+        numbers = list(shards.shards_of(self.rank))
+        regions = [shards.region(shard) for shard in numbers]
         for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], dtype), strict=True):
-            piece = self.pieces[shard] = Piece(region, data)
-            held = layout.schedule.true_region(shard)
-            if held != region:
-                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if region.size else 0)
+            self.shards[shard] = Piece(region, data)
+        if isinstance(shards, HaloShards):
+            self._halos = HaloPieces(shards, self.load.plan.shape, self.shards, self.rank)
+            self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
+            self.pieces = self._halos.sections
+        else:
+            self.pieces = self.shards
+            for shard, piece in self.shards.items():
+                held = layout.schedule.true_region(shard)
+                if held != piece.region:
+                    fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
         self._early = EarlyPieces(self.load.plan.shape_global, self.load.plan.sharding)
 
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
@@ -267,7 +285,7 @@ class OwnArray:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's pieces."""
-        return sum(piece.data.nbytes for piece in self.pieces.values())
+        return sum(piece.data.nbytes for piece in self.shards.values())
 
     def move(self, seed: int, is_named: bool) -> ArrayMove:
         """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
@@ -296,15 +314,19 @@ class OwnArray:
 
     def _start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""
-        if self._early is not None:
-            self._early.start(piece.region, piece.data)
+        shard = piece if self._halos is None else self._halos.completed(piece)
+        if self._early is not None and shard is not None:
+            self._early.start(shard.region, shard.data)
 
     def assemble(self) -> None:
         """Hand the pieces to JAX."""
         started = time.perf_counter()
-        held = ((p.region, p.data) for p in self.pieces.values())
+        if self._halos is not None:
+            self._halos.finish()
+        held = ((p.region, p.data) for p in self.shards.values())
         plan = self.load.plan
         self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
+        remember(self.array, plan.extent)
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:
@@ -313,9 +335,9 @@ class OwnArray:
             info = self.load.info
             check_unchanged(str(info), self._state, self._source.state(), info.path, info.dataset)
 
-    def verify(self, sources: OpenSources) -> None:
+    def verify(self, sources: OpenSources | None) -> None:
         """Verify what the devices of this process hold, at the level that the caller asked for. `sources` opens the files."""
-        held = {piece.region: piece.data for piece in self.pieces.values()}
+        held = {piece.region: piece.data for piece in self.shards.values()}
         self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)
 
 

@@ -65,7 +65,9 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     nbytes = math.prod(plan.shape_global) * plan.dtype.itemsize
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
-    padded = f", padded to {_shape(plan.shape_global)}" if plan.shape_global != plan.shape else ""
+    halo = plan.halo_text
+    padded = f", padded to {_shape(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
+    padded += f", with halos {_shape(plan.shape_global)}" if halo else ""
     selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
     cast = f" cast to {plan.dtype}" if str(plan.dtype) != info.dtype else ""
     chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
@@ -74,7 +76,7 @@ def _facts(plan: Plan) -> dict[str, str]:
         "file": printable(plan.info.path),
         "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
         "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
-        f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}",
+        f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
         "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank",
         "taken": f"{plan.readers}: {plan.why}",
     }
@@ -142,4 +144,5 @@ def describe_job(made: Plan) -> str:
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "
         f"{p.n_ranks} ranks, shards {p.shards.cuts} on ranks {p.shards.table.describe()}"
+        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}"
     )

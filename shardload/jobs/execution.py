@@ -227,7 +227,7 @@ class Job:
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors(), ExitStack() as opened:
-                sources = OpenSources([own.load for own in mine.arrays], opened)
+                sources = OpenSources([own.load for own in mine.arrays], opened) if len(mine.arrays) > 1 else None
                 for own in mine.arrays:
                     with own.load.naming_errors():
                         own.verify(sources)
@@ -348,7 +348,9 @@ class Job:
         for own in arrays:
             with own.load.naming_errors():
                 own.make_room()
-        resources = opened.enter_context(Resources(buffers.slots, buffers.bell, self.staging.n_threads))
+        resources = opened.enter_context(
+            Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
+        )
         for own in arrays:
             with own.load.naming_errors():
                 own.make_reader(opened, resources, self.tuning)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardload.arrays.padding import Extent
 from shardload.arrays.sharding import devices_of_regions
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
@@ -74,7 +75,7 @@ class Plan:
     info : ArrayInfo
         The array in the file: name, format, shape, dtype, chunks, codec.
     shape, shape_global : tuple of int
-        The shape that is loaded (after `select`, without padding), and the shape of the jax.Array (with padding).
+        The shape that is loaded (after `select`, without padding and halos), and the shape of the jax.Array (with them).
     dtype : dtype
         Dtype of the jax.Array.
     sharding : NamedSharding
@@ -134,6 +135,26 @@ class Plan:
     def schedule(self) -> Schedule:
         """Which rank reads which block, and which rank needs which part of it."""
         return self._layout.schedule
+
+    @property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, self.halo)
+
+    @property
+    def halo(self) -> tuple[int, ...]:
+        """Rows of its neighbours that each shard has on either side, along each axis."""
+        return self.schedule.shards.halo_widths
+
+    @property
+    def halo_text(self) -> str:
+        """The halo as text: width and edge rule of each axis that has one. Empty without a halo."""
+        return self.schedule.shards.halo_text
+
+    @property
+    def shape_padded(self) -> tuple[int, ...]:
+        """The shape with padding, without halos."""
+        return self.extent.shape_without_halo
 
     @property
     def pieces_nbytes(self) -> int:

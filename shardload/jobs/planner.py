@@ -20,13 +20,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_spec, verify_layout
+from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
 from shardload.comm.topology import Machine
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
+from shardload.planning.halo import HaloShards
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -167,20 +168,28 @@ def _lay_out(ask: Ask, shape: tuple[int, ...], dtype: np.dtype[Any], name: str) 
     axes = read_spec(sharding, len(shape))
     shape_global = padded_shape(shape, axes, sharding, pad=pad is not None, name=name)
     sizes = tuple(sharding.mesh.shape.values())
-    held = [n // math.prod(sizes[m] for m in cut) for n, cut in zip(shape_global, axes, strict=True)]
+    cuts = [math.prod(sizes[m] for m in cut) for cut in axes]
+    halo = read_halo(ask.options.halo, ask.options.edge, shape, axes, cuts, name)
+    held = [n // c + 2 * h for n, c, h in zip(shape_global, cuts, halo.widths, strict=True)]
+    shape_held = tuple(n * c for n, c in zip(held, cuts, strict=True))
     # NumPy also counts the other axes if one is empty.
-    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_global, held))
+    nbytes, shard_nbytes = (math.prod(max(1, n) for n in extent) * dtype.itemsize for extent in (shape_held, held))
     if nbytes > _MOST_NBYTES or shard_nbytes > _MOST_SHARD_NBYTES:
         raise SourceError(
-            f"{name} would have shape {shape_global} as {dtype}, {tuple(held)} on each device: more than any machine can "
+            f"{name} would have shape {shape_held} as {dtype}, {tuple(held)} on each device: more than any machine can "
             "address. If that is no damage, pass select= with the part that is wanted"
         )
     if pad is not None:
         pad_value(pad, dtype)
+    for edge in halo.values:
+        pad_value(edge, dtype, "edge")
     if ranks.of_process is None:
-        return layout_shards(sharding, axes, shape_global, None, devices_per_rank=ranks.devices_per_rank)
+        shards = layout_shards(sharding, axes, shape_global, None, devices_per_rank=ranks.devices_per_rank)
+        return shards if halo.is_none else HaloShards.around(shards, halo)
     _refuse_lossy(dtype, name)
     shards = layout_shards(sharding, axes, shape_global, ranks.of_process)
+    if not halo.is_none:
+        shards = HaloShards.around(shards, halo)
     verify_layout(shards, sharding, ranks.rank)
     return shards
 

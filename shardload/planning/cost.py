@@ -323,6 +323,8 @@ def _decode_rate(codec: str, has_chunks: bool) -> float:
 def _has_gaps(schedule: Schedule) -> bool:
     """True if some block has gaps in its piece, so that it cannot be read straight into it. (Each shard is read by itself.)"""
     blocks, gapless = schedule.blocks, True
+    if schedule.shards.has_halo:
+        return True
     axes = zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.shard_shape, strict=True)
     for size, cell, phase, extent in reversed(list(axes)):
         if not gapless and min(size, cell, extent) > 1:

@@ -27,7 +27,7 @@ class Part:
     region : Region
         The elements, in global coordinates: all inside the block and inside the shard.
     shard : int
-        The shard whose piece they belong to.
+        The shard whose piece they belong to; with a halo, the section of a shard (`Shards.sections_of`).
     rank : int
         The rank at the other end: in the list of a block, the rank that holds the piece; in the list of a piece, the rank that
         owns the block.

@@ -131,6 +131,15 @@ class Region:
         base = (0,) * self.ndim if origin is None else origin
         return tuple([slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, base, strict=True)])
 
+    def moved(self, steps: Sequence[int]) -> Region:
+        """The region so many elements further along each axis.
+
+        >>> str(Region((4, 2), (6, 3)).moved((-1, 5)))
+        '[3:5, 7:8]'
+        """
+        start = tuple(a + s for a, s in zip(self.start, steps, strict=True))
+        return Region(start, tuple(b + s for b, s in zip(self.stop, steps, strict=True)))
+
     def split(self, max_size: int) -> Iterator[Region]:
         """Cut into regions of at most `max_size` elements, in C order. Most of them are whole runs of the leading axis.
 

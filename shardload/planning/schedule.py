@@ -113,9 +113,9 @@ class Schedule:
         """True if a rank reads or writes the file."""
         return self.strategy.is_owner(self, rank)
 
-    def true_region(self, shard: int) -> Region | None:
-        """The elements of a shard without padding; None if all of it is padding."""
-        return self.shards.region(shard).intersect(Region.whole(self.blocks.shape))
+    def true_region(self, section: int) -> Region | None:
+        """The elements of a section of a shard, without padding; None if all of it is padding."""
+        return self.shards.section(section).intersect(Region.whole(self.blocks.shape))
 
     def owned_blocks(self, rank: int) -> Iterator[Block]:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
@@ -128,9 +128,9 @@ class Schedule:
     # --- for strategies
 
     def pairs_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """The pairs of a block and a shard of this rank that share elements, ordered by block, then shard."""
+        """The pairs of a block and a section of this rank's shards that share elements, ordered by block, then section."""
         blocks, shards = [], []
-        for shard in self.shards.shards_of(rank):
+        for shard in self.shards.sections_of(rank):
             held = self.true_region(shard)
             if held is not None:
                 met = self.blocks.meeting_array(held)
@@ -145,7 +145,7 @@ class Schedule:
         return block, shard_
 
     def part(self, block: list[tuple[int, int]], shard: int, rank: int) -> Part:
-        """The part that a block (given by its bounds) and a shard have in common, if it is one message."""
+        """The part that a block (given by its bounds) and a section have in common, if it is one message."""
         met = list(zip(block, self.shards.grid.bounds(shard), strict=True))
         start = tuple([max(a, c) for (a, _), (c, _) in met])
         return Part(Region(start, tuple([min(b, d) for (_, b), (_, d) in met])), shard, rank)
@@ -153,12 +153,12 @@ class Schedule:
     @cached_property
     def is_never_split(self) -> bool:
         """True if every part fits into one message."""
-        part = map(min, self.blocks.cell, self.blocks.shape, self.shards.shard_shape)
+        part = map(min, self.blocks.cell, self.blocks.shape, self.shards.section_shape)
         return math.prod(part) * self.itemsize <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
 
     def messages(self, block: Region, shard: int) -> Iterator[Region]:
-        """The region that a block and a shard have in common, cut into messages."""
-        region = block.intersect(self.shards.region(shard))
+        """The region that a block and a section have in common, cut into messages."""
+        region = block.intersect(self.shards.section(shard))
         cap = min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
         return iter(()) if region is None else region.split(max(1, cap // self.itemsize))
 
@@ -183,12 +183,14 @@ def plan_direct(layout: SourceLayout, shards: Shards, n_ranks: int, *, max_nbyte
     chunks, file_itemsize = layout.chunks, layout.file_dtype.itemsize
 
     def cut(is_merged: bool) -> Schedule:
-        within = shards.reach if is_merged else shards.shard_shape
+        within = shards.reach if is_merged else shards.section_shape
         blocks = _cut_blocks(layout, max_nbytes, within=within)
         return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, Direct(is_merged))
 
-    if shards.most_held == 1:
+    if shards.sections_held == 1:
         return cut(False)
+    if shards.has_halo:  # sections of one rank overlap
+        return cut(layout.has_chunks)
     extent = shards.shard_shape
     if layout.has_chunks:
         axes = zip(shards.cuts, extent, chunks.cell, chunks.phase, strict=True)

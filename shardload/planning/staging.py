@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.tuning import default_tuning
 
 __all__ = ["Staging", "chunks_per_block", "least_staging", "least_together", "plan_staging"]
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
+_BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Staging:
         Number and size of the staging buffers for blocks.
     n_pack, pack_nbytes : int
         Number and size of the buffers into which parts with gaps are packed for messages.
+    batch_nbytes : int
+        Decoded bytes of the small chunks that a thread may hold at once; larger chunks are read one by one.
     """
 
     n_threads: int
@@ -40,6 +44,7 @@ class Staging:
     slot_nbytes: int
     n_pack: int
     pack_nbytes: int
+    batch_nbytes: int = field(default=0, repr=False)
 
     @property
     def n_blocks(self) -> int:
@@ -90,7 +95,8 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     >>> plan_staging([small, large], 32 << 20, n_threads=2) == plan_staging([large], 32 << 20, n_threads=2)
     True
     """
-    needs = [_need(schedule, layout) for schedule, layout in arrays]
+    batch_nbytes = min(default_tuning().batch_nbytes, cap_nbytes // _BATCHES_IN_CAP)
+    needs = [_need(schedule, layout, batch_nbytes) for schedule, layout in arrays]
     slot_nbytes, pack_nbytes = max(need.slot_nbytes for need in needs), max(need.pack_nbytes for need in needs)
     scratch_nbytes = _scratch_nbytes(needs)
     wanted_threads = min(n_threads, _MOST_THREADS, (cap_nbytes - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, scratch_nbytes))
@@ -99,7 +105,7 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
     wanted_slots = max(max(_SLOTS, n_threads * 2 // max(1, need.n_chunks) + 2) for need in needs)
     n_slots = max(1, min(wanted_slots, (left - n_pack * pack_nbytes) // max(1, slot_nbytes)))
-    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes)
+    return Staging(n_threads, n_slots, slot_nbytes, n_pack, pack_nbytes, batch_nbytes)
 
 
 def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
@@ -108,16 +114,24 @@ def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
     return max(n.slot_nbytes for n in needs) + max(n.pack_nbytes for n in needs) + _scratch_nbytes(needs)
 
 
-def _need(schedule: Schedule, layout: SourceLayout) -> _Need:
+def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _Need:
     itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
     n_chunks = chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
-    chunk_size, chunk_nbytes = layout.chunk_size, layout.chunk_nbytes
+    chunk_size = layout.chunk_size
+    is_small = layout.chunk_nbytes <= default_tuning().batched_chunk_nbytes
+    n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes))) if is_small else 1
+    held_nbytes = n_batch * layout.chunk_nbytes  # stored, between two stages, and decoded
     block_size = min(schedule.max_block_size, max(1, schedule.max_message_nbytes // schedule.itemsize))
     return _Need(
         n_chunks=n_chunks,
         slot_nbytes=max(block_size * itemsize, n_chunks * aligned(chunk_size * layout.wide_itemsize)),
         pack_nbytes=block_size * itemsize,
-        by_chunks=(chunk_nbytes, chunk_nbytes, chunk_nbytes, layout.casts * chunk_size * itemsize),
+        by_chunks=(
+            held_nbytes,
+            held_nbytes * (1 + (n_batch > 1)),
+            held_nbytes,
+            n_batch * layout.casts * chunk_size * (itemsize + (n_batch > 1) * file_itemsize),
+        ),
         by_blocks=layout.casts * block_size * file_itemsize,
     )
 

@@ -162,10 +162,11 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
         return tuple(
             Part(piece, shard, holder)
             for shard in shards.grid.meeting(region)
-            for holder in shards.holders(shard)
+            for holder in shards.section_holders(shard)
             for piece in schedule.messages(region, shard)
         )
-    met, counts, bounds = shards.grid.meeting_axes(region), shards.cuts, schedule.blocks.bounds(block)
+    met, counts, bounds = shards.grid.meeting_axes(region), shards.grid.counts, schedule.blocks.bounds(block)
+    holder = shards.section_holder
 
     def make(i: int) -> Part:
         i, k = divmod(i, n_holders)
@@ -173,7 +174,7 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
         for axis, count in zip(reversed(met), reversed(counts), strict=True):
             i, step = divmod(i, len(axis))
             shard, stride = shard + axis[step] * stride, stride * count
-        return schedule.part(bounds, shard, shards.table.holder(shard, k))
+        return schedule.part(bounds, shard, holder(shard, k))
 
     return Parts(make, range(math.prod(map(len, met)) * n_holders))
 
@@ -265,8 +266,8 @@ class Direct:
         return n_ranks
 
     def extent(self, schedule: Schedule) -> tuple[int, ...]:
-        """The shape of a shard; if merged, the extent of what a rank holds."""
-        return schedule.shards.reach if self.is_merged else schedule.shards.shard_shape
+        """The shape of a section; if merged, the extent of what a rank holds."""
+        return schedule.shards.reach if self.is_merged else schedule.shards.section_shape
 
     def is_owner(self, schedule: Schedule, rank: int) -> bool:
         """True if a rank holds any shard."""
@@ -289,7 +290,7 @@ class Direct:
         if self.is_merged:
             yield from self._merged(schedule, rank)
             return
-        for shard in schedule.shards.shards_of(rank):
+        for shard in schedule.shards.sections_of(rank):
             held = schedule.true_region(shard)
             for block in schedule.blocks.meeting(held) if held else ():
                 region = schedule.blocks.region(block).intersect(held) if held else None

@@ -72,10 +72,13 @@ def count_held(shards: Shards) -> tuple[int, int]:
 def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     """Number of chunks (elements, without chunks) that all ranks together, and the busiest rank, read in mode ``"direct"``.
 
-    Exact, except for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid: for
-    these ranks each shard is counted by itself, which gives an upper bound.
+    Exact, except for merged blocks over meshes in which more than some hundred ranks hold shards that do not form a grid, and
+    for merged blocks of ranks that hold several shards with halos: for these ranks each shard is counted by itself, which gives
+    an upper bound.
     """
     shards, chunks = schedule.shards, layout.chunks
+    if shards.has_halo:
+        return _count_direct_sections(schedule, layout)
     axes = zip(schedule.blocks.shape, shards.cuts, shards.shard_shape, chunks.cell, chunks.phase, strict=True)
     per_cut = [_met_by_cuts(*axis, has_chunks=layout.has_chunks) for axis in axes]
     is_merged = schedule.strategy == Direct(is_merged=True) and layout.has_chunks
@@ -176,6 +179,29 @@ def _union_of_boxes(per_cut: list[tuple[IntArray, IntArray]], index: list[IntArr
     return int(sizes[is_met.ravel()].sum())
 
 
+def _count_direct_sections(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
+    """`count_direct` if shards have halos. Where a rank holds several shards, an upper bound: shards are counted one by one."""
+    shards, chunks, shape = schedule.shards, layout.chunks, schedule.blocks.shape
+    is_merged = schedule.strategy == Direct(is_merged=True) and layout.has_chunks
+    lengths = []
+    for axis, (n_cut, cell, phase) in enumerate(zip(shards.cuts, chunks.cell, chunks.phase, strict=True)):
+        first, last, place = shards.along(axis, shape)
+        if layout.has_chunks:
+            first, last = (first + phase) // cell, np.where(last > first, -(-(last + phase) // cell), (first + phase) // cell)
+        along = np.bincount(place, weights=last - first, minlength=n_cut).astype(np.int64)
+        for i in np.unique(place[n_cut:]).tolist() if is_merged else ():  # the shards that have several sections here
+            of_shard = np.flatnonzero(place == i)
+            of_shard = of_shard[np.argsort(first[of_shard], kind="stable")]
+            along[i] = _union(first[of_shard], last[of_shard])
+        lengths.append(along)
+    if shards.table.boxes is not None:
+        total = (shards.table.n_holders or 1) * math.prod(int(along.sum()) for along in lengths)
+        return total, shards.most_held * math.prod(int(along.max(initial=0)) for along in lengths)
+    shard, rank = shards.table.holdings()
+    per_holding = _outer(lengths)[shard]
+    return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
+
+
 # --- root and parallel
 
 
@@ -184,19 +210,20 @@ def count_traffic(schedule: Schedule, ranks_per_node: int) -> Traffic:
     shards = schedule.shards
     if schedule.is_direct or schedule.blocks.n_cells == 0:
         return Traffic(0, 0, 0, 1.0, 1.0, True)
-    n_pairs = math.prod(_n_axis_pairs(*axis) for axis in _axes(schedule))
+    n_pairs = math.prod(_count_axis_pairs(schedule))
     if n_pairs * shards.n_replicas <= _MAX_TRIPLES:
         return _count_triples(schedule, ranks_per_node)
     stays, same_node = _sample_shares(schedule, ranks_per_node)
     n_holders = shards.table.n_holders or shards.n_replicas
     n_handovers = math.ceil(n_pairs * n_holders * same_node)
-    moved_nbytes = math.prod(schedule.blocks.shape) * schedule.itemsize * n_holders
+    n_wanted = [int(size.sum()) for _, _, size in _section_pairs(schedule)] if shards.has_halo else schedule.blocks.shape
+    moved_nbytes = math.prod(n_wanted) * schedule.itemsize * n_holders
     return Traffic(n_handovers, n_pairs * n_holders - n_handovers, moved_nbytes, same_node, stays, False)
 
 
 def _axes(schedule: Schedule) -> list[tuple[int, int, int, int]]:
     blocks = schedule.blocks
-    return list(zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.shard_shape, strict=True))
+    return list(zip(blocks.shape, blocks.cell, blocks.phase, schedule.shards.core_shape, strict=True))
 
 
 def _n_axis_pairs(size: int, cell: int, phase: int, extent: int) -> int:
@@ -220,12 +247,42 @@ def _axis_pairs(size: int, cell: int, phase: int, extent: int) -> tuple[IntArray
     return (low + phase) // cell, low // extent, np.diff(bounds)
 
 
+def _count_axis_pairs(schedule: Schedule) -> list[int]:
+    """Along each axis: the number of pairs of a block and a section that share elements."""
+    if schedule.shards.has_halo:
+        return [len(block) for block, _, _ in _section_pairs(schedule)]
+    return [_n_axis_pairs(*axis) for axis in _axes(schedule)]
+
+
+def _all_axis_pairs(schedule: Schedule) -> list[tuple[IntArray, IntArray, IntArray]]:
+    """Along each axis: the pairs of a block and a section that share elements, as block and shard, and how many they share."""
+    if schedule.shards.has_halo:
+        return _section_pairs(schedule)
+    return [_axis_pairs(*axis) for axis in _axes(schedule)]
+
+
+def _section_pairs(schedule: Schedule) -> list[tuple[IntArray, IntArray, IntArray]]:
+    """`_all_axis_pairs` where sections overlap: section by section."""
+    shards, blocks = schedule.shards, schedule.blocks
+    found = []
+    for axis, (cell, phase) in enumerate(zip(blocks.cell, blocks.phase, strict=True)):
+        low, high, place = shards.along(axis, blocks.shape)
+        first = (low + phase) // cell
+        n_met = np.where(high > low, -(-(high + phase) // cell) - first, 0)
+        section = np.repeat(np.arange(len(low)), n_met)
+        block = first[section] + np.arange(len(section)) - np.repeat(np.cumsum(n_met) - n_met, n_met)
+        start = block * cell - phase
+        size = np.minimum(high[section], start + cell) - np.maximum(low[section], start)
+        found.append((block, place[section], size))
+    return found
+
+
 def _count_triples(schedule: Schedule, ranks_per_node: int) -> Traffic:
     """Count exactly, over each block, shard and device."""
     block: Any = np.zeros((), dtype=np.int64)
     shard, size = block, block + 1
-    for axis, n_blocks, n_cut in zip(_axes(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
-        b, s, n = _axis_pairs(*axis)
+    for pairs, n_blocks, n_cut in zip(_all_axis_pairs(schedule), schedule.blocks.counts, schedule.shards.cuts, strict=True):
+        b, s, n = pairs
         block = np.add.outer(block * n_blocks, b)
         shard = np.add.outer(shard * n_cut, s)
         size = np.multiply.outer(size, n)

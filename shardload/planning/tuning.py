@@ -23,8 +23,13 @@ class Tuning:
     inline_nbytes : int
         Blocks up to this size are read by the thread that also calls MPI: passing one to another thread takes longer.
     min_chunk_nbytes : int
-        Smaller chunks are read by the format's own library, a block at a time. Decoding them one by one from Python costs more
-        than the library's lock.
+        Smaller chunks are read by the format's own library, a block at a time. What Python does for each of them, also in
+        batches, costs more than the library's lock.
+    batch_nbytes : int
+        Small chunks are read, decoded and copied together, up to so many decoded bytes at a time. Large enough that what is
+        done once for each batch does not count, small enough that a batch stays in the core's cache.
+    batched_chunk_nbytes : int
+        Larger chunks are read one by one: decoding one takes so long that the rest does not count.
     worth_sharing_nbytes : int
         Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
     tiny_nbytes : int
@@ -44,7 +49,9 @@ class Tuning:
     """
 
     inline_nbytes: int = 1 << 14
-    min_chunk_nbytes: int = 1 << 15
+    min_chunk_nbytes: int = 1 << 12
+    batch_nbytes: int = 1 << 20
+    batched_chunk_nbytes: int = 1 << 17
     worth_sharing_nbytes: int = 1 << 16
     tiny_nbytes: int = 1 << 14
     small_nbytes: int = 2 << 20

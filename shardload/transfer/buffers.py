@@ -93,10 +93,14 @@ class Slot:
 
 @dataclass
 class StagedBlock:
-    """One block in memory. `tiles` hold at least the parts for other ranks; parts for this rank's pieces are delivered."""
+    """One block in memory. `tiles` hold at least the parts for other ranks; parts for this rank's pieces are delivered.
+
+    `whole` is the tile of the whole block, if chunks are copied into it; otherwise each chunk becomes a tile.
+    """
 
     block: Block
     tiles: list[Tile] = field(default_factory=list)
+    whole: Tile | None = None
     slot: Slot | None = None
     release: Callable[[], None] = lambda: None
     n_sending: int = 0

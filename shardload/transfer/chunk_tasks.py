@@ -5,6 +5,8 @@ The source hands out whole chunks as they are stored (`Source.chunk_reader`). Ea
 1. straight into a piece, if the whole chunk belongs to that piece and lies there without gaps;
 2. else into a staging buffer, if another rank needs some of it;
 3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces.
+
+Small chunks are read in batches (`chunk_batches`), if the format can do that; one by one only if a batch can not be read.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.formats.base import ChunkReader, settle_bools
+from shardload.formats.base import BatchReader, ChunkReader, settle_bools
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
@@ -26,6 +28,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import Scratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.cast import cast_into
+from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
@@ -55,6 +58,8 @@ class ChunkTasks:
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
     n_threads : int
         Number of tasks that run at once.
+    batch_nbytes : int
+        Decoded bytes of the small chunks that are read together.
     """
 
     def __init__(
@@ -66,10 +71,14 @@ class ChunkTasks:
         names: Naming,
         counts: Counter,
         n_threads: int,
+        batch_nbytes: int = 0,
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
         self._names, self._counts, self._n_threads = names, counts, n_threads
         self._chunk_shape = layout.chunk_shape or ()
+        self._batches: ChunkBatches | None = None
+        if isinstance(reader, BatchReader) and 2 * layout.chunk_nbytes <= batch_nbytes:
+            self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, batch_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
 
     def needs_slot(self, block: Block) -> bool:
@@ -78,11 +87,24 @@ class ChunkTasks:
 
     def tasks(self, staged: StagedBlock) -> list[Callable[[Counters], None]]:
         """The tasks that read a block; they may run at the same time."""
+        batches = self._batches
+        if batches is not None:
+            boxes = batches.boxes(staged, self._n_threads)
+            if boxes:
+                n = min(self._n_threads, len(boxes))
+                return [partial(self._read_batches, batches, staged, boxes[k::n]) for k in range(n)]
         numbers = list(self._layout.chunks.meeting(staged.block.region))
         # Each task takes every n-th chunk, so that all end at about the same time.
         n = min(self._n_threads, len(numbers))
         places = list(enumerate(numbers))
         return [partial(self._read_chunks, staged, places[k::n]) for k in range(n)]
+
+    def _read_batches(
+        self, batches: ChunkBatches, staged: StagedBlock, boxes: Iterable[tuple[range, ...]], counters: Counters
+    ) -> None:
+        for box in boxes:
+            if not batches.read(staged, box, counters):
+                self._read_chunks(staged, enumerate(batches.numbers(box).tolist()), counters)
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
         block = staged.block
@@ -124,6 +146,8 @@ class ChunkTasks:
             values = self._decode(encoded, staged, place, region, parts, index)
             decoded = time.perf_counter()
             self._local.deliver(parts, region, values, counters)
+            if staged.whole is not None:
+                self._copy_into(staged.whole, parts, Tile(region, values))
         counters.read_seconds += fetched - started
         counters.decode_seconds += decoded - fetched
         counters.chunks_decoded += 1
@@ -143,7 +167,7 @@ class ChunkTasks:
             slice(a - i * c, b - i * c)
             for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
         )
-        travels = self._local.sends(parts)
+        travels = staged.whole is None and self._local.sends(parts)
         if staged.slot is not None and travels and not layout.casts:
             target = self._cut(staged, place, self._chunk_shape, layout.file_dtype)
         else:
@@ -162,6 +186,12 @@ class ChunkTasks:
         if travels:
             staged.tiles.append(Tile(region, values))  # from several threads: list.append is atomic
         return values
+
+    def _copy_into(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> None:
+        """Copy what other ranks need of a chunk into the tile of the whole block."""
+        for common in {part.region.intersect(tile.region) for part in parts if not self._local.is_own(part)}:
+            if common is not None:
+                np.copyto(whole.view(common), tile.view(common), casting="no")
 
     def _in_place(self, parts: list[Part], region: Region) -> Array | None:
         """The region of the chunk in this rank's own piece, if it can be decoded straight into it; else None."""

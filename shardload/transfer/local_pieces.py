@@ -47,6 +47,19 @@ class LocalPieces:
         view = self._pieces[parts[0].shard].view(region)
         return view if view.flags.c_contiguous else None
 
+    @property
+    def has_checksums(self) -> bool:
+        """True if each copied part is compared with its source."""
+        return self._checksums
+
+    def is_own(self, part: Part) -> bool:
+        """True if a part stays on this rank."""
+        return part.rank == self._rank
+
+    def view(self, part: Part, region: Region) -> Array:
+        """The memory of `region` in the piece of an own part."""
+        return self._pieces[part.shard].view(region)
+
     def deliver(self, parts: Iterable[Part], region: Region, values: Array, counters: Counters) -> None:
         """Copy `values` (of `region`) into this rank's pieces, as far as `parts` say.
 

@@ -48,8 +48,10 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
     def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
         if not plan.is_direct:
             return beginning_in(read.region, numbers, chunks)
-        own = [part.region for part in read.parts if plan.shards.holders(part.shard)[0] == rank]
-        return np.sort(np.concatenate([numbers[:0], *(beginning_in(region, numbers, chunks) for region in own)]))
+        shards = plan.shards
+        own = [shards.own(part.shard, part.region) for part in read.parts if shards.section_holders(part.shard)[0] == rank]
+        begin = (beginning_in(region, numbers, chunks) for region in own if region is not None)
+        return np.sort(np.concatenate([numbers[:0], *begin]))
 
     return counts
 

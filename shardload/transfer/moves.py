@@ -116,6 +116,10 @@ class PiecesToBlocks:
 
     schedule: Schedule
 
+    def __post_init__(self) -> None:
+        if self.schedule.shards.has_halo:
+            raise ValueError("shards with halos have elements that belong to other shards, so they cannot be written back")
+
     @property
     def ndim(self) -> int:
         """See `Flow`."""

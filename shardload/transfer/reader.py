@@ -107,7 +107,8 @@ class SourceReader:
             self._ways: _Tasks = BlockTasks(source, *shared)
             self._threads, self._n_at_a_time = Lane(resources.pool), 1
         else:
-            self._ways = ChunkTasks(chunk_reader, *shared, resources.n_threads)
+            batch_nbytes = resources.batch_nbytes if layout.chunk_nbytes <= tuning.batched_chunk_nbytes else 0
+            self._ways = ChunkTasks(chunk_reader, *shared, resources.n_threads, batch_nbytes)
             self._threads, self._n_at_a_time = resources.pool, resources.n_threads
         self._is_by_chunks = chunk_reader is not None
         self._tasks: list[Future[None]] = []  # tasks that were started and may not have ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardload.comm.shared_memory import Bell
 from shardload.errors import StallError
+from shardload.planning.tuning import default_tuning
 from shardload.system.scratch import Scratch
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Slots
@@ -24,10 +25,13 @@ class Resources:
         Rung when a task is done.
     n_threads : int
         Number of chunks that are decoded at once, over all arrays.
+    batch_nbytes : int, optional
+        Decoded bytes of the small chunks that a thread holds at once.
     """
 
-    def __init__(self, slots: Slots, bell: Bell | None = None, n_threads: int = 1) -> None:
+    def __init__(self, slots: Slots, bell: Bell | None = None, n_threads: int = 1, batch_nbytes: int | None = None) -> None:
         self.slots, self.bell, self.n_threads = slots, bell, n_threads
+        self.batch_nbytes = default_tuning().batch_nbytes if batch_nbytes is None else batch_nbytes
         self.pool = Pool(n_threads, "shardload-read")
         self.scratch = Scratch()
 

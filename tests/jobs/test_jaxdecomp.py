@@ -1,4 +1,4 @@
-"""A client that is not ours: jaxDecomp takes the pencils that shardload makes, and its FFT is NumPy's."""
+"""A client that is not ours: jaxDecomp takes the pencils that shardload makes, and its FFT is NumPy's; its halos are ours."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ SCRIPT = Path(__file__).parent / "scripts" / "jaxdecomp_client.py"
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_fft_of_loaded_pencils_is_numpys(tmp_path: Path, n: int) -> None:
-    """Wrong if what we call the sharding P('x', 'y') of a mesh were not what another library takes it to be."""
+    """Wrong if what we call the sharding P('x', 'y') of a mesh were not what another library takes it to be, or if `halo` gave
+    other rows than the exchange between devices: of another neighbour, or other corners. (One process has no neighbour.)
+    """
     job = run_job([SCRIPT, tmp_path], n, timeout=240, env={"PYTHONPATH": str(ROOT)}, fresh=n != 4).check()
     for out in job.rank_stdout:
         found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
         assert found["shards"] == 4
         assert found["error"] < 3e-5
+        assert found["halos"] == (6 if n > 1 else 0)

@@ -268,7 +268,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, n
 def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if arrays were verified, or files opened, one by one: five arrays by two spellings of a file's name."""
     n, mesh = unit(), mesh_of()
-    written = [snap[0], f"{snap[0]}:/gas/mask", str(Path(snap[0]).parent / "." / "snap.h5"), snap[0], snap[0]]
+    written = [snap[0], f"{snap[0]}:/gas/mask", f"{Path(snap[0]).parent}/./snap.h5", snap[0], snap[0]]
     names = ["gas/rho", None, "gas/mask", "stars/vel", "stars/pos"]
     how: dict[str, Any] = {"dataset": names, "pad": 0, "readers": "parallel", "verify": verify}
     shardload.load(written, mesh, P(), **how)  # what is made once for a communicator is there

@@ -143,7 +143,7 @@ def test_description_tells_different_options_apart() -> None:
         "allow_external",
         "untrusted",
     }
-    names |= {"allow_filters"}
+    names |= {"allow_filters", "halo", "edge"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -158,6 +158,8 @@ def test_description_tells_different_options_apart() -> None:
         allow_external=True,
         untrusted=True,
         allow_filters="zfp",
+        halo={0: 1},
+        edge=("wrap", 0),
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}
@@ -165,6 +167,31 @@ def test_description_tells_different_options_apart() -> None:
         assert Options.check(pad=a).describe() != Options.check(pad=b).describe()
     # How a rank shows progress is its own affair.
     assert Options.check(progress=True).describe() == base
+
+
+@pytest.mark.parametrize("halo", [0, 3, np.int64(2), (1, 0), [np.int32(2)], {-1: 2, 0: 1}])
+def test_halo(halo: Any) -> None:
+    found = Options.check(halo=halo).halo
+    assert found == (tuple(halo) if isinstance(halo, list) else halo)
+    assert type(found) in (int, tuple, dict)
+    assert Options.check(halo=halo).describe() == Options.check(halo=found).describe()
+
+
+@pytest.mark.parametrize("halo", [-1, True, np.True_, 1.0, "2", None, (1, -1), (1, True), {0: 1.5}, {"a": 1}, {True: 1}, [[1]]])
+def test_bad_halo(halo: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"halo is {halo!r}; expected the number of rows")):
+        Options.check(halo=halo)
+
+
+@pytest.mark.parametrize("edge", ["Wrap", "reflect", None, True, (0, "x"), {0: None}, {"a": 0}, [[0]]])
+def test_bad_edge(edge: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"edge is {edge!r}; expected what lies beyond the ends")):
+        Options.check(edge=edge)
+
+
+@pytest.mark.parametrize("edge", ["wrap", "edge", 0, math.nan, np.float32(1), 1j, ("wrap", -1), {1: "edge"}])
+def test_edge(edge: Any) -> None:
+    assert Options.check(edge=edge).edge is edge or Options.check(edge=edge).edge == edge
 
 
 def test_helpers_may_take_what_staging_and_timeout_allow() -> None:

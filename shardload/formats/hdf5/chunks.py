@@ -11,10 +11,10 @@ asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in th
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import zlib
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,8 @@ import h5py
 import numpy as np
 from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did not always take (h5py issue 2764)
 
-from shardload.formats.base import Encoded, Room, fresh
-from shardload.formats.codecs import Chain, Stage, blosc, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.base import Encoded, Room, Spans, fresh
+from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
@@ -34,7 +34,10 @@ __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
 _LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
 _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
+_TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
 _NOWHERE = 2**64 - 1
+
+_Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]  # offset, size and filter mask of each chunk
 
 
 def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
@@ -133,7 +136,7 @@ class Hdf5Chunks:
         self._fill = fill_value(dataset, dtype)
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
         self._listing = threading.Lock()
-        self._listed: tuple[array[int], array[int], array[int]] | None = None  # offsets, sizes, masks
+        self._listed: _Listed | None = None
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._n_fetched = 0
 
@@ -156,7 +159,7 @@ class Hdf5Chunks:
         if listed is None:
             return self._fetch_by_hdf5(offsets, room)
         at = _flat_index(index, self._grid)
-        place = _Place(*(column[at] for column in listed))
+        place = _Place(*(int(column[at]) for column in listed))
         if place.offset == _NOWHERE:
             return None
         if place.nbytes > self._most_nbytes:
@@ -174,6 +177,47 @@ class Hdf5Chunks:
             out[...] = self._fill
         else:
             self._chain.decode(encoded.data, out, encoded.skipped)
+
+    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
+        """Read a box of chunks as they are stored: see `BatchReader`. None if filters were left out for any of them."""
+        if len(box) != len(self._grid) or any(
+            not 0 <= axis.start <= axis.stop <= n for axis, n in zip(box, self._grid, strict=True)
+        ):
+            raise ValueError(f"there are no chunks {box} in a grid of {self._grid}")
+        n = math.prod(map(len, box))
+        if self._is_empty:
+            return [None] * n
+        if not self._chain.takes_many:
+            return None
+        listed = self._places(n)
+        if listed is None:
+            return self._fetch_many_by_hdf5(box, room)
+        at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
+        for axis, count in zip(box, self._grid, strict=True):
+            at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
+        at = at.reshape(-1)
+        offsets, sizes, masks = (column[at] for column in listed)
+        stored = offsets != _NOWHERE
+        offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
+        is_usual = not masks[stored].any() and (sizes <= self._most_nbytes).all() and (offsets >= 0).all()
+        if not is_usual or (offsets + sizes > self._raw.nbytes).any():
+            return None
+        # A chunk at the array's edge that is as long as its values may not have been filtered: see `_encoded`.
+        reaches_over = any(axis.stop * c > end for axis, c, end in zip(box, self._chunk, self._shape, strict=True))
+        if reaches_over and self._filters and (sizes == self._chain.nbytes).any():
+            return None
+        spans = Spans(offsets, sizes)
+        read = self._raw.read_spans(spans, room(spans.nbytes))
+        if len(read) == n:
+            return list(read)
+        found: list[Any] = [None] * n
+        for k, one in zip(np.flatnonzero(stored).tolist(), read, strict=True):
+            found[k] = one
+        return found
+
+    def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
+        """Decode chunks that `fetch_many` returned: see `BatchReader`."""
+        decode_many(self._chain, stored, out, self._fill)
 
     def _encoded(self, data: np.ndarray[Any, Any], mask: int, offsets: tuple[int, ...]) -> Encoded:
         n = len(self._filters)
@@ -226,6 +270,16 @@ class Hdf5Chunks:
         self._whole.check()  # HDF5 gives zeros past the end of the file
         return self._encoded(np.frombuffer(data, dtype=np.uint8), mask, offsets)
 
+    def _fetch_many_by_hdf5(self, box: Sequence[range], room: Room) -> list[Any] | None:
+        """Do the same as `fetch_many`, without knowing where the chunks are."""
+        found: list[Any] = []
+        for index in itertools.product(*box):
+            one = self._fetch_by_hdf5(tuple(k * c for k, c in zip(index, self._chunk, strict=True)), room)
+            if one is not None and one.skipped:
+                return None
+            found.append(None if one is None else one.data.tobytes())  # the next chunk has the same room
+        return found
+
     def _read_by_hdf5(self, offsets: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Values of a chunk, decoded by HDF5, but in the byte order of the file."""
         out = np.zeros(self._chunk, self._dtype)
@@ -237,45 +291,58 @@ class Hdf5Chunks:
         self._whole.check()
         return out.reshape(-1).view(np.uint8)
 
-    def _places(self) -> tuple[array[int], array[int], array[int]] | None:
-        """Where all chunks are; None while listing them would cost too much for the number of chunks asked for so far."""
+    def _places(self, n: int = 1) -> _Listed | None:
+        """Where all chunks are; None while listing them would cost too much for the number of chunks asked for so far.
+
+        `n` is the number of chunks that are asked for now.
+        """
         if self._listed is not None or not self._may_list:
             return self._listed
         with self._listing:
-            self._n_fetched += 1
+            self._n_fetched += n
             worth = math.prod(self._grid) <= _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
             if self._listed is None and self._may_list and worth:
                 self._listed = self._list()
                 self._may_list = self._listed is not None
             return self._listed
 
-    def _list(self) -> tuple[array[int], array[int], array[int]] | None:
+    def _list(self) -> _Listed | None:
         """Offset, size and filter mask of every chunk; None if HDF5 contradicts itself."""
         n = math.prod(self._grid)
-        found = array("Q", [_NOWHERE]) * n, array("Q", [0]) * n, array("I", [0]) * n
+        found = np.full(n, _NOWHERE, dtype=np.uint64), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.uint32)
+        told: list[Any] = []
 
-        steps = [math.prod(self._grid[k + 1 :]) for k in range(len(self._grid))]
-        axes = list(zip(self._chunk, self._shape, steps, strict=True))
-        places, sizes, masks = found
-
-        def keep(stored: Any) -> None:
-            offsets, mask, place, nbytes = stored
-            at = 0
-            for offset, (length, end, step) in zip(offsets, axes, strict=True):
-                if offset >= end:
-                    return  # outside the array: the index is damaged
-                at += offset // length * step
-            places[at], sizes[at], masks[at] = place, nbytes, mask
+        def tell(chunk: Any) -> None:
+            told.append(chunk)
+            if len(told) == _TOLD_AT_ONCE:
+                self._note(told, found)
+                told.clear()
 
         with phil:
-            self._identifier.chunk_iter(keep)
-            last = next((at for at in range(n - 1, -1, -1) if found[0][at] != _NOWHERE), None)
+            # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
+            self._identifier.chunk_iter(told.append if n <= _TOLD_AT_ONCE else tell)
+            self._note(told, found)
+            last = next(iter(np.flatnonzero(found[0] != _NOWHERE)[::-1].tolist()), None)
             if last is not None:
                 offsets = tuple(int(k) * c for k, c in zip(np.unravel_index(last, self._grid), self._chunk, strict=True))
-                told = self._identifier.get_chunk_info_by_coord(offsets)
-                if (told.byte_offset, told.size, told.filter_mask) != tuple(column[last] for column in found):
+                info = self._identifier.get_chunk_info_by_coord(offsets)
+                if (info.byte_offset, info.size, info.filter_mask) != tuple(int(column[last]) for column in found):
                     return None
         return found
+
+    def _note(self, told: list[Any], found: _Listed) -> None:
+        """Add to a list what HDF5 says of some chunks."""
+        if not told:
+            return
+        offsets, masks, places, sizes = zip(*told, strict=True)
+        ndim = len(self._grid)
+        coordinates = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim)
+        at, is_inside = np.zeros(len(told), dtype=np.int64), np.ones(len(told), dtype=bool)
+        for axis, c, end, count in zip(coordinates.T, self._chunk, self._shape, self._grid, strict=True):
+            is_inside &= (axis >= 0) & (axis < end)  # outside the array: the index is damaged
+            at = at * count + axis // c
+        for column, values in zip(found, (places, sizes, masks), strict=True):
+            column[at[is_inside]] = np.array(values, dtype=column.dtype)[is_inside]
 
 
 def _is_safe_for_hdf5(applied: Sequence[Stage], data: np.ndarray[Any, Any], nbytes: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from shardload.formats.base import read_at
+from shardload.formats.base import Spans, read_at
 
 __all__ = ["RawFile", "plain_descriptor", "swap_size"]
 
@@ -80,6 +80,10 @@ class RawFile:
         """
         if read_at(self._alive(), out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
+
+    def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
+        """Several pieces of the file, in `room`. OSError as for `read_into`."""
+        return spans.read(self._alive(), room)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -12,19 +12,22 @@ can have. docs/design/zarr.md has measurements against zarr-python, zarrs and Te
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
 import zarr
 import zarr.storage
 
-from shardload.formats.base import ArrayInfo, Encoded, Room, fresh, read_at
-from shardload.formats.codecs import Chain
+from shardload.formats.base import ArrayInfo, Encoded, Room, Spans, fresh, read_at
+from shardload.formats.codecs import Chain, decode_many
 from shardload.formats.containment import TARGET_HINT, Fence, NotAFileError, OutsideError, kind_of
 from shardload.formats.zarr.metadata import MOST_INDEX_NBYTES, Layout, NotCovered, layout_of
 from shardload.formats.zarr.store import inner_store
@@ -35,6 +38,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 # The most shards whose file and index are kept. A limit of 1024 open files is common.
 _MOST_SHARDS = 64
+
+_PLAIN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 # Offset and length, in a shard's index, of a missing chunk.
 _MISSING = 2**64 - 1
@@ -160,6 +165,31 @@ class ZarrChunks:
         else:
             self._chain.decode(encoded.data, out, encoded.skipped)
 
+    def fetch_many(self, box: Sequence[range], room: Room = fresh) -> list[Any] | None:
+        """Read a box of chunks as they are stored: see `BatchReader`. Errors are those of `fetch`."""
+        if not self._chain.takes_many or not box:
+            return None
+        if any(not 0 <= axis.start <= axis.stop <= n for axis, n in zip(box, self._n_chunks, strict=True)):
+            raise ValueError(f"there are no chunks {box} in a grid of {self._n_chunks}")
+        if self._shards is not None:
+            return self._shards.read_many(box, self._most, room)
+        *outer, inner = box
+        found: list[Any] = []
+        with ExitStack() as opened:
+            folders: dict[str, _Folder] = {}
+            for row in itertools.product(*outer):
+                first = os.path.join(self._folder, self._layout.key((*row, 0)))
+                name, _, stem = first[:-1].rpartition("/")  # only the number of the last axis differs in a row
+                if name not in folders:
+                    folders[name] = opened.enter_context(closing(_Folder(name, self._fence)))
+                read = folders[name].read
+                found += [read(f"{stem}{k}", self._most) for k in inner]
+        return found
+
+    def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
+        """Decode chunks that `fetch_many` returned: see `BatchReader`."""
+        decode_many(self._chain, stored, out, self._fill)
+
     def close(self) -> None:
         """Close the shards that are kept open."""
         if self._shards is not None:
@@ -202,6 +232,18 @@ class _Shard:
             )
         return _bytes_at(self._fd, self._path, offset, nbytes, room)
 
+    def places(self, box: tuple[slice, ...], most: int) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Offset and size of each chunk in a box of this shard, (-1, -1) if it is missing; None if `read` would raise."""
+        found = self._index[box].astype(np.int64)  # a missing chunk has the largest unsigned numbers, which become -1
+        offsets, sizes = found[..., 0], found[..., 1]
+        is_missing = (offsets == -1) & (sizes == -1)
+        fits = (offsets >= 0) & (sizes >= 0) & (sizes <= most) & (offsets <= self._nbytes - sizes)
+        return found if bool((fits | is_missing).all()) else None
+
+    def read_spans(self, spans: Spans, room: Bytes) -> list[memoryview]:
+        """The stored bytes of several chunks."""
+        return spans.read(self._fd, room)
+
 
 class _Slot:
     """One requested shard. The first thread that has `lock` opens it; `shard` stays None if there is no such file."""
@@ -229,6 +271,39 @@ class _Shards:
             None if shard is None else shard.read(tuple(i % n for i, n in zip(index, self._per_shard, strict=True)), most, room)
         )
 
+    def read_many(self, box: Sequence[range], most: int, room: Room) -> list[Any] | None:
+        """The stored bytes of a box of chunks, in C order; None if the index of a shard must be looked at chunk by chunk."""
+        found = np.full(tuple(map(len, box)), None, dtype=object)
+        parts: list[tuple[_Shard, Spans, tuple[slice, ...], Any]] = []
+        axes = [range(axis.start // n, -(-axis.stop // n)) for axis, n in zip(box, self._per_shard, strict=True)]
+        for at in itertools.product(*axes):
+            shard = self._shard(at)
+            if shard is None:
+                continue
+            bounds = [
+                (max(axis.start, i * n), min(axis.stop, (i + 1) * n))
+                for axis, i, n in zip(box, at, self._per_shard, strict=True)
+            ]
+            within = tuple(slice(a - i * n, b - i * n) for (a, b), i, n in zip(bounds, at, self._per_shard, strict=True))
+            places = shard.places(within, most)
+            if places is None:
+                return None
+            stored = places[..., 0] >= 0
+            here = tuple(slice(a - axis.start, b - axis.start) for (a, b), axis in zip(bounds, box, strict=True))
+            parts.append((shard, Spans(places[stored][:, 0], places[stored][:, 1]), here, stored))
+        if len(parts) == 1 and parts[0][3].size == found.size and bool(parts[0][3].all()):
+            shard, spans, *_ = parts[0]
+            return list(shard.read_spans(spans, room(spans.nbytes)))
+        data, begin = room(sum(spans.nbytes for _, spans, _, _ in parts)), 0
+        for shard, spans, here, stored in parts:
+            values = np.full(stored.shape, None, dtype=object)
+            read = np.empty(int(stored.sum()), dtype=object)
+            read[:] = shard.read_spans(spans, data[begin : begin + spans.nbytes])
+            values[stored] = read
+            found[here] = values
+            begin += spans.nbytes
+        return list(found.reshape(-1))
+
     def clear(self) -> None:
         """Forget all shards, which closes them."""
         with self._lock:
@@ -247,6 +322,55 @@ class _Shards:
                 slot.shard = None if fd is None else _Shard(fd, path, self._layout, self._per_shard)
                 slot.is_opened = True
             return slot.shard
+
+
+class _Folder:
+    """An open folder with chunk files: a file in it is found by its name alone.
+
+    Only what cannot be wrong is done here: regular files, no links. The rest is left to `_read_file`, which says what is wrong.
+    """
+
+    def __init__(self, path: str, fence: Fence) -> None:
+        self._path, self._fence, self._fd, self._is_there = path, fence, -1, True
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._is_there = False
+        except OSError:
+            return
+        if self._fd >= 0 and not fence.holds_open(self._fd, path):
+            self.close()
+
+    def read(self, name: str, most: int) -> Any | None:
+        """The content of a file of at most `most` bytes; None if there is no such file."""
+        if not self._is_there:
+            return None
+        if self._fd < 0:
+            return self._with_care(name, most)
+        try:
+            fd = os.open(name, _PLAIN, dir_fd=self._fd)
+        except FileNotFoundError:
+            return None
+        except OSError:  # a link, a socket
+            return self._with_care(name, most)
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISREG(found.st_mode) and found.st_size <= most:
+                data = os.pread(fd, found.st_size, 0)
+                if len(data) == found.st_size:
+                    return data
+        finally:
+            os.close(fd)
+        return self._with_care(name, most)
+
+    def _with_care(self, name: str, most: int) -> Bytes | None:
+        return _read_file(os.path.join(self._path, name), most, fresh, self._fence)
+
+    def close(self) -> None:
+        """Close the folder. May be called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open_file(path: str, fence: Fence) -> int | None:

@@ -1,6 +1,7 @@
 """Load a field as the pencils that jaxDecomp wants, transform it with jaxDecomp, and compare each shard with NumPy.
 
-``jaxdecomp_client.py FOLDER``. Prints the largest error relative to the largest mode, one line of JSON a rank.
+``jaxdecomp_client.py FOLDER``. Prints the largest error relative to the largest mode, one line of JSON a rank. With several
+processes it also compares loads with halos, bit by bit, with jaxDecomp's exchange of the plain load; prints how many shards.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import h5py
 import jax
+import jax.numpy as jnp
 import jaxdecomp
 import numpy as np
 import zarr
@@ -22,6 +25,8 @@ import shardload
 from tests.mpi.support import check, grid_shape, on_root
 
 SHAPE = (8, 12, 16)
+HALO = (3, 2)  # of axes x and y, for those that are cut: jaxDecomp exchanges no others
+PERIODS = ((True, True), (False, False), (True, False))
 
 
 def main(folder: str) -> None:
@@ -52,7 +57,27 @@ def main(folder: str) -> None:
         assert back.shape == SHAPE
         for shard in back.addressable_shards:
             errors.append(float(np.abs(np.asarray(shard.data) - values[shard.index]).max() / np.abs(values).max()))
-    print(json.dumps({"error": max(errors), "shards": len(errors)}))
+    n_halos = compare_halos(paths, mesh) if comm.size > 1 else 0
+    print(json.dumps({"error": max(errors), "shards": len(errors), "halos": n_halos}))
+
+
+def compare_halos(paths: list[str], mesh: Any) -> int:
+    """Loads with halos against the plain load, padded and exchanged by jaxDecomp; returns how many shards were compared."""
+    width = tuple(h if n > 1 else 0 for h, n in zip(HALO, mesh.shape.values(), strict=True))
+    padding, spec = [(h, h) for h in (*width, 0)], P("x", "y")
+    pad = jax.shard_map(lambda shard: jnp.pad(shard, padding, constant_values=-9), mesh=mesh, in_specs=spec, out_specs=spec)
+    padded = pad(shardload.load(paths[0], mesh, spec))
+    n = 0
+    for periods in PERIODS:
+        expected = jaxdecomp.halo_exchange(padded, width, periods)
+        by_device = {shard.device: np.asarray(shard.data) for shard in expected.addressable_shards}
+        for path in paths:
+            found = shardload.load(path, mesh, spec, halo=width, edge=["wrap" if p else 0 for p in periods], verify="full")
+            assert found.shape == expected.shape, (found.shape, expected.shape)
+            for shard in found.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), by_device[shard.device], strict=True)
+                n += 1
+    return n
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from shardload.formats.base import ChunkReader, Encoded, Source
 from shardload.formats.hdf5 import chunks as hdf5_chunks
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
+from tests.unit.batches import check_batches
 from tests.unit.files import DTYPES, SHAPES, chunks_of, flat, write_hdf5
 
 LIBVERS: tuple[Any, ...] = ("earliest", "latest")
@@ -98,6 +99,7 @@ def check(path: Path | str, name: str) -> np.ndarray[Any, Any]:
     reader = source.chunk_reader()
     assert reader is not None, name
     np.testing.assert_array_equal(assemble(source, reader), expected, err_msg=name, strict=True)
+    check_batches(source, expected)
     source.close()
     return expected
 

@@ -25,6 +25,7 @@ from shardload.formats.lookup import open_source
 from shardload.formats.zarr import chunks as zarr_chunks
 from shardload.formats.zarr import metadata as zarr_layout
 from shardload.formats.zarr.metadata import NotCovered, layout_of
+from tests.unit.batches import check_batches
 from tests.unit.files import DTYPES, SHAPES, flat, read_all, write_zarr
 
 pytestmark = pytest.mark.filterwarnings(
@@ -91,6 +92,8 @@ def check(path: str | Path, name: str, expected: np.ndarray[Any, Any]) -> None:
     found = read_chunks(source)
     np.testing.assert_array_equal(found, native, strict=True)
     assert found.tobytes() == read_all(source).tobytes()
+    if native.ndim:
+        assert check_batches(source, native) == len(chunk_indices(source)), "all encodings are read in batches too"
     source.close()
 
 

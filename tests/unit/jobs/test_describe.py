@@ -44,6 +44,11 @@ class Fake:
     why: str = "because"
     costs: Mapping[str, Cost] = field(default_factory=lambda: {"root": ROOT, "parallel": PARALLEL, "direct": DIRECT})
     staging_nbytes: int = 256 << 20
+    halo_text: str = ""
+
+    @property
+    def shape_padded(self) -> tuple[int, ...]:
+        return self.shape_global
 
 
 WHY = "each rank by itself would decode 4x the array in all; once in the job, and 768.0 KiB sent between ranks, is faster"

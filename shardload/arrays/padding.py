@@ -1,0 +1,328 @@
+"""Which elements of a loaded array are the file's, and which are padding or halo?
+
+A load may give an array that is larger than the file's: `pad` adds elements at the end of an axis, `halo` adds the neighbours'
+rows to each shard. An `Extent` says where the file's own elements are, each exactly once: in the core of its shard, before the
+padding. It is a few integers, and each axis is independent of the others.
+
+1. `remember` keeps the extent of each array that a load returns, for as long as that array exists. `extent_of` finds it again.
+   It knows the array object itself: an array that was computed from it is another object, so it is never taken for it.
+2. `make_mask` makes the boolean array: each process makes its own shards, and nothing is sent.
+3. `to_numpy` and `cut_out` return the file's elements alone: as a NumPy array, or as a `jax.Array` where the mesh can hold it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardload.arrays.sharding import read_spec
+from shardload.errors import ConfigError
+
+__all__ = ["Extent", "cut_out", "extent_of", "make_mask", "remember", "to_numpy"]
+
+Array = np.ndarray[Any, Any]
+Index = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where the file's elements are in an array that may have padding and halos.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape without padding and halos.
+    shape_global : tuple of int
+        Shape of the jax.Array.
+    cuts : tuple of int
+        Number of shards along each axis. It matters on an axis with a halo only.
+    halo : tuple of int
+        Rows that each shard has on either side in addition to its own, along each axis.
+
+    Examples
+    --------
+    Seven elements, padded to eight, over two shards with a halo of one:
+
+    >>> e = Extent((7,), (12,), (2,), (1,))
+    >>> e.own(0).astype(int).tolist()
+    [0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0]
+    """
+
+    shape: tuple[int, ...]
+    shape_global: tuple[int, ...]
+    cuts: tuple[int, ...]
+    halo: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True if there is neither padding nor halo."""
+        return self.shape == self.shape_global
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of a shard, with padding and halo."""
+        return tuple(n // c for n, c in zip(self.shape_global, self.cuts, strict=True))
+
+    @property
+    def shape_without_halo(self) -> tuple[int, ...]:
+        """Shape with padding, without halo."""
+        return tuple(n - 2 * c * h for n, c, h in zip(self.shape_global, self.cuts, self.halo, strict=True))
+
+    def places(self, axis: int, start: int = 0, stop: int | None = None) -> Index:
+        """For each position of the jax.Array along an axis: its index in the file's array; -1 for padding and halo."""
+        stop = self.shape_global[axis] if stop is None else stop
+        extent, halo = max(1, self.shard_shape[axis]), self.halo[axis]
+        shard, at = np.divmod(np.arange(start, stop, dtype=np.int64), extent)
+        at -= halo
+        index: Index = shard * (extent - 2 * halo) + at
+        index[(at < 0) | (at >= extent - 2 * halo) | (index >= self.shape[axis])] = -1
+        return index
+
+    def own(self, axis: int, start: int = 0, stop: int | None = None) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """For each position of the jax.Array along an axis: whether it is the file's."""
+        found: np.ndarray[Any, np.dtype[np.bool_]] = self.places(axis, start, stop) >= 0
+        return found
+
+
+# --- which extent has an array?
+
+# By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
+_loaded: dict[int, tuple[weakref.ref[Any], Extent]] = {}
+
+
+def remember(array: jax.Array, extent: Extent) -> None:
+    """Keep the extent of an array that a load returns, for as long as the array exists."""
+    key = id(array)
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        if key in _loaded and _loaded[key][0] is ref:
+            del _loaded[key]
+
+    _loaded[key] = (weakref.ref(array, forget), extent)
+
+
+def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:
+    """The extent of an array.
+
+    Parameters
+    ----------
+    array : jax.Array
+        The array.
+    given : Extent, shape or None
+        What the caller says of it; None: it is an array that a load returned.
+    name : str
+        Name of the array in error messages.
+
+    Raises
+    ------
+    ConfigError
+        If the array is not known, or what is given does not fit it.
+    """
+    if given is None:
+        ref, known = _loaded.get(id(array), (None, None))
+        if known is None or ref is None or ref() is not array:
+            raise ConfigError(
+                f"{name} of shape {array.shape} is not an array that shardload returned, so nothing says which of its elements "
+                "are the file's. (An array that was computed, copied or moved from a loaded one is another array.) Pass the "
+                "plan too, or the shape without padding: mask(x, plan), unpad(x, (1000, 3))"
+            )
+        return known
+    if not isinstance(given, Extent):
+        given = _extent_of_shape(array, given, name)
+    if given.shape_global != array.shape:
+        raise ConfigError(
+            f"{name} has shape {array.shape}, but an array of this plan has shape {given.shape_global}. Pass the plan that it "
+            "was loaded by"
+        )
+    return given
+
+
+def _extent_of_shape(array: jax.Array, given: Any, name: str) -> Extent:
+    numbers = given if isinstance(given, (tuple, list)) else None
+    is_shape = numbers is not None and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
+    if numbers is None or not is_shape:
+        raise ConfigError(f"plan is {given!r}; expected the Plan of {name}, or its shape without padding, such as (1000, 3)")
+    shape = tuple(int(n) for n in numbers)
+    if len(shape) != array.ndim or any(not 0 <= n <= m for n, m in zip(shape, array.shape, strict=True)):
+        raise ConfigError(
+            f"{name} has shape {array.shape}, which cannot be {shape} with padding: expected {array.ndim} numbers, each at "
+            "most as large as that of the array"
+        )
+    return Extent(shape, array.shape, (1,) * array.ndim, (0,) * array.ndim)
+
+
+# --- the mask
+
+
+def make_mask(extent: Extent, sharding: Any) -> jax.Array:
+    """A boolean array, True where an element is the file's. Not collective, but every process of the mesh must make it.
+
+    Parameters
+    ----------
+    extent : Extent
+        Where the file's elements are.
+    sharding : Sharding
+        The sharding of the mask.
+    """
+    shape = extent.shape_global
+    made: dict[Any, Array] = {}  # replicas have the same values
+
+    def shard(index: tuple[slice, ...] | None) -> Array:
+        slices = (slice(None),) * len(shape) if index is None else index
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
+        if bounds not in made:
+            values: Any = np.True_
+            for axis, bound in enumerate(bounds):
+                values = np.logical_and.outer(values, extent.own(axis, *bound))
+            made[bounds] = np.asarray(values)
+        return made[bounds]
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(bool))
+
+
+# --- the file's elements alone
+
+
+def to_numpy(array: jax.Array, extent: Extent, name: str) -> Array:
+    """The file's elements as a NumPy array, whole on every process.
+
+    Collective over the processes of the mesh if some of them hold shards that others do not: then each device needs memory for
+    the whole array.
+    """
+    if not array.addressable_shards:
+        raise ConfigError(
+            f"this process holds no device of the mesh of {name}, so it has no values to return: call unpad on the others only"
+        )
+    if array.is_fully_addressable or array.is_fully_replicated:
+        out = np.empty(extent.shape, dtype=array.dtype)
+        seen = set()
+        for shard in array.addressable_shards:
+            bounds = tuple(s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True))
+            if bounds not in seen:
+                seen.add(bounds)
+                _place(out, np.asarray(shard.data), [extent.places(k, *bound) for k, bound in enumerate(bounds)])
+        return out
+    mesh = _named(array, name).mesh
+    whole = _cut_on_devices(array, extent, NamedSharding(mesh, PartitionSpec()), name)
+    return np.asarray(whole.addressable_data(0))
+
+
+def _place(out: Array, data: Array, places: list[Index]) -> None:
+    """Copy the values of a shard to where they belong; `places` is -1 for what belongs nowhere."""
+    own = [np.flatnonzero(along >= 0) for along in places]
+    into = [along[at] for along, at in zip(places, own, strict=True)]
+    if all(len(at) for at in own):
+        out[_index(into)] = data[_index(own)]
+
+
+def _index(along: list[Index]) -> Any:
+    """Ascending indices along each axis as a NumPy index: slices where they have no gaps."""
+    if all(int(at[-1]) - int(at[0]) + 1 == len(at) for at in along):
+        return (*(slice(int(at[0]), int(at[-1]) + 1) for at in along), ...)
+    return np.ix_(*along)
+
+
+def cut_out(array: jax.Array, extent: Extent, sharding: Any, name: str) -> jax.Array:
+    """The file's elements as a `jax.Array`. Collective over the processes of the mesh, unless nothing has to move.
+
+    Parameters
+    ----------
+    array : jax.Array
+        The array, with padding and halos.
+    extent : Extent
+        Where the file's elements are.
+    sharding : Sharding or None
+        The sharding of the result; None: that of `array`.
+    name : str
+        Name of the array in error messages.
+
+    Raises
+    ------
+    ConfigError
+        If the shape does not divide over the mesh.
+    """
+    if sharding is None and extent.is_whole:
+        return array
+    target = _named(array, name) if sharding is None else sharding
+    if not isinstance(target, NamedSharding) or isinstance(target.mesh, jax.sharding.AbstractMesh):
+        raise ConfigError(f"sharding is {target!r}; expected a NamedSharding over a mesh of devices")
+    _check_holds(target, extent.shape, name)
+    is_cut_alike = target == array.sharding and array.sharding.shard_shape(array.shape) == extent.shard_shape
+    if is_cut_alike and extent.shape == extent.shape_without_halo:
+        return _cut_each_shard(array, extent, target)
+    return _cut_on_devices(array, extent, target, name)
+
+
+def _named(array: jax.Array, name: str) -> NamedSharding:
+    if isinstance(array.sharding, NamedSharding):
+        return array.sharding
+    raise ConfigError(
+        f"{name} has a {type(array.sharding).__name__}, which says nothing of mesh axes. Pass numpy=True for a NumPy array, or "
+        "the sharding of the result: sharding=NamedSharding(mesh, P(...))"
+    )
+
+
+def _check_holds(sharding: NamedSharding, shape: tuple[int, ...], name: str) -> None:
+    """Raise ConfigError unless an array of this shape divides evenly."""
+    axes = read_spec(sharding, len(shape))
+    sizes = tuple(sharding.mesh.shape.values())
+    parts = [math.prod(sizes[m] for m in cut) for cut in axes]
+    uneven = [axis for axis, (n, p) in enumerate(zip(shape, parts, strict=True)) if n % p]
+    if uneven:
+        axis, spec = uneven[0], sharding.spec
+        other = ", ".join(repr(None if k in uneven else entry) for k, entry in enumerate(spec))
+        raise ConfigError(
+            f"without padding, axis {axis} of {name} has {shape[axis]} elements, which do not divide over {parts[axis]} "
+            "devices, so no jax.Array with this sharding can hold it. Pass numpy=True for a NumPy array on every process, or a "
+            f"sharding that can hold it: sharding=NamedSharding(mesh, P({other})), if the memory of a device is enough. To "
+            "leave the padding out of a computation, use mask"
+        )
+
+
+def _cut_each_shard(array: jax.Array, extent: Extent, sharding: NamedSharding) -> jax.Array:
+    """Take the halo off each shard where it is."""
+    index = tuple(slice(h, n - h) for h, n in zip(extent.halo, extent.shard_shape, strict=True))
+    cores = [shard.data[index] for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(extent.shape, sharding, cores, dtype=array.dtype)
+
+
+def _cut_on_devices(array: jax.Array, extent: Extent, sharding: NamedSharding, name: str) -> jax.Array:
+    """Let JAX cut it out, which moves what has to move. Over Auto axes, because JAX refuses such cuts of Explicit ones."""
+    held = _named(array, name)
+    apart = jax.make_array_from_single_device_arrays(
+        array.shape, _auto(held), [shard.data for shard in array.addressable_shards], dtype=array.dtype
+    )
+    cut = _cutter(extent, _auto(sharding))(apart)
+    return jax.make_array_from_single_device_arrays(
+        extent.shape, sharding, [shard.data for shard in cut.addressable_shards], dtype=array.dtype
+    )
+
+
+@lru_cache(maxsize=32)  # compiled once for a series of arrays
+def _cutter(extent: Extent, sharding: NamedSharding) -> Any:
+    return jax.jit(partial(_cut, extent), out_shardings=sharding)
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    mesh = sharding.mesh
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _cut(extent: Extent, x: Any) -> Any:
+    """The file's elements of a whole array."""
+    for axis, (n, cuts, held, halo) in enumerate(zip(extent.shape, extent.cuts, extent.shard_shape, extent.halo, strict=True)):
+        if halo:
+            before, after = x.shape[:axis], x.shape[axis + 1 :]
+            x = x.reshape(*before, cuts, held, *after)
+            x = jax.lax.slice_in_dim(x, halo, held - halo, axis=axis + 1)
+            x = x.reshape(*before, cuts * (held - 2 * halo), *after)
+        x = jax.lax.slice_in_dim(x, 0, n, axis=axis)
+    return x

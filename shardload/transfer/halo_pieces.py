@@ -1,0 +1,96 @@
+"""How is a shard with a halo put together on the host?
+
+The exchange fills its sections: views of the shard's buffer, each a `Piece` of its own in the coordinates of the file's array.
+What is not in the file is filled in here: values before the exchange (`HaloPieces.fill`), and rows that are repeated when all
+sections of the shard have arrived (`HaloPieces.completed`, `HaloPieces.finish`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardload.errors import ShardloadError
+from shardload.planning.grid import unravel
+from shardload.planning.halo import HaloShards
+from shardload.transfer.buffers import Piece, view_of
+
+__all__ = ["HaloPieces"]
+
+
+class HaloPieces:
+    """The shards of one rank, with halos.
+
+    Parameters
+    ----------
+    shards : HaloShards
+        Which rank holds which shard, and what is in it.
+    shape : tuple of int
+        Shape of the array in the file.
+    pieces : mapping of int to Piece
+        This rank's shards, by number.
+    rank : int
+        This rank.
+
+    Attributes
+    ----------
+    sections : dict of int to Piece
+        What the exchange fills, by section.
+    """
+
+    def __init__(self, shards: HaloShards, shape: tuple[int, ...], pieces: Mapping[int, Piece], rank: int) -> None:
+        self._shards, self._shape, self._pieces = shards, shape, pieces
+        self.sections: dict[int, Piece] = {}
+        self._shard_of: dict[int, int] = {}
+        for number in shards.sections_of(rank):
+            shard = shards.shard_of(number)
+            section = Piece(shards.section(number), pieces[shard].view(shards.place_of(number)))
+            self.sections[number] = section
+            self._shard_of[id(section)] = shard
+        self._n_left = Counter(self._shard_of.values())
+        self._unfinished = set(pieces)
+
+    def fill(self, value_of: Callable[[Any], Any]) -> None:
+        """Fill what is not in the file with values. `value_of` takes `Content.fill`.
+
+        Raises
+        ------
+        ShardloadError
+            If an element is neither in the file nor filled. Verification looks at the same regions, so it could not find that.
+        """
+        for shard, piece in self._pieces.items():
+            n_left = piece.region.size
+            for content in self._shards.contents(shard, self._shape):
+                n_left -= content.place.size
+                if content.source is None:
+                    view_of(piece.data, content.place, piece.region)[...] = value_of(content.fill)
+            if n_left:
+                raise ShardloadError(f"{n_left} elements of the shard {piece.region} were not filled: a defect in shardload")
+
+    def completed(self, section: Piece) -> Piece | None:
+        """Return the shard of a section that has arrived, if it was the last one of that shard; else None."""
+        shard = self._shard_of[id(section)]
+        self._n_left[shard] -= 1
+        if self._n_left[shard]:
+            return None
+        self._repeat(shard)
+        return self._pieces[shard]
+
+    def finish(self) -> None:
+        """Finish all shards, also those of which a section is empty."""
+        for shard in sorted(self._unfinished):
+            self._repeat(shard)
+
+    def _repeat(self, shard: int) -> None:
+        """Repeat the last rows of the array beyond its ends, axis by axis: a corner then has the corner's element."""
+        self._unfinished.discard(shard)
+        data, halo = self._pieces[shard].data, self._shards.halo
+        for axis, (i, n, h) in enumerate(zip(unravel(shard, self._shards.cuts), self._shards.cuts, halo.widths, strict=True)):
+            if not halo.repeats(axis):
+                continue
+            rows = data.swapaxes(0, axis)
+            if i == 0:
+                rows[:h] = rows[h : h + 1]
+            if i == n - 1:
+                rows[-h:] = rows[-h - 1 : -h]

@@ -1,0 +1,226 @@
+"""Has each shard its neighbours' rows? Each against a window of what `numpy.pad` makes of the file's values."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import zarr
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, MissingChunksWarning, SourceError
+from tests.mpi.sources import NAME, SOURCES
+from tests.mpi.support import check, cube, mesh_of, on_root, ramp, same_error, unit
+
+Array = np.ndarray[Any, Any]
+
+
+def parts_of(mesh: Any, spec: Any, ndim: int) -> list[int]:
+    """How many shards each axis is cut into."""
+    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [int(np.prod([mesh.shape[n] for n in names[k]])) if k < len(names) else 1 for k in range(ndim)]
+
+
+def around(values: Array, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
+    """The array beyond its ends, axis by axis, by NumPy."""
+    for axis, (h, edge) in enumerate(zip(widths, edges, strict=True)):
+        pad = [(h, h) if k == axis else (0, 0) for k in range(values.ndim)]
+        if h and isinstance(edge, str):
+            values = np.pad(values, pad, mode=edge)  # type: ignore[call-overload]
+        elif h:
+            values = np.pad(values, pad, constant_values=edge)
+    return values
+
+
+def with_halos(values: Array, mesh: Any, spec: Any, widths: tuple[int, ...], edges: tuple[Any, ...]) -> Array:
+    """The whole jax.Array: the shards with their halos side by side."""
+    parts, out = parts_of(mesh, spec, values.ndim), around(values, widths, edges)
+    for axis, (n, p, h) in enumerate(zip(values.shape, parts, widths, strict=True)):
+        rows = [i * (n // p) + k for i in range(p) for k in range(n // p + 2 * h)]
+        out = np.take(out, rows, axis=axis)
+    return out
+
+
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "pencil, widths differ": (P("a", "b"), (2, 3), "wrap"),
+    "mesh axes exchanged, edge": (P("b", "a"), 2, "edge"),
+    "both axes on one, b major, a value": (P(None, ("b", "a")), 1, -5),
+    "replicas over b": (P("a"), 2, "wrap"),
+    "axis 0 not cut, corners differ": (P(None, "a", "b"), (3, 1, 2), ("edge", "wrap", 0)),
+    "only an axis that is not cut": (P("a"), {-1: 4}, "wrap"),
+    "not cut at all": (P(), {0: 2, 2: 1}, {0: "wrap", 2: "edge"}),
+}
+
+
+def read_case(case: tuple[Any, Any, Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Widths and edges per axis: what the options mean, by other means."""
+    spec, halo, edge = case
+    if isinstance(halo, int):
+        widths = tuple(halo if k < len(spec) and spec[k] else 0 for k in range(3))
+    elif isinstance(halo, dict):
+        widths = tuple(next((n for axis, n in halo.items() if axis % 3 == k), 0) for k in range(3))
+    else:
+        widths = (*halo, 0, 0, 0)[:3]
+    if isinstance(edge, dict):
+        edge = tuple(edge.get(k, 0) for k in range(3))
+    return widths, edge if isinstance(edge, tuple) else (edge,) * 3
+
+
+def turned() -> Mesh:
+    """A mesh of devices in another order, so that rank, device and place differ."""
+    return mesh_of(jax.devices()[1:] + jax.devices()[:1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_halos_are_numpys(files: dict[str, str], name: str) -> None:
+    """Wrong if rows came from the wrong neighbour, wrapped where they must not, lay transposed, or corners were the sides'."""
+    spec, halo, edge = case = CASES[name]
+    widths, edges = read_case(case)
+    mesh, values = turned(), ramp(cube())
+    expected = with_halos(values, mesh, spec, widths, edges)
+    for source, readers in itertools.product(("contiguous", "chunked", "zarr_v3"), ("root", "parallel", "direct")):
+        x = shardload.load(
+            files[source], mesh, spec, dataset=NAME, halo=halo, edge=edge, readers=readers, verify="checksum"
+        )  # fmt: skip
+        check(x, expected, mesh, spec, (source, readers))
+
+
+@pytest.mark.parametrize("source", [name for name in SOURCES if name not in ("contiguous", "chunked", "zarr_v3")])
+def test_halos_of_every_kind_of_file(files: dict[str, str], source: str) -> None:
+    mesh, spec = turned(), P("a", "b")
+    expected = with_halos(ramp(cube()), mesh, spec, (1, 2, 0), ("wrap", "edge", 0))
+    x = shardload.load(files[source], mesh, spec, dataset=NAME, halo=(1, 2), edge=("wrap", "edge"))
+    check(x, expected, mesh, spec, source)
+
+
+def test_as_wide_as_a_shard(files: dict[str, str]) -> None:
+    """Wrong if a shard whose neighbours' rows are all of them, on both sides, took some twice or from its own."""
+    mesh, spec = turned(), P(None, "a", "b")
+    n = [m // p for m, p in zip(cube(), parts_of(mesh, spec, 3), strict=True)]
+    for edge in ("wrap", "edge", 7):
+        x = shardload.load(files["chunked"], mesh, spec, dataset=NAME, halo=(0, n[1], n[2]), edge=edge)
+        check(x, with_halos(ramp(cube()), mesh, spec, (0, n[1], n[2]), (edge,) * 3), mesh, spec, edge)
+
+
+def test_with_select_dtype_and_pad(files: dict[str, str]) -> None:
+    """Wrong if a halo reached beyond the selection, was not cast, or padding on another axis lay where a halo is."""
+    mesh, n = turned(), unit()
+    select = np.s_[3, 1 : 1 + 2 * n, n:-1]
+    values = ramp(cube())[select].astype("float16" if cube()[2] < 30 else "float32")
+    spec, widths, edges = P("a", "b"), (2, 0), ("wrap", 0)
+    parts = parts_of(mesh, spec, 2)
+    expected = np.pad(values, [(0, -m % p) for m, p in zip(values.shape, parts, strict=True)], constant_values=-1)
+    x = shardload.load(
+        files["gzip_shuffle"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo=(2,), verify="full"
+    )
+    check(x, with_halos(expected, mesh, spec, widths, edges), mesh, spec)
+    check(shardload.load(
+        files["big_endian"], mesh, spec, dataset=NAME, select=select, dtype=values.dtype, pad=-1, halo={0: 1}, edge="edge"
+    ), with_halos(expected, mesh, spec, (1, 0), ("edge", 0)), mesh, spec)  # fmt: skip
+
+
+def test_verify_mask_and_unpad_of_halos(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a level of verification looked at other elements than those that a shard must hold, or counted some twice."""
+    mesh, spec, values = turned(), P("b", None, "a"), ramp(cube())
+    options: dict[str, Any] = {"dataset": NAME, "halo": (2, 1, 3), "edge": ("wrap", "edge", 9)}
+    plan = shardload.plan(files["chunked"], mesh, spec, verify="full", **options)
+    x = plan.execute()
+    assert plan.report is not None
+    assert plan.report.proven.digest == zlib.crc32(values.tobytes())
+    found = shardload.verify(x, files["chunked"], **options)
+    assert found.digest == zlib.crc32(values.tobytes())
+    n_local = sum(shard.data.size for shard in x.addressable_shards)
+    assert found.n_elements + found.n_padding == comm.allreduce(n_local)
+    mask = shardload.mask(x)
+    assert int(mask.sum()) == values.size
+    same = shardload.mask(plan)
+    for shard, at, again in zip(x.addressable_shards, mask.addressable_shards, same.addressable_shards, strict=True):
+        assert np.isin(np.asarray(shard.data)[np.asarray(at.data)], values).all()
+        np.testing.assert_array_equal(np.asarray(at.data), np.asarray(again.data))
+    check(shardload.unpad(x), values, mesh, spec)
+    np.testing.assert_array_equal(shardload.unpad(x, numpy=True), values, strict=True)
+
+
+@pytest.mark.parametrize("at", ["own", "wrapped", "repeated", "value"])
+def test_a_wrong_element_is_found(comm: Any, files: dict[str, str], at: str) -> None:
+    """Wrong if verification believed the halo, or looked for the file's elements where there are none."""
+    mesh = Mesh(np.array(jax.devices()), "a")
+    options: dict[str, Any] = {"dataset": NAME, "halo": (1, 1, 1), "edge": ("wrap", "edge", 0)}
+    x = shardload.load(files["chunked"], mesh, P("a"), **options)
+    place = {"own": (1, 1, 1), "wrapped": (0, 1, 1), "repeated": (1, 0, 1), "value": (1, 1, 0)}[at]
+
+    def shard(index: Any) -> Array:
+        data = next(np.array(s.data) for s in x.addressable_shards if s.index == index)
+        if not (index[0].start or 0):
+            data[place] += 1
+        return data
+
+    wrong = jax.make_array_from_callback(x.shape, x.sharding, shard, dtype=x.dtype)
+    same_error(comm, lambda: shardload.verify(wrong, files["chunked"], **options), shardload.VerifyError, f"element {place}")
+    shardload.verify(x, files["chunked"], **options)
+
+
+def test_each_chunk_is_decoded_and_counted_once(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the rows that several shards have were read, or were reported missing, once for each of them."""
+    n, path = unit(), shared_tmp_path / "holes.zarr"
+
+    def write() -> None:
+        array = zarr.create_array(path, shape=(2 * n, 8), chunks=(1, 8), dtype="f4", fill_value=0)
+        array[1::2] = ramp((n, 8)) + 1
+
+    on_root(comm, write)
+    mesh = Mesh(np.array(jax.devices()), "a")
+    for readers in ("parallel", "root", "direct"):
+        plan = shardload.plan(path, mesh, P("a"), halo=2, readers=readers)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            plan.execute()
+        assert [w.category for w in said] == [MissingChunksWarning] * (comm.rank == 0)
+        assert plan.report is not None
+        if readers != "direct":
+            assert plan.report.chunks_decoded == 2 * n
+        assert plan.report.chunks_missing == n, readers
+        assert plan.report.chunks_decoded == plan.costs[readers].chunks_decoded
+    same_error(comm, lambda: shardload.load(path, mesh, P("a"), halo=2, missing="error"), SourceError, f"{n} of {2 * n} chunks")
+
+
+def test_bad_halos(comm: Any, files: dict[str, str]) -> None:
+    """Wrong if a halo that cannot be were cut down without a word, or an error came from one rank, or after reading."""
+    mesh, path = mesh_of(), files["chunked"]
+    n = len(jax.devices())
+    shape, line, slab = cube(), Mesh(np.array(jax.devices()), "a"), P("a")
+
+    def error(*parts: str, mesh: Any = line, spec: Any = slab, **options: Any) -> None:
+        for call in (shardload.load, shardload.plan):
+            same_error(comm, lambda call=call: call(path, mesh, spec, dataset=NAME, **options), ConfigError, *parts)
+
+    core = shape[0] // n
+    error(f"halo is {core + 1} on axis 0", f"a shard has {core} elements", f"at most {core}", halo=core + 1)
+    error("halo is -1", "0 or more", halo=-1)
+    error("halo is True", halo=True)
+    error("halo is (1, False)", halo=(1, False))
+    error("halo is 1.5", halo=1.5)
+    error("halo is 'wide'", halo="wide")
+    error("4 axes", "has 3", halo=(1, 0, 0, 0))
+    error("names axis 3", halo={3: 1})
+    error("names axis 0", "twice", halo={0: 1, -3: 1})
+    error("halo is {'a': 1}", halo={"a": 1})
+    error("it cuts none", "halo={0: 2}", halo=2, spec=P(), mesh=mesh)
+    error("edge is 'mirror'", "'wrap'", halo=1, edge="mirror")
+    error("edge is False", halo=1, edge=False)
+    error("edge is {1: 0}", "nothing of that axis", halo=1, edge={1: 0})
+    error("edge is nan, which an array of int16 cannot hold", halo=1, edge=float("nan"), dtype="int16")
+    if n > 1:
+        error("do not divide", "no halo on that axis", halo=1, pad=0, select=np.s_[1:])
+    abstract = shardload.plan(path, AbstractMesh((2, 2), ("a", "b")), P("a", "b"), dataset=NAME, halo=(1, 2))
+    assert abstract.shape_global == (shape[0] + 4, shape[1] + 8, shape[2])
+    assert abstract.shape == shape
+    assert "halo 1 on axis 0 (wrap), 2 on axis 1 (wrap)" in str(abstract).replace("\n", " ").replace("            ", "")

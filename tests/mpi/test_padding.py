@@ -1,0 +1,157 @@
+"""Which elements of a padded array are the file's? Compared with NumPy's padding of the file's values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError
+from tests.mpi.support import check, grid_shape, mesh_of, on_root, padded, ramp, same_error
+
+SPECS = (P("a"), P("b", "a"), P(None, ("b", "a")), P())
+MOVED = (P("b", "a"), P(None, ("b", "a")))  # for tests in which JAX compiles a program for each
+
+
+def uneven() -> tuple[int, int]:
+    """A shape of which no axis divides over two devices or more, except that all divides over one."""
+    return 8 * len(jax.devices()) + 1, 4 * len(jax.devices()) + 3
+
+
+def meshes() -> dict[str, Any]:
+    devices = jax.devices()
+    return {
+        "turned": mesh_of(devices[1:] + devices[:1]),
+        "Explicit": jax.make_mesh(grid_shape(len(devices)), ("a", "b")),
+        "without the last device": Mesh(np.array(devices[: max(1, len(devices) - 1)]).reshape(-1, 1), ("a", "b")),
+    }
+
+
+@pytest.fixture
+def file(comm: Any, shared_tmp_path: Path) -> str:
+    """A file with an array that is its own flat index."""
+    path = shared_tmp_path / "uneven.h5"
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file["x"] = ramp(uneven())
+
+    on_root(comm, write)
+    return str(path)
+
+
+@pytest.mark.parametrize("mesh", meshes().values(), ids=meshes())
+def test_mask_is_numpys(file: str, mesh: Any) -> None:
+    """Wrong if an axis were cut at another's length, the mask were that of another device, or its padding came first."""
+    for spec in SPECS:
+        plan = shardload.plan(file, mesh, spec, pad=-1)
+        x = plan.execute()
+        expected = padded(np.ones(uneven(), dtype=bool), mesh, spec, False)
+        for found in (shardload.mask(x), shardload.mask(plan), shardload.mask(x, uneven())):
+            check(found, expected, mesh, spec, spec)
+        computed = x + 5  # JAX may write its sharding in another way
+        found = shardload.mask(computed, plan)
+        assert found.sharding == computed.sharding
+        for shard, at in zip(computed.addressable_shards, found.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(shard.data) != 4, np.asarray(at.data))
+
+
+@pytest.mark.parametrize("mesh", meshes().values(), ids=meshes())
+def test_unpad_is_the_file(file: str, mesh: Any) -> None:
+    """Wrong if padding were taken off in the wrong place, or shards were put together in another order than the mesh's."""
+    values = ramp(uneven())
+    if jax.process_index() not in {device.process_index for device in mesh.devices.flat}:
+        for spec in MOVED:
+            x = shardload.load(file, mesh, spec, pad=-1)
+            with pytest.raises(ConfigError, match="holds no device"):
+                shardload.unpad(x, numpy=True)
+        return
+    for spec in MOVED:
+        x = shardload.load(file, mesh, spec, pad=-1)
+        np.testing.assert_array_equal(shardload.unpad(x, numpy=True), values, strict=True)
+        whole = NamedSharding(mesh, P())
+        check(shardload.unpad(x, sharding=whole), values, mesh, P())
+
+
+def test_unpad_of_what_the_mesh_cannot_hold(comm: Any, file: str) -> None:
+    """Wrong if JAX raised its own error, on some ranks, or an array of another shape were returned."""
+    n = len(jax.devices())
+    mesh = Mesh(np.array(jax.devices()), "a")
+    x = shardload.load(file, mesh, P(None, "a"), pad=0)
+    if n > 1:
+        text = f"axis 1 of x has {uneven()[1]} elements, which do not divide over {n} devices"
+        same_error(comm, lambda: shardload.unpad(x), ConfigError, text, "numpy=True", "P(None, None)", "use mask")
+    else:
+        assert shardload.unpad(x) is x
+    even = shardload.load(file, mesh, P(None, "a"), select=np.s_[:, :n], pad=0)
+    assert shardload.unpad(even) is even  # without padding there is nothing to do
+    # A shape that divides although another one was padded: its elements have to move to other devices.
+    check(shardload.unpad(x, (uneven()[0], n)), ramp(uneven())[:, :n], mesh, P(None, "a"))
+
+
+def test_centre_of_mass_of_particles(comm: Any, shared_tmp_path: Path) -> None:
+    """The use of it: a sum over particles whose number does not divide. Wrong by 1e9 if one padded particle counted."""
+    n = 100 * len(jax.devices()) + 1
+    random = np.random.default_rng(7)
+    position, mass = random.random((n, 3), dtype="float32"), random.random(n, dtype="float32")
+
+    def write() -> None:
+        with h5py.File(shared_tmp_path / "snap.h5", "w") as file:
+            file["PartType1/Coordinates"], file["PartType1/Masses"] = position, mass
+
+    on_root(comm, write)
+    mesh, path = mesh_of(), shared_tmp_path / "snap.h5"
+    snap = {
+        name: shardload.load(path, mesh, P(("a", "b")), dataset=f"PartType1/{name}", pad=1e9)
+        for name in ("Coordinates", "Masses")
+    }
+    is_real = shardload.mask(snap)
+    m = jnp.where(is_real["Masses"], snap["Masses"], 0)
+    centre = jnp.sum(m[:, None] * snap["Coordinates"], axis=0, where=is_real["Coordinates"]) / m.sum()
+    np.testing.assert_allclose(np.asarray(centre), np.average(position.astype("f8"), axis=0, weights=mass), rtol=1e-5)
+    apart = shardload.unpad(jax.tree.map(lambda v: -v, snap), {"Coordinates": (n, 3), "Masses": (n,)}, numpy=True)
+    np.testing.assert_array_equal(apart["Coordinates"], -position, strict=True)
+    np.testing.assert_array_equal(apart["Masses"], -mass, strict=True)
+
+
+def test_arrays_of_every_function_are_known(file: str) -> None:
+    """Wrong if only one of the ways to an array remembered its padding."""
+    mesh, spec = mesh_of(), P("b", "a")
+    expected = padded(np.ones(uneven(), dtype=bool), mesh, spec, False)
+    for readers in ("root", "parallel", "direct", "auto"):
+        check(shardload.mask(shardload.load(file, mesh, spec, pad=0, readers=readers)), expected, mesh, spec)
+    check(shardload.mask(shardload.scatter(ramp(uneven()), mesh, spec, pad=0)), expected, mesh, spec)
+
+
+def test_an_array_that_nothing_is_known_of(comm: Any, file: str) -> None:
+    """Wrong if the mask of another array were returned, which would be wrong without a word."""
+    mesh = mesh_of()
+    plan = shardload.plan(file, mesh, P("a"), pad=0)
+    x = plan.execute()
+    for other in (x + 0, jax.jit(lambda v: v)(x), jnp.zeros_like(x)):
+        same_error(comm, lambda y=other: shardload.mask(y), ConfigError, "x of shape", "not an array that shardload", "plan")
+        same_error(comm, lambda y=other: shardload.unpad(y), ConfigError, "not an array that shardload")
+    same_error(comm, lambda: jax.jit(shardload.mask)(x), ConfigError, "traced", "outside of jax.jit")
+    same_error(comm, lambda: shardload.mask(np.zeros(3)), ConfigError, "x is a ndarray; expected a jax.Array")
+    same_error(comm, lambda: shardload.mask({"p": [x, 3]}), ConfigError, "x['p'][1] is a int")
+    same_error(comm, lambda: shardload.mask([]), ConfigError, "no arrays")
+    small = shardload.plan(file, mesh, P("a"), pad=0, select=np.s_[1:, :])
+    if small.shape_global != plan.shape_global:
+        same_error(comm, lambda: shardload.unpad(x, small), ConfigError, str(x.shape), str(small.shape_global))
+    same_error(comm, lambda: shardload.mask([x, x], [plan]), ConfigError, "do not match")
+    same_error(comm, lambda: shardload.mask(plan, plan), ConfigError, "is a plan already")
+    for shape in ((3,), (10**6, 1), (-1, 1), (True, 1), "ab", 3):
+        same_error(comm, lambda s=shape: shardload.mask(x, s), ConfigError, str(shape))
+    same_error(comm, lambda: shardload.unpad(x, numpy=1), ConfigError, "numpy is 1")
+    same_error(comm, lambda: shardload.unpad(x, numpy=True, sharding=x.sharding), ConfigError, "pass one of them")
+    same_error(comm, lambda: shardload.unpad(x, sharding=P("a")), ConfigError, "expected a NamedSharding")
+    abstract = shardload.plan(file, AbstractMesh((2,), ("a",)), P("a"), pad=0)
+    same_error(comm, lambda: shardload.mask(abstract), ConfigError, "AbstractMesh, which has no devices")

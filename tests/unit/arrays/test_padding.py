@@ -1,0 +1,63 @@
+"""Is an array that a load returned known for as long as it exists, and no other taken for it?"""
+
+from __future__ import annotations
+
+import gc
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardload.arrays import padding
+from shardload.arrays.padding import Extent, extent_of, remember
+from shardload.errors import ConfigError
+
+EXTENT = Extent((5,), (6,), (2,), (0,))
+
+
+def test_an_array_is_forgotten_with_its_extent() -> None:
+    """Wrong if an entry stayed: another array at the same address would be taken for the one before."""
+    before = len(padding._loaded)
+    array = jnp.zeros(6)
+    remember(array, EXTENT)
+    assert extent_of(array, None, "x") is EXTENT
+    assert len(padding._loaded) == before + 1
+    del array
+    gc.collect()
+    assert len(padding._loaded) == before
+
+
+def test_an_entry_at_the_address_of_another_array_is_not_its_own() -> None:
+    """Wrong if arrays were told apart by their address alone."""
+    array, other = jnp.zeros(6), jnp.zeros(6)
+    remember(array, EXTENT)
+    padding._loaded[id(other)] = padding._loaded[id(array)]
+    with pytest.raises(ConfigError, match="not an array that shardload returned"):
+        extent_of(other, None, "x")
+    del padding._loaded[id(other)]
+
+
+def test_keeping_an_array_does_not_keep_it_alive() -> None:
+    """Wrong if the memory of every loaded array stayed until the process ends."""
+    import weakref
+
+    array = jnp.zeros(6)
+    remember(array, EXTENT)
+    ref = weakref.ref(array)
+    del array
+    gc.collect()
+    assert ref() is None
+
+
+@pytest.mark.parametrize("halo", [0, 1, 2])
+@pytest.mark.parametrize(("n", "cuts"), [(12, 3), (11, 3), (5, 4), (6, 1)])
+def test_places_against_a_loop(n: int, cuts: int, halo: int) -> None:
+    """Wrong if the halo were counted once for the axis and not for each shard, or padding in the middle were the file's."""
+    own = -(-n // cuts)
+    expected = []
+    for shard in range(cuts):
+        expected += [-1] * halo + [i if i < n else -1 for i in range(shard * own, shard * own + own)] + [-1] * halo
+    extent = Extent((n,), (len(expected),), (cuts,), (halo,))
+    np.testing.assert_array_equal(extent.places(0), expected)
+    np.testing.assert_array_equal(extent.places(0, 2, 5), expected[2:5])
+    np.testing.assert_array_equal(extent.own(0), np.array(expected) >= 0)

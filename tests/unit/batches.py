@@ -1,0 +1,51 @@
+"""Chunks of an open array read in batches, and compared one by one with what was written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from shardload.formats.base import BatchReader, Source
+from shardload.planning.batches import cut_box
+
+Array = np.ndarray[Any, Any]
+
+
+def read_box(source: Source, box: tuple[range, ...]) -> Array | None:
+    """The values of a box of chunks, with the axes of the box first; None if the chunks must be read one by one."""
+    reader, chunks = source.chunk_reader(), source.info.chunks or ()
+    assert isinstance(reader, BatchReader)
+    memory = np.empty(1 << 22, np.uint8)
+
+    def room(nbytes: int) -> Array:
+        memory[...] = 0xA5  # the same memory each time: what was read before is gone
+        return memory[:nbytes]
+
+    stored = reader.fetch_many(box, room)
+    if stored is None:
+        return None
+    shape = (*map(len, box), *chunks)
+    assert len(stored) == math.prod(map(len, box))
+    out = np.full(math.prod(shape) * source.dtype.itemsize, 0xA5, np.uint8).view(source.dtype).reshape(shape)
+    reader.decode_many(stored, out)
+    return out
+
+
+def check_batches(source: Source, expected: Array, most: int = 5) -> int:
+    """Compare all chunks, read in batches of at most `most`, with what was written. Returns how many were read in batches."""
+    chunks = source.info.chunks or ()
+    grid = [range(-(-n // c)) for n, c in zip(expected.shape, chunks, strict=True)]
+    n_read = 0
+    for box in cut_box(grid, most):
+        found = read_box(source, box)
+        if found is None:
+            continue
+        for place in np.ndindex(*map(len, box)):
+            index = [axis[k] for axis, k in zip(box, place, strict=True)]
+            region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, chunks, expected.shape, strict=True))
+            inside = tuple(slice(0, s.stop - s.start) for s in region)
+            np.testing.assert_array_equal(found[place][inside], expected[region], strict=True)
+            n_read += 1
+    return n_read

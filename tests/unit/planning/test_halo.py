@@ -1,0 +1,229 @@
+"""Has each shard its neighbours' rows? Against `numpy.pad`, element by element, and each chunk is still decoded once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.planning.cost import plan_cost
+from shardload.planning.halo import Halo, HaloShards, SectionGrid
+from shardload.planning.region import Region
+from shardload.planning.schedule import MAX_MESSAGE_NBYTES, Schedule, plan_blocks, plan_direct, plan_schedules, plan_shards
+from shardload.planning.strategies import Direct
+from shardload.planning.traffic import count_direct, count_traffic
+from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids
+
+Array = np.ndarray[Any, Any]
+PAD = -7
+
+
+def with_halo(data: st.DataObject, case: Case) -> tuple[Case, Halo]:
+    """A case, cut down where it must be so that an axis with a halo divides evenly, and a halo for it."""
+    shape, widths, edges = list(case.shape), [], []
+    for axis, (n, cut) in enumerate(zip(case.shape, case.axes, strict=True)):
+        parts = math.prod(case.ranks.shape[m] for m in cut)
+        h = data.draw(st.integers(0, n // parts), label=f"halo of axis {axis}")
+        if h:
+            shape[axis] = n // parts * parts
+        widths.append(h)
+        edges.append(data.draw(st.sampled_from(["wrap", "edge", -3 - axis]), label=f"edge of axis {axis}"))
+    return replace(case, shape=tuple(shape)), Halo(tuple(widths), tuple(edges))
+
+
+def padded(table: Array, shape_global: tuple[int, ...], halo: Halo) -> Array:
+    """The array beyond its ends, by NumPy: first the padding, then axis by axis what the edge rule says."""
+    if not table.ndim:
+        return table
+    out = np.pad(table, [(0, m - n) for n, m in zip(table.shape, shape_global, strict=True)], constant_values=PAD)
+    for axis, (h, edge) in enumerate(zip(halo.widths, halo.edges, strict=True)):
+        width = [(h, h) if k == axis else (0, 0) for k in range(table.ndim)]
+        if h and isinstance(edge, str):
+            out = np.pad(out, width, mode=edge)  # type: ignore[call-overload]
+        elif h:
+            out = np.pad(out, width, constant_values=edge)
+    return out
+
+
+def expected_of(case: Case, halo: Halo) -> dict[int, Array]:
+    """Each shard, by its number: a window of the array beyond its ends."""
+    parts = [math.prod(case.ranks.shape[m] for m in cut) for cut in case.axes]
+    around = padded(flat_index(case.shape), case.shape_global, halo)
+    shards = {}
+    for number, place in enumerate(np.ndindex(*parts)):
+        window = []
+        for i, n, p, h in zip(place, case.shape_global, parts, halo.widths, strict=True):
+            window.append(slice(i * (n // p), (i + 1) * (n // p) + 2 * h))
+        shards[number] = around[tuple(window)]
+    return shards
+
+
+def carry_out(case: Case, halo: Halo, plan: Schedule) -> None:
+    """Move every part between the ranks' buffers, fill in the rest, and compare with NumPy's."""
+    shards = plan.shards
+    assert isinstance(shards, HaloShards)
+    table, expected = flat_index(case.shape), expected_of(case, halo)
+    assert math.prod(shards.cuts) == len(expected)
+    buffers: list[dict[int, Array]] = []
+    for rank in range(case.n_ranks):
+        mine = shards.shards_of(rank)
+        assert {s: expected[s].shape for s in mine} == dict.fromkeys(mine, shards.shard_shape)
+        buffers.append({s: np.full(shards.shard_shape, -1, dtype=np.int64) for s in mine})
+        for section in shards.sections_of(rank):
+            assert shards.shard_of(section) in mine
+            assert rank in shards.section_holders(section)
+    writes = [{s: np.zeros(b.shape, dtype=int) for s, b in mine.items()} for mine in buffers]
+    order: dict[tuple[int, int], list[tuple[Region, int]]] = {}
+    for sender in range(case.n_ranks):
+        for read in plan.owned_blocks(sender):
+            assert read.region.size <= plan.max_block_size
+            for part in read.parts:
+                assert read.region.contains(part.region)
+                assert part.region.size > 0
+                assert plan.is_direct or part.region.size * case.itemsize <= plan.max_message_nbytes
+                whole, shard = shards.section(part.shard), shards.shard_of(part.shard)
+                assert whole.contains(part.region)
+                held = shards.place_of(part.shard)
+                place = part.region.slices([s - p + o for s, p, o in zip(
+                    whole.start, held.start, shards.region(shard).start, strict=True
+                )])  # fmt: skip
+                buffers[part.rank][shard][place] = table[part.region.slices()]
+                writes[part.rank][shard][place] += 1
+                if part.rank != sender:
+                    order.setdefault((sender, part.rank), []).append((part.region, part.shard))
+    for rank in range(case.n_ranks):
+        parts_of = {s: [(p.region, p.shard) for p in parts] for s, parts in plan.remote_parts(rank).items()}
+        assert parts_of == {s: got for (s, receiver), got in order.items() if receiver == rank}
+        for shard, buffer in buffers[rank].items():
+            filled = np.zeros(buffer.shape, dtype=int)
+            origin = shards.region(shard).start
+            for content in shards.contents(shard, case.shape):
+                place = content.place.slices(origin)
+                filled[place] += 1
+                if content.source is None:
+                    buffer[place] = PAD if content.fill is None else content.fill
+                elif content.is_repeated:
+                    buffer[place] = table[content.source.slices()]
+                else:
+                    assert (writes[rank][shard][place] == 1).all(), "an element of the file arrived twice, or never"
+            assert (filled == 1).all(), "the contents of a shard overlap, or leave something out"
+            np.testing.assert_array_equal(buffer, expected[shard], err_msg=f"shard {shard} of rank {rank}: {halo}")
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_every_shard_is_a_window_of_numpys_pad(data: st.DataObject) -> None:
+    """Wrong if a halo came from the wrong neighbour, wrapped where it must not, or corners were not those of the diagonal."""
+    case, halo = with_halo(data, data.draw(cases()))
+    shards = HaloShards.around(plan_shards(case.shape_global, case.axes, case.ranks), halo)
+    limit = data.draw(st.sampled_from([MAX_MESSAGE_NBYTES, 3 * case.itemsize]))
+    if data.draw(st.booleans()) or not case.n_readers:
+        within = None if case.n_readers else shards.reach if case.is_merged else shards.section_shape
+        blocks = plan_blocks(
+            case.chunks, case.itemsize, max_nbytes=case.block_nbytes, n_owners=case.n_readers or None, within=within
+        )
+    else:
+        blocks = data.draw(grids(case.shape))
+    blocks = replace(blocks, shape=case.shape)
+    plan = Schedule(blocks, shards, case.itemsize, case.n_ranks, case.strategy, max_message_nbytes=limit)
+    carry_out(case, halo, plan)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_each_chunk_is_decoded_once(data: st.DataObject) -> None:
+    """Wrong if the rows that several shards have were read for each of them: in the job, or by one rank for its own shards."""
+    case, halo = with_halo(data, data.draw(cases()))
+    shards = HaloShards.around(plan_shards(case.shape_global, case.axes, case.ranks), halo)
+    layout = case.layout()
+    for mode, plan in plan_schedules(layout, shards, case.n_ranks, max_nbytes=case.block_nbytes).items():
+        per_rank = [[n for read in chunks_read(plan, layout.chunks, rank) for n in read] for rank in range(case.n_ranks)]
+        for mine in per_rank:
+            assert len(mine) == len(set(mine)), f"{mode}: a rank decodes a chunk twice"
+        if mode != "direct":
+            everybody = sorted(n for mine in per_rank for n in mine)
+            assert everybody == np.unique(cell_numbers(layout.chunks)).tolist(), f"{mode}: each chunk once"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_a_load_costs(data: st.DataObject) -> None:
+    """Wrong if the rows of the halos were not counted, or `auto` could fail on a plan with halos."""
+    case, halo = with_halo(data, data.draw(cases()))
+    shards = HaloShards.around(plan_shards(case.shape_global, case.axes, case.ranks), halo)
+    layout = case.layout()
+    for mode, plan in plan_schedules(layout, shards, case.n_ranks, max_nbytes=case.block_nbytes).items():
+        assert plan_cost(plan, layout).seconds >= 0
+        if mode == "direct":
+            met, busiest = count_direct(plan, layout)
+            decoded = [sum(map(len, chunks_read(plan, layout.chunks, rank))) for rank in range(case.n_ranks)]
+            if shards.most_held > 1:
+                assert met >= sum(decoded)
+                assert busiest >= max(decoded)
+            else:
+                assert (met, busiest) == (sum(decoded), max(decoded))
+            continue
+        found = count_traffic(plan, 1)
+        moved = sum(p.region.size for r in range(case.n_ranks) for parts in plan.remote_parts(r).values() for p in parts)
+        assert found.is_exact
+        assert found.moved_nbytes == moved * case.itemsize
+        n_parts = sum(len(parts) for r in range(case.n_ranks) for parts in plan.remote_parts(r).values())
+        assert found.parts == n_parts or not plan.is_never_split
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_each_element_is_the_own_of_one_shard(data: st.DataObject) -> None:
+    """Wrong if missing chunks, or the CRC of the whole array, counted the rows of a halo a second time."""
+    case, halo = with_halo(data, data.draw(cases()))
+    shards = HaloShards.around(plan_shards(case.shape_global, case.axes, case.ranks), halo)
+    by_core, by_section = np.zeros(case.shape, dtype=int), np.zeros(case.shape, dtype=int)
+    around = {number: values for number, values in expected_of(case, halo).items()}
+    for shard in range(shards.n_shards):
+        core = shards.core_in(shard, case.shape)
+        if core is not None:
+            source, place = core
+            by_core[source.slices()] += 1
+            held = around[shard][place.slices(shards.region(shard).start)]
+            np.testing.assert_array_equal(held, flat_index(case.shape)[source.slices()])
+    for section in range(shards.grid.n_cells):
+        true = shards.section(section).intersect(Region.whole(case.shape))
+        own = None if true is None else shards.own(section, true)
+        if own is not None:
+            by_section[own.slices()] += 1
+    assert (by_core == 1).all()
+    assert (by_section == 1).all()
+
+
+def test_no_halo_is_the_plain_load() -> None:
+    """Wrong if a halo of nothing planned another load than none."""
+    ranks = np.random.default_rng(1).permutation(8).reshape(2, 4)
+    plain = plan_shards((7 + 1, 12), ((0,), (1,)), ranks)
+    shards = HaloShards.around(plain, Halo((0, 0), ("wrap", "wrap")))
+    assert (shards.shape_global, shards.shard_shape) == (plain.shape_global, plain.shard_shape)
+    for rank in range(8):
+        assert shards.sections_of(rank) == plain.shards_of(rank)
+    for n in range(8):
+        assert shards.section(n) == plain.region(n)
+        assert list(shards.contents(n, (7, 12))) == list(plain.contents(n, (7, 12)))
+
+
+def test_a_halo_wider_than_a_shard() -> None:
+    with pytest.raises(ValueError, match="a halo of 4 on axis 1 is wider than a shard, which has 3"):
+        SectionGrid((9, 3), (1, 2), Halo((0, 4), ("wrap", "wrap")))
+    assert SectionGrid((9, 3), (1, 2), Halo((0, 3), ("wrap", "wrap"))).counts == (1, 4)
+
+
+def test_a_contiguous_array_is_read_section_by_section() -> None:
+    """Wrong if a rank read all that lies between the two ends of the array, because its shard has both."""
+    case = Case((64, 8), ((0,), ()), np.arange(4), 4, (1, 8), (0, 0), 0)
+    shards = HaloShards.around(plan_shards((64, 8), case.axes, case.ranks), Halo((2, 0), ("wrap", "wrap")))
+    plan = plan_direct(case.layout(has_chunks=False), shards, 4, max_nbytes=1 << 20)
+    assert plan.strategy == Direct(is_merged=False)
+    assert [str(read.region) for read in plan.owned_blocks(0)] == ["[0:18, 0:8]", "[62:64, 0:8]"]
+    assert [str(read.region) for read in plan.owned_blocks(1)] == ["[14:34, 0:8]"]

@@ -1,0 +1,48 @@
+"""Is a shard with a halo complete when all of its sections have arrived, and not before?"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardload.planning.halo import Halo, HaloShards
+from shardload.planning.shards import plan_shards
+from shardload.transfer.buffers import Piece
+from shardload.transfer.halo_pieces import HaloPieces
+
+SHAPE = (6, 4)
+
+
+def pieces(halo: Halo, rank: int) -> tuple[HaloPieces, dict[int, Piece]]:
+    shards = HaloShards.around(plan_shards(SHAPE, [(0,), ()], np.arange(3)), halo)
+    buffers = {s: Piece(shards.region(s), np.full(shards.shard_shape, -1)) for s in shards.shards_of(rank)}
+    return HaloPieces(shards, SHAPE, buffers, rank), buffers
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_the_last_section_completes_the_shard(order: tuple[int, ...]) -> None:
+    """Wrong if a shard went to its device while some of its rows were still to come."""
+    made, buffers = pieces(Halo((1, 2), ("wrap", "wrap")), 0)
+    sections = list(made.sections.values())
+    assert len(sections) == 6
+    order = (*order, 3, 4, 5)
+    assert [made.completed(sections[k]) for k in order[:-1]] == [None] * 5
+    assert made.completed(sections[order[-1]]) is buffers[0]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_rows_are_repeated_when_the_shard_is_complete(rank: int, early: bool) -> None:
+    """Wrong if they were repeated before the row had arrived, on the shards in between, or not in the corners."""
+    made, buffers = pieces(Halo((1, 2), ("edge", "edge")), rank)
+    made.fill(lambda fill: fill)
+    values = np.arange(24).reshape(SHAPE)
+    (section,) = made.sections.values()
+    section.data[...] = values[section.region.slices()]
+    if early:
+        assert made.completed(section) is buffers[rank]
+    made.finish()
+    around = np.pad(values, [(1, 1), (2, 2)], mode="edge")
+    np.testing.assert_array_equal(buffers[rank].data, around[2 * rank : 2 * rank + 4])
