@@ -33,7 +33,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.untrusted.source import UntrustedSource, find, list_all
-from shardload.planning.cost import START_SECONDS, one_reader_seconds
+from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass

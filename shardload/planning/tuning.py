@@ -36,7 +36,7 @@ class Tuning:
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
     small_nbytes : int
         So are the values of an array up to this size, if there are several ranks, and rank 0 reads them in less time than it
-        takes to open the file on all ranks and to start an exchange (`planning.cost.one_reader_seconds`).
+        takes to open the file on all ranks and to start an exchange (`planning.rates.one_reader_seconds`).
     small_total_nbytes : int
         Cap on the values of all arrays of a call that are sent so.
     small_chunk_nbytes : int
