@@ -7,6 +7,8 @@ docs/design/auto.md), which is good for choosing between ways, not for predictin
 1. Reading: the bytes that the busiest rank decodes (by codec) or reads, and the number of runs that it reads.
 2. Sending: one copy inside a node, messages between nodes, and a cost per message of either kind.
 3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
+4. On a machine whose memory, network or file system is known (`machine`), a load takes as long as the slowest of these
+   (`limits`), if that is longer.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
+from shardload.planning.limits import Load, Stored, count_file_reads, seconds_of
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.rates import CHUNK_SECONDS, WIRE_RATE, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
@@ -31,6 +36,7 @@ _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied ou
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
 _PART_SECONDS = 3e-5  # per part between nodes, at each end
+_MOST_THREADS = 16  # of one rank, as in `staging`
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
@@ -68,6 +74,11 @@ class Cost:
         Fraction of `moved_nbytes` that stays inside a node; 1.0 if nothing moves.
     runs : int
         Contiguous runs of the file that the fullest rank reads by itself (0 if blocks or chunks are read).
+    fs_nbytes, operations : int
+        Bytes that all nodes together fetch from the file system, and the number of reads and opens; 0 if the machine has no
+        file system that limits anything.
+    limit : str
+        What takes longest, on a machine that has limits: ``"cores"``, ``"the file system"``; else empty.
     """
 
     mode: str
@@ -83,6 +94,9 @@ class Cost:
     seconds: float
     same_node: float = 1.0
     runs: int = 0
+    fs_nbytes: int = 0
+    operations: int = 0
+    limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,15 @@ class Nodes:
         return per_node, self.n_cores or per_node
 
 
-def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = None, *, staging_blocks: int = 2) -> Cost:
+def plan_cost(
+    schedule: Schedule,
+    layout: SourceLayout,
+    nodes: Nodes | None = None,
+    *,
+    staging_blocks: int = 2,
+    machine: Machine = WORKSTATION,
+    stored: Stored | None = None,
+) -> Cost:
     """Compute what a load by this schedule costs.
 
     Parameters
@@ -135,6 +157,10 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = No
         The nodes that the ranks run on.
     staging_blocks : int
         Number of blocks that an owner holds at once.
+    machine : Machine
+        What limits a load beside the cores: nothing by default.
+    stored : Stored, optional
+        How the values lie on disk.
     """
     per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
     itemsize = schedule.itemsize
@@ -145,10 +171,25 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = No
     traffic = count_traffic(schedule, per_node)
     takes_apart = schedule.strategy == Direct(is_merged=False)  # each shard is read by itself
     is_staged = layout.casts or not takes_apart or _has_gaps(schedule)
-    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, decode_rate(layout.codec, layout.has_chunks))
+    rate = machine.decode_rate(layout.codec, decode_rate(layout.codec, layout.has_chunks))
+    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, rate)
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
-    seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
+    between_nbytes = _between(traffic)
+    seconds += _traffic_seconds(traffic, between_nbytes, reading.n_readers, n_holders, machine.network_latency)
+    limits: dict[str, Any] = {}
+    if machine.has_limits and array_nbytes:
+        stored, n_threads = stored or Stored(), min(_MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
+        n_ranks = schedule.n_ranks
+        reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
+        load = Load(
+            seconds, reading.n_readers, n_holders, n_ranks, per_node, n_threads, reading.reader_nbytes, piece_nbytes, between_nbytes
+        )
+        file_nbytes = math.inf if stored.files_per_chunk else array_nbytes * stored.share
+        seconds, slowest = seconds_of(load, reads, machine, file_nbytes)
+        limits = dict(limit=slowest)
+        if machine.has_file_system:
+            limits |= dict(fs_nbytes=reads.nbytes, operations=reads.operations)
     staging_itemsize = staging_blocks * itemsize + layout.casts * layout.file_dtype.itemsize
     return Cost(
         mode=schedule.strategy.mode,
@@ -164,6 +205,7 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = No
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
+        **limits,
     )
 
 
@@ -209,13 +251,17 @@ def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, ra
     return nbytes / rate / min(threads, share) + calls / min(1, share)
 
 
-def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
+def _between(traffic: Traffic) -> float:
+    """Bytes that go from one node to another."""
+    between = traffic.moved_nbytes * (1 - traffic.same_node)
+    return between if traffic.is_exact else between * (1 - traffic.stays)
+
+
+def _traffic_seconds(traffic: Traffic, between_nbytes: float, n_readers: int, n_holders: int, latency: float) -> float:
     """Seconds of sending and receiving, in addition to the copy that every piece needs, at the busier end."""
     end = max(1, min(n_readers, n_holders))
-    between = traffic.moved_nbytes * (1 - traffic.same_node)
-    if not traffic.is_exact:
-        between *= 1 - traffic.stays
-    return (between / WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
+    part_seconds = max(_PART_SECONDS, latency)
+    return (between_nbytes / WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * part_seconds) / end
 
 
 class Costs(Mapping[str, Cost]):
@@ -264,14 +310,20 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
     if best is direct:
         return DIRECT, (
             f"each rank {verb}s what it holds, {direct.amplification:.3g}x the array in all: "
-            f"no dearer than {_sent(costs[PARALLEL])}"
+            f"no dearer than {_sent(costs[PARALLEL])}{_slowest(direct)}"
         )
     runs = f" in {direct.runs:,} runs of {format_nbytes(direct.reader_nbytes // direct.runs)}" if direct.runs else ""
     who = "once in the job" if best.mode == PARALLEL else "once, by one rank for all"
     return best.mode, (
         f"each rank by itself would {verb} {direct.amplification:.3g}x the array in all{runs}; "
         f"{who}, and {_sent(best)}, is about {direct.seconds / best.seconds:.1f}x faster"
+        f"{_slowest(direct, ' of the former')}{_slowest(best)}"
     )
+
+
+def _slowest(cost: Cost, of: str = "") -> str:
+    """What limits a way of reading, on a machine that has limits."""
+    return f"; slowest{of}: {cost.limit}" if cost.limit else ""
 
 
 def _sent(cost: Cost) -> str:

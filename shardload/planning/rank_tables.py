@@ -81,6 +81,26 @@ class RankBoxes:
         """The same mesh with its axes in another order."""
         return RankBoxes(*(tuple(values[m] for m in order) for values in (self.shape, self.box, self.stride)))
 
+    def on_nodes(self, ranks_per_node: int) -> RankBoxes | None:
+        """The same with nodes in the place of ranks; None if the ranks of a node do not hold an equal box.
+
+        >>> RankBoxes.in_order((2, 4), 1).on_nodes(2).table().tolist()
+        [[0, 0, 1, 1], [2, 2, 3, 3]]
+        """
+        box, stride, rest, after = list(self.box), list(self.stride), ranks_per_node, 1
+        for m in sorted(range(self.ndim), key=lambda m: (self.stride[m], self.counts[m] > 1)):
+            n = self.counts[m]
+            if n > 1 and self.stride[m] != after:
+                return None
+            here = math.gcd(n, rest) if rest < n else n
+            if rest % here or n % here or (here < n and here < rest):
+                return None
+            box[m] *= here
+            rest //= here
+            after *= n
+            stride[m] = max(1, self.stride[m] // ranks_per_node)
+        return RankBoxes(self.shape, tuple(box), tuple(stride)) if rest == 1 else None
+
     def places(self, rank: int) -> list[range] | None:
         """The box of a rank's devices, as a range along each mesh axis; None for a rank without devices."""
         if not 0 <= rank < math.prod(self.counts):

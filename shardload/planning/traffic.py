@@ -6,23 +6,25 @@ is counted pair by pair if there are few pairs of a block and a shard, otherwise
 
 * `count_held`: how many ranks hold any shard, and how many shards does the fullest rank hold?
 * `count_direct`: how many chunks are decoded if each rank reads what it holds?
+* `count_direct_of_nodes`: how many of them differ on each node?
 * `count_traffic`: how many messages and bytes go between ranks, and how much of that stays inside a node?
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from shardload.planning.rank_tables import RankBoxes
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Direct
 
-__all__ = ["Traffic", "count_direct", "count_held", "count_traffic"]
+__all__ = ["Traffic", "count_direct", "count_direct_of_nodes", "count_held", "count_traffic"]
 
 # Above this many (block, shard, device) triples, counts are bounds and fractions are sampled, so that planning stays fast.
 _MAX_TRIPLES = 1 << 14
@@ -94,6 +96,27 @@ def count_direct(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
         return each * len(shard), each * shards.most_held
     per_holding = _outer(lengths)[shard]
     return int(per_holding.sum()), int(np.bincount(rank, weights=per_holding).max(initial=0))
+
+
+def count_direct_of_nodes(schedule: Schedule, layout: SourceLayout, ranks_per_node: int) -> tuple[int, int]:
+    """As `count_direct`, of nodes instead of ranks: what several ranks of a node read counts once.
+
+    An upper bound where the ranks of a node do not hold an equal box of an abstract mesh, and for shards with halos.
+    """
+    shards = schedule.shards
+    if ranks_per_node == 1:
+        return count_direct(schedule, layout)
+    ranks = shards.ranks
+    nodes: IntArray | RankBoxes | None = None
+    if not shards.has_halo:
+        nodes = ranks.on_nodes(ranks_per_node) if isinstance(ranks, RankBoxes) else ranks // ranks_per_node
+    n_nodes = -(-schedule.n_ranks // ranks_per_node)
+    if nodes is None:
+        met, busiest = count_direct(schedule, layout)
+        everything = layout.chunks.n_cells if layout.has_chunks else math.prod(schedule.blocks.shape)
+        return min(met, everything * n_nodes), min(busiest * ranks_per_node, everything)
+    of_nodes = Shards(shards.shape_global, shards.cuts, nodes)
+    return count_direct(replace(schedule, shards=of_nodes, n_ranks=n_nodes, strategy=Direct(is_merged=True)), layout)
 
 
 def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, has_chunks: bool) -> tuple[IntArray, IntArray]:
