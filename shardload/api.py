@@ -55,6 +55,7 @@ def load(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
+    machine: Any = DEFAULTS.machine,
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
@@ -128,6 +129,10 @@ def load(
         ``"bitshuffle"``, ``["zfp", 32024]``, ``"all"``. By default an array that needs such a filter is refused, and the error
         names the filter. Filters that withstand damage (gzip, Zstandard, Blosc, LZF and others: docs/trust-files.md) are
         always allowed.
+    machine : str or PathLike, optional
+        What the job runs on, for ``"auto"`` and ``"parallel"``: ``"perlmutter"``, ``"jean-zay"``, ``"ibex"``, ``"workstation"``
+        or a TOML file of figures. By default the variable SHARDLOAD_MACHINE, else ``shardload/machine.toml`` in the user's
+        configuration folder, else a workstation whose files are in the page cache. Rank 0 reads it. See docs/scale.md.
 
     Returns
     -------
@@ -187,7 +192,9 @@ def plan(
     allow_external: bool = DEFAULTS.allow_external,
     untrusted: bool = DEFAULTS.untrusted,
     allow_filters: Any = DEFAULTS.allow_filters,
+    machine: Any = DEFAULTS.machine,
     processes: int | None = DEFAULTS.processes,
+    ranks_per_node: int | None = DEFAULTS.ranks_per_node,
 ) -> Any:
     """Plan what `load` with the same arguments would do, without doing it. ``print(plan)`` shows it.
 
@@ -202,6 +209,8 @@ def plan(
     processes : int, optional
         Only with an AbstractMesh: how many processes to plan for. Each gets the same number of devices, in the order of the
         mesh. By default each device is a process of its own.
+    ranks_per_node : int, optional
+        Only with an AbstractMesh: how many processes share a node, in order. By default as many as `machine` says, or all.
 
     Returns
     -------
@@ -214,7 +223,7 @@ def plan(
         As `load` does.
     """
     asked = Arguments.of("plan", path, mesh, spec, options_of("plan", locals()), dataset)
-    with Request.open("plan", asked.targets, comm, processes, asked.error) as request:
+    with Request.open("plan", asked.targets, comm, processes, asked.error, ranks_per_node) as request:
         made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
         if asked.tree.is_single:
             return request.hand_out(made[0])

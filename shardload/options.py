@@ -12,6 +12,7 @@ checked.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,6 +148,19 @@ def _untrusted(untrusted: Any) -> bool:
     if not isinstance(untrusted, bool):
         raise ConfigError(f"untrusted is {untrusted!r}; expected True or False: are helper processes to open the file?")
     return untrusted
+
+
+def _machine(machine: Any) -> str | None:
+    """The name of a preset, or the path of a file; one rank finds out which."""
+    if machine is None:
+        return None
+    text = os.fspath(machine) if isinstance(machine, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
+        raise ConfigError(
+            f"machine is {machine!r}; expected the name of a machine, such as 'perlmutter', or the path of a TOML file "
+            "with its figures"
+        )
+    return text
 
 
 def _seconds(timeout: Any) -> float | None:
@@ -320,8 +334,16 @@ _DECLARED = (
         flag="--allow-filters",
     ),
     Option(
+        "machine", None, "What the job runs on: a name such as perlmutter, or a TOML file of figures.", _LOADS, _machine,
+        flag="--machine",
+    ),
+    Option(
         "processes", None, "How many processes to plan for (default: one per device).", ("plan",), text=None, field="",
         flag="--processes",
+    ),
+    Option(
+        "ranks_per_node", None, "How many processes a node has (default: the machine's; else all on one).", ("plan",),
+        text=None, field="", flag="--ranks-per-node",
     ),
 )  # fmt: skip
 
@@ -383,6 +405,8 @@ class Options:
         Rows of its neighbours that each shard has on either side: on every axis that is cut, per axis, or by axis.
     edge : str, number, tuple or dict
         What a halo has beyond the ends of the array: ``"wrap"``, ``"edge"`` or a value; for all axes, per axis, or by axis.
+    machine : str or None
+        Name or file of the machine to plan for; None: what the user's configuration says.
     """
 
     dataset: str | None
@@ -401,6 +425,7 @@ class Options:
     decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
+    machine: str | None = DEFAULTS.machine
 
     @property
     def limits(self) -> Limits | None:

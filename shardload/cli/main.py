@@ -59,6 +59,7 @@ SpecText = Annotated[
         metavar="NAME,...", help="Mesh axis of each array axis; - for none, a+b for two.", autocompletion=complete_spec
     ),
 ]
+_MACHINES = ("ibex", "jean-zay", "perlmutter", "workstation")  # to complete with: `planning.presets` has the figures
 _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
@@ -72,6 +73,10 @@ How = Annotated[str, typer.Option(help=_HELP["verify"], autocompletion=completes
 Untrusted = Annotated[bool, typer.Option("--untrusted", help=_HELP["untrusted"])]
 AllowFilters = Annotated[str, typer.Option("--allow-filters", metavar="NAME,...", help=_HELP["allow_filters"])]
 StagingText = Annotated[str, typer.Option(help=_HELP["staging"])]
+MachineText = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help=_HELP["machine"], autocompletion=completes(*_MACHINES))
+]
+RanksPerNode = Annotated[int | None, typer.Option(help=_HELP["ranks_per_node"])]
 Processes = Annotated[int | None, typer.Option(help=_HELP["processes"])]
 
 app = typer.Typer(
@@ -182,13 +187,16 @@ def plan(
     allow_external: AllowExternal = DEFAULTS.allow_external,
     untrusted: Untrusted = DEFAULTS.untrusted,
     processes: Processes = DEFAULTS.processes,
+    ranks_per_node: RanksPerNode = DEFAULTS.ranks_per_node,
+    machine: MachineText = DEFAULTS.machine,
     allow_filters: AllowFilters = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what a load would do and cost, without loading anything.
 
     Needs neither MPI nor devices: you can plan for a mesh of any size on a
-    laptop. One process per device is assumed, unless --processes says otherwise.
+    laptop. One process per device is assumed, unless --processes says otherwise,
+    and files in the page cache of one node, unless --machine says otherwise.
 
     For example:
 
@@ -203,6 +211,8 @@ def plan(
       shardload plan run.h5 --mesh a=4,b=2 --spec a,b --processes 1
 
       shardload plan run.h5 --dataset rho --dataset "gas/*" --mesh n=8 --spec n
+
+      shardload plan run.h5 --mesh a=128,b=128 --spec -,a,b --ranks-per-node 4 --machine perlmutter
     """
     axes = parse_mesh(mesh)
     partition = parse_spec(spec, axes)
@@ -223,6 +233,7 @@ def plan(
             "allow_external": allow_external,
         }
         how |= {"allow_filters": allow_filters, "untrusted": untrusted, "processes": processes}
+        how |= {"machine": machine, "ranks_per_node": ranks_per_node}
         found = shardload.plan(file, *_target(axes, partition), dataset=names_of(dataset), select=index, **how)
         if isinstance(found, TreePlan):
             typer.echo(_to_json(_describe_tree(found)) if as_json else found.describe(width_of()))

@@ -24,6 +24,7 @@ from shardload.formats.labels import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.machine_file import machine_for
 from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
 from shardload.jobs.trees import (
@@ -38,7 +39,8 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
-from shardload.options import AUTO, OWN
+from shardload.options import AUTO, OWN, Options
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
 from shardload.transfer.messages import sendable
@@ -138,13 +140,22 @@ class Arguments:
                         "left_out": [info.to_json() for info in left_out],
                     }
                 )
-        return sent.join(found)
+        return sent.join(found, self._told_machine(options))
+
+    @staticmethod
+    def _told_machine(options: Options) -> Any:
+        """The machine's figures for the other ranks; None for a workstation, whose figures all ranks know."""
+        machine = machine_for(options.machine)
+        return None if machine == WORKSTATION else machine.to_table()
 
     def make(self, request: Request, calls: list[Call], told: bytes) -> list[ArrayLoad]:
         """Plan all arrays from their metadata. Runs on every rank."""
-        found, values = _Values.split(told)
+        found, values, figures = _Values.split(told)
         if self.tree.has_patterns:
             calls, found = self._grow(request, calls, found)
+        if figures is not None:
+            machine = Machine.from_table(figures, "rank 0's")
+            calls = [replace(call, machine=machine) for call in calls]
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
@@ -233,17 +244,18 @@ class _Values:
         self._parts.append(values)
         return [info.to_json(), start]
 
-    def join(self, found: list[Any]) -> bytes:
-        """The message."""
-        text = json.dumps(found).encode()
+    def join(self, found: list[Any], figures: Any) -> bytes:
+        """The message. `figures` are those of the machine."""
+        text = json.dumps([found, figures]).encode()
         return b"".join([len(text).to_bytes(8, "little"), text, *self._parts])
 
     @staticmethod
-    def split(told: bytes) -> tuple[list[Any], memoryview]:
-        """What was found, and the bytes of all values."""
+    def split(told: bytes) -> tuple[list[Any], memoryview, Any]:
+        """What was found, the bytes of all values, and the figures of the machine."""
         whole = memoryview(told)
         end = 8 + int.from_bytes(whole[:8], "little")
-        return json.loads(bytes(whole[8:end])), whole[end:]
+        found, figures = json.loads(bytes(whole[8:end]))
+        return found, whole[end:], figures
 
 
 def _what_of_path(place: Place) -> dict[str, str]:

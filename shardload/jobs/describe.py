@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from shardload.errors import printable
+from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
 
@@ -15,6 +16,7 @@ __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_p
 if TYPE_CHECKING:
     from shardload.jobs.plan import Plan
 
+_MOST_ON_A_NODE = 64  # ranks; more of them are on several nodes, whatever a plan without a machine assumes
 _WIDE = 60  # from this width on, names have a column of their own
 
 
@@ -73,7 +75,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
-    return {
+    facts = {
         "file": printable(plan.info.path),
         "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
         "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
@@ -81,6 +83,46 @@ def _facts(plan: Plan) -> dict[str, str]:
         "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank",
         "taken": f"{plan.readers}: {plan.why}",
     }
+    machine = _machine_text(plan)
+    return facts | ({"machine": machine} if machine else {})
+
+
+def _machine_text(plan: Plan) -> str:
+    """What the plan was made with, each figure with where it is from; empty if that is a workstation with few ranks."""
+    per_node, machine = plan.ranks_per_node, plan.machine
+    if not machine.has_limits:
+        if per_node is not None or plan.n_ranks <= _MOST_ON_A_NODE:
+            return ""
+        return (
+            f"not known: all {plan.n_ranks:,} ranks on one node, its file in the page cache (assumed); pass machine= and "
+            "ranks_per_node="
+        )
+    n_nodes = -(-plan.n_ranks // per_node) if per_node else 1
+    told = [f"{printable(machine.name)}, {n_nodes:,} node{'s' * (n_nodes > 1)}, {per_node or plan.n_ranks:,} ranks on each"]
+    figures = machine.figures()
+    for origin in (MEASURED, GIVEN, ASSUMED):
+        of = [f"{name} {_figure(name, value)}" for name, value in figures.items() if machine.origin_of(name) == origin]
+        told += [f"{origin}: {', '.join(of)}"] if of else []
+    return "; ".join(told)
+
+
+def _figure(name: str, value: float) -> str:
+    """A figure of a machine with its unit.
+
+    >>> _figure("file_system.rate", 5e12), _figure("network.latency", 2e-6), _figure("node.cores", 64)
+    ('5 TB/s', '2 us', '64')
+    """
+    key = name.rpartition(".")[2]
+    if key.endswith("nbytes"):
+        return format_nbytes(int(value))
+    if key in ("latency", "open_seconds", "read_seconds"):
+        return f"{value * 1e3:g} ms" if value >= 1e-4 else f"{value * 1e6:g} us"
+    if name == "file_system.operations_rate":
+        return f"{value:,.0f}/s"
+    if key.endswith("rate") or name.startswith("decode."):
+        unit, size = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9)) if value >= s), ("MB", 1e6))
+        return f"{value / size:.4g} {unit}/s"
+    return f"{value:,}"
 
 
 def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
@@ -101,6 +143,13 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
         "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
         "est. seconds": [f"{c.seconds:.2g}" for c in costs],
     }
+    if plan.machine.has_limits:
+        rows |= {"slowest": [c.limit or "-" for c in costs]}
+    if plan.machine.has_file_system:
+        rows |= {
+            "from disk": [format_nbytes(c.fs_nbytes) for c in costs],
+            "disk operations": [f"{c.operations:,}" for c in costs],
+        }
     if all(cost.runs <= 1 for cost in costs):
         del rows["in runs"]
     return list(plan.costs), rows

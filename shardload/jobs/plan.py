@@ -24,6 +24,7 @@ from shardload.jobs.describe import describe_plan, describe_plan_as_html, descri
 from shardload.jobs.picture import draw_shards
 from shardload.jobs.report import LoadReport
 from shardload.planning.cost import Cost
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
@@ -102,6 +103,10 @@ class Plan:
         For each way of reading: chunks decoded, amplification, messages, bytes, memory, estimated seconds.
     staging_nbytes : int
         Cap on each process's host memory beyond its own pieces.
+    machine : Machine
+        The figures that the plan was made with.
+    ranks_per_node : int or None
+        Ranks of a node; None: all are on one, because nothing else is known.
     report : LoadReport or None
         The report of the last `execute`; None before.
     """
@@ -120,6 +125,8 @@ class Plan:
     why: str
     costs: Mapping[str, Cost]
     staging_nbytes: int
+    machine: Machine = field(default=WORKSTATION, kw_only=True)
+    ranks_per_node: int | None = field(default=None, kw_only=True)
     _layout: Layout = field(kw_only=True)
     _is_decoded: bool = field(default=False, kw_only=True)
     _executor: Executor | None = field(default=None, kw_only=True)

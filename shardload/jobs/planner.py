@@ -21,13 +21,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
-from shardload.comm.topology import Machine
+from shardload.comm import topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
+from shardload.planning.limits import Stored
+from shardload.planning.machine import WORKSTATION, Machine
+from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -56,35 +59,50 @@ class Ranks:
         This rank, and the number of ranks.
     of_process : mapping of int to int, optional
         The rank of each JAX process; None for an abstract mesh, whose devices go to the ranks in mesh order.
-    machine : Machine, optional
+    machine : topology.Machine, optional
         The nodes that they run on; None for an abstract mesh.
     can_send : bool
         True if the ranks can send each other values.
     devices_per_rank : int
         For an abstract mesh: the number of consecutive devices of one rank.
+    per_node : int or None
+        For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
     """
 
     rank: int
     n: int
     of_process: Mapping[int, int] | None = None
-    machine: Machine | None = None
+    machine: topology.Machine | None = None
     can_send: bool = True
     devices_per_rank: int = 1
+    per_node: int | None = None
 
     @property
     def is_one_machine(self) -> bool:
         """True if all ranks run on one machine; assumed if the machine is not known."""
-        return self.machine is None or len(set(self.machine.leaders)) == 1
+        if self.machine is None:
+            return self.per_node is None or self.per_node >= self.n
+        return len(set(self.machine.leaders)) == 1
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What the caller asks for: the sharding, the options, the ranks that load, and the tuning constants."""
+    """What the caller asks for: the sharding, the options, the ranks that load, tuning constants, a machine's figures."""
 
     sharding: NamedSharding
     options: Options
     ranks: Ranks
     tuning: Tuning
+    machine: Machine = WORKSTATION
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes: those of the job, or on an abstract mesh those of the machine."""
+        found = self.ranks.machine
+        if found is not None:
+            return Nodes(found.ranks_per_node, found.n_cores)
+        cores = self.machine.cores_per_node
+        return Nodes(self.ranks.per_node, cores)
 
     @property
     def max_block_nbytes(self) -> int:
@@ -102,8 +120,38 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     _check_staging(info, source, ask.options.staging_nbytes)
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
-    schedules = plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps)
+    modes = _possible_modes(ask)
+    schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
+    if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
+        schedules[PARALLEL] = _with_readers(ask, info, source, shards)
     return _choose(ask, info, source, schedules, decoding)
+
+
+def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards) -> Schedule:
+    """The schedule in which as many ranks read as the machine's figures say."""
+    nodes, stored = ask.nodes, _stored(info)
+
+    def make(n: int) -> Schedule:
+        return plan_schedules(source, shards, ask.ranks.n, max_nbytes=ask.max_block_nbytes, n_owners=n, modes=(PARALLEL,))[
+            PARALLEL
+        ]
+
+    def cost(schedule: Schedule) -> Cost:
+        return plan_cost(schedule, source, nodes, machine=ask.machine, stored=stored)
+
+    most = source.chunks.n_cells
+    numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
+    return pick_readers(numbers, make, cost)[0]
+
+
+def _stored(info: ArrayInfo) -> Stored:
+    """How the values lie on disk."""
+    try:
+        nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
+    except TypeError:
+        nbytes = 0
+    # A chunk that is not stored takes no space, and many values may share one.
+    return Stored.of(info.nbytes_stored, nbytes, info.chunks, info.shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -253,10 +301,13 @@ def _choose(
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
     layouts = {mode: Layout(source, made, n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
-    machine, cap_nbytes = ask.ranks.machine, 0 if is_memory else ask.options.staging_nbytes
-    nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
-    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes) for mode, layout in layouts.items()})
+    cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
+    nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
+    stored = _stored(info) if machine.has_limits else None
+    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()})
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
+    if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
+        why += f"; {readers_text(costs[mode].n_readers, ask.ranks.n, nodes.spread(ask.ranks.n)[0])}, by the model"
     schedule = schedules[mode]
     return Plan(
         info=info,
@@ -273,15 +324,17 @@ def _choose(
         why=why,
         costs=costs,
         staging_nbytes=ask.options.staging_nbytes,
+        machine=machine,
+        ranks_per_node=nodes.ranks_per_node,
         _layout=layouts[mode],
         _is_decoded=bool(ask.options.decode),
     )
 
 
-def _cost(layout: Layout, nodes: Nodes | None, cap_nbytes: int) -> Cost:
+def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks)
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

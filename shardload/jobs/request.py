@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
@@ -60,7 +62,8 @@ _MOST_TOLD = 8  # arrays in a message
 class Call:
     """The checked arguments for one array, and the ranks that pass them. `group` is None for an abstract mesh.
 
-    `devices_per_rank` is for an abstract mesh: the number of consecutive devices that belong to one process.
+    `devices_per_rank` is for an abstract mesh: the number of consecutive devices that belong to one process; and so is
+    `ranks_per_node`, if the caller says how many of them share a node. `machine` has the figures to plan with.
     """
 
     sharding: NamedSharding
@@ -68,6 +71,8 @@ class Call:
     tuning: Tuning
     group: Group | None = None
     devices_per_rank: int = 1
+    ranks_per_node: int | None = None
+    machine: Machine = WORKSTATION
 
     @property
     def is_alone(self) -> bool:
@@ -82,12 +87,13 @@ class Call:
         ConfigError, PeerError
             If MPI and JAX do not see the same processes.
         """
-        return Ask(self.sharding, self.options, self._ranks(), self.tuning)
+        return Ask(self.sharding, self.options, self._ranks(), self.tuning, self.machine)
 
     def _ranks(self) -> Ranks:
         if self.group is None:
             n = self.sharding.mesh.size // self.devices_per_rank
-            return Ranks(0, n, devices_per_rank=self.devices_per_rank)
+            per_node = self.ranks_per_node or self.machine.ranks_per_node
+            return Ranks(0, n, devices_per_rank=self.devices_per_rank, per_node=None if per_node is None else min(n, per_node))
         group = self.group
         return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send)
 
@@ -276,12 +282,19 @@ class Request:
     calls: list[Call] | None
     error: ConfigError | None
     _processes: Any = None
+    _ranks_per_node: int | None = None
     loaded: Loaded | None = None
 
     @classmethod
     @contextmanager
     def open(
-        cls, kind: str, targets: Sequence[Target], comm: Any, processes: Any = None, error: ConfigError | None = None
+        cls,
+        kind: str,
+        targets: Sequence[Target],
+        comm: Any,
+        processes: Any = None,
+        error: ConfigError | None = None,
+        ranks_per_node: Any = None,
     ) -> Iterator[Request]:
         """Check the arguments on this rank, and hold the group until the call ends. Collective the first time.
 
@@ -297,6 +310,8 @@ class Request:
             Number of processes, for an abstract mesh.
         error : ConfigError, optional
             What is wrong with other arguments on this rank.
+        ranks_per_node : int, optional
+            Number of processes of a node, for an abstract mesh.
         """
         calls: list[Call] | None = None
         asked: Invocation | None = None
@@ -305,6 +320,9 @@ class Request:
             if error is not None and not targets:
                 raise error
             calls = [target.check(processes, tuning, memo) for target in targets]
+            if ranks_per_node is not None:
+                _check_ranks_per_node(ranks_per_node, targets)
+                calls = [replace(call, ranks_per_node=int(ranks_per_node)) for call in calls]
             for call in calls[1:]:
                 calls[0].options.check_shared(call.options)
             asked = _invocation(kind, targets, calls, memo)
@@ -318,7 +336,7 @@ class Request:
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
         if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
-                yield cls(None, comm, asked, calls, error, processes)
+                yield cls(None, comm, asked, calls, error, processes, ranks_per_node)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
@@ -332,7 +350,8 @@ class Request:
 
     def call_of(self, target: Target, memo: Memo) -> Call:
         """The checked arguments of an array that was found by a pattern."""
-        return replace(target.check(self._processes, default_tuning(), memo), group=self.group)
+        call = target.check(self._processes, default_tuning(), memo)
+        return replace(call, group=self.group, ranks_per_node=self._ranks_per_node)
 
     def agree(self) -> list[Call]:
         """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
@@ -478,6 +497,17 @@ class Request:
         return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
 
 
+def _check_ranks_per_node(given: Any, targets: Sequence[Target]) -> None:
+    """Raise ConfigError unless it is a number of processes, and the mesh is abstract."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise ConfigError(f"ranks_per_node is {given!r}; expected how many processes a node has, 1 or more")
+    if not all(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
+        raise ConfigError(
+            f"ranks_per_node is {given!r}, but the mesh has devices, and the job knows its nodes: leave it out, or plan over a "
+            "jax.sharding.AbstractMesh"
+        )
+
+
 def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | None, memo: Memo) -> Invocation:
     """What the ranks compare: the arguments for all arrays, as text."""
     path = targets[0].what["path"] if targets else "nothing"
@@ -536,7 +566,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     if call.options.decode:
         kind = (*kind, json.dumps(dict(info.packing)))  # with the types
     how = call.options.describe() | {"dataset": ""}  # its name changes nothing
-    key = (call.sharding, call.tuning, *how.items(), *kind, jax.config.read("jax_enable_x64"))
+    key = (call.sharding, call.tuning, call.machine, *how.items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
     if made is None:
         made = plan_array(call.ask(), info)

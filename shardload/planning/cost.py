@@ -78,7 +78,7 @@ class Cost:
         Bytes that all nodes together fetch from the file system, and the number of reads and opens; 0 if the machine has no
         file system that limits anything.
     limit : str
-        What takes longest, on a machine that has limits: ``"cores"``, ``"the file system"``; else empty.
+        What takes longest (`limits.seconds_of`), on a machine that has limits: ``"cores"``, ``"file system"``; else empty.
     """
 
     mode: str
@@ -183,7 +183,15 @@ def plan_cost(
         n_ranks = schedule.n_ranks
         reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
         load = Load(
-            seconds, reading.n_readers, n_holders, n_ranks, per_node, n_threads, reading.reader_nbytes, piece_nbytes, between_nbytes
+            seconds,
+            reading.n_readers,
+            n_holders,
+            n_ranks,
+            per_node,
+            n_threads,
+            reading.reader_nbytes,
+            piece_nbytes,
+            between_nbytes,
         )
         file_nbytes = math.inf if stored.files_per_chunk else array_nbytes * stored.share
         seconds, slowest = seconds_of(load, reads, machine, file_nbytes)
@@ -323,7 +331,10 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
 
 def _slowest(cost: Cost, of: str = "") -> str:
     """What limits a way of reading, on a machine that has limits."""
-    return f"; slowest{of}: {cost.limit}" if cost.limit else ""
+    if not cost.limit:
+        return ""
+    fetched = f", with {format_nbytes(cost.fs_nbytes)} from disk" if cost.fs_nbytes else ""
+    return f"; slowest{of}: {cost.limit}{fetched}"
 
 
 def _sent(cost: Cost) -> str:

@@ -123,20 +123,24 @@ class Load:
 
 
 def seconds_of(load: Load, reads: FileReads, machine: Machine, file_nbytes: float) -> tuple[float, str]:
-    """Seconds of a load, and the resource that takes longest. `file_nbytes` is the size of the file; infinity for many files."""
+    """Seconds of a load, and the resource that takes longest. `file_nbytes` is the size of the file; infinity for many files.
+
+    The resources are the busiest rank's cores and its stream of reads; a node's memory, network, and link to the file system;
+    and for all nodes together the file system's bytes and its operations.
+    """
     of: dict[str, float] = {"cores": load.core_seconds}
     # Threads of a rank wait for the file system at the same time.
     wait = reads.reader_opens * machine.open_seconds
     wait += 0.0 if reads.is_in_order else reads.reader_operations * machine.read_seconds
-    of["one reader's stream"] = (reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
-    of["a node's memory"] = (
+    of["stream"] = (reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
+    of["memory"] = (
         load.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
     ) / machine.memory_rate
     n_ends = min(load.n_nodes, load.n_readers), min(load.n_nodes, load.n_holders)
-    of["a node's network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
-    of["the file system to a node"] = reads.node_nbytes / machine.node_rate
-    of["the file system"] = reads.nbytes / machine.file_rate(file_nbytes)
-    of["file system operations"] = reads.operations / machine.operations_rate
+    of["network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
+    of["node's link"] = reads.node_nbytes / machine.node_rate
+    of["file system"] = reads.nbytes / machine.file_rate(file_nbytes)
+    of["operations"] = reads.operations / machine.operations_rate
     slowest = max(of, key=of.__getitem__)
     start = 0.0
     if machine.has_file_system:
@@ -145,7 +149,13 @@ def seconds_of(load: Load, reads: FileReads, machine: Machine, file_nbytes: floa
 
 
 def count_file_reads(
-    schedule: Schedule, layout: SourceLayout, machine: Machine, stored: Stored, per_node: int, n_readers: int, reader_nbytes: int
+    schedule: Schedule,
+    layout: SourceLayout,
+    machine: Machine,
+    stored: Stored,
+    per_node: int,
+    n_readers: int,
+    reader_nbytes: int,
 ) -> FileReads:
     """What a schedule fetches from the file system. `reader_nbytes` are the decoded bytes of its busiest reader."""
     if schedule.is_direct:
@@ -204,7 +214,7 @@ def _of_direct(
 
 
 def _spans(schedule: Schedule, layout: SourceLayout) -> tuple[SourceLayout, float, float]:
-    """What a rank reads of a file without chunks: the units that it is counted in, the bytes of one, and of a contiguous span."""
+    """What a rank reads of a file without chunks: the units to count it in, the bytes of one, and of a contiguous span."""
     shape, itemsize = schedule.blocks.shape, layout.file_dtype.itemsize
     extent = [min(n, e) for n, e in zip(shape, schedule.extent, strict=True)]
     cell = [1] * len(shape)

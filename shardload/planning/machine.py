@@ -128,10 +128,12 @@ class Machine:
     def file_rate(self, nbytes: float) -> float:
         """Bytes per second of all nodes that read one file of so many bytes: of the file system, or of the file's targets.
 
+        Many files, each small (infinity), are on all targets.
+
         >>> Machine("m", fs_rate=1e12, target_rate=1e10, target_nbytes=1e9, most_targets=72).file_rate(5.5e9)
         60000000000.0
         """
-        if self.target_rate == _INF:
+        if _INF in (self.target_rate, nbytes):
             return self.fs_rate
         n_targets = min(self.most_targets, max(1, math.ceil(nbytes / self.target_nbytes)))
         return min(self.fs_rate, n_targets * self.target_rate)

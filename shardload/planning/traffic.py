@@ -104,7 +104,7 @@ def count_direct_of_nodes(schedule: Schedule, layout: SourceLayout, ranks_per_no
     An upper bound where the ranks of a node do not hold an equal box of an abstract mesh, and for shards with halos.
     """
     shards = schedule.shards
-    if ranks_per_node == 1:
+    if ranks_per_node == 1 and shards.sections_held == 1:
         return count_direct(schedule, layout)
     ranks = shards.ranks
     nodes: IntArray | RankBoxes | None = None

@@ -381,3 +381,28 @@ def test_sigterm_ends_a_rank_and_the_coordinator_is_on_loopback() -> None:
     assert not catches_sigterm()
     address = importlib.import_module("jax._src.distributed").global_state.coordinator_address
     assert listeners(int(address.rpartition(":")[2])) == ["127.0.0.1"]
+
+
+def test_rank_0_reads_the_machine_and_tells_the_others(
+    comm: Any, files: dict[str, str], shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if ranks planned with figures of their own, or if an error in the file were one rank's."""
+    values, mesh, spec = ramp(cube()), mesh_of(), P("b", "a")
+    if comm.rank == 0:
+        (shared_tmp_path / "site.toml").write_text("[file_system]\nrate = 1e9\noperations_rate = 1e3\n")
+        (shared_tmp_path / "wrong.toml").write_text("[file_system]\nrate = -1\n")
+        monkeypatch.setenv("SHARDLOAD_MACHINE", str(shared_tmp_path / "site.toml"))
+    else:
+        monkeypatch.setenv("SHARDLOAD_MACHINE", "no such machine")  # nobody asks these ranks
+    comm.barrier()
+    for readers in ("auto", "parallel"):
+        plan = shardload.plan(files["chunked"], mesh, spec, dataset=NAME, readers=readers)
+        assert (plan.machine.name, plan.machine.fs_rate) == ("site", 1e9)
+        check(plan.execute(), values, mesh, spec)
+        assert comm.allgather(plan.why) == [plan.why] * comm.size
+    wrong = partial(shardload.load, files["chunked"], mesh, spec, dataset=NAME, machine=str(shared_tmp_path / "wrong.toml"))
+    same_error(comm, wrong, ConfigError, "wrong.toml: file_system.rate is -1; expected bytes per second")
+    if comm.size > 1:
+        one = ("ibex", "perlmutter")[comm.rank > 0]
+        differs = partial(shardload.load, files["chunked"], mesh, spec, dataset=NAME, machine=one)
+        same_error(comm, differs, PeerError, "machine", "'ibex'", "'perlmutter'")

@@ -143,7 +143,7 @@ def test_description_tells_different_options_apart() -> None:
         "allow_external",
         "untrusted",
     }
-    names |= {"allow_filters", "decode", "halo", "edge"}
+    names |= {"allow_filters", "decode", "halo", "edge", "machine"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(
@@ -160,6 +160,7 @@ def test_description_tells_different_options_apart() -> None:
         allow_filters="zfp",
         halo={0: 1},
         edge=("wrap", 0),
+        machine="ibex",
     ).items():
         other = Options.check(**{name: value}).describe()
         assert {k for k in base if base[k] != other[k]} == {name}

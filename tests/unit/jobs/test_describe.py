@@ -17,6 +17,7 @@ from shardload.formats.base import ArrayInfo
 from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
 from shardload.jobs.picture import draw_shards
 from shardload.planning.cost import Cost
+from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards
 
@@ -46,6 +47,8 @@ class Fake:
     staging_nbytes: int = 256 << 20
     halo_text: str = ""
     decoded_dtype: Any = None
+    machine: Machine = WORKSTATION
+    ranks_per_node: int | None = 4
 
     @property
     def shape_padded(self) -> tuple[int, ...]:

@@ -1,0 +1,68 @@
+"""How many ranks read, and which, on a machine whose file system is known?
+
+Without a known file system all ranks read: a core that decodes is all that a reader needs. With one, more readers are more
+opens, operations and messages, and fewer are fewer streams and cores. So a few numbers are tried: a few readers on each node
+(1, 2, 4, ..., all), one on every fourth node, every sixteenth, and so on. The fastest by the model is taken; of those that are
+about as fast, the one with the fewest readers. Readers are spread evenly over the ranks, and so over the nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardload.planning.cost import Cost
+from shardload.planning.schedule import Schedule
+
+__all__ = ["numbers_of_readers", "pick_readers", "readers_text"]
+
+_ABOUT = 1.02  # more readers are taken only if they are this much faster
+_STEP = 4  # between numbers of nodes
+
+
+def numbers_of_readers(n_ranks: int, per_node: int, most: int) -> list[int]:
+    """The numbers to try, ascending. `most` is how many could have a block to read.
+
+    >>> numbers_of_readers(64, 4, 1000), numbers_of_readers(64, 4, 10), numbers_of_readers(6, 4, 6)
+    ([1, 4, 16, 32, 64], [1, 4, 10], [1, 2, 4, 6])
+    """
+    n_nodes, most = -(-n_ranks // per_node), max(1, min(n_ranks, most))
+    found, n = {most}, n_nodes
+    while n > 1:
+        found.add(n)
+        n //= _STEP
+    found.add(1)
+    k = 2
+    while k < per_node:
+        found.add(k * n_nodes)
+        k *= 2
+    return sorted(n for n in found if n <= most)
+
+
+def pick_readers(
+    numbers: Sequence[int], make: Callable[[int], Schedule], cost: Callable[[Schedule], Cost]
+) -> tuple[Schedule, Cost]:
+    """The schedule with the number of readers that is fastest by the model, and its cost."""
+    tried = [(made := make(n), cost(made)) for n in numbers]
+    limit = _ABOUT * min(found.seconds for _, found in tried)
+    return next(one for one in tried if one[1].seconds <= limit)
+
+
+def readers_text(n_readers: int, n_ranks: int, per_node: int) -> str:
+    """Who reads, for people.
+
+    >>> readers_text(16, 64, 4), readers_text(4, 64, 4), readers_text(5, 64, 4)
+    ('16 readers, 1 on each node', '4 readers, on every 4th node', '5 readers, on different nodes')
+    """
+    n_nodes = -(-n_ranks // per_node)
+    count = f"{n_readers:,} reader{'s' * (n_readers != 1)}"
+    if n_readers >= n_nodes:
+        few, more = n_readers // n_nodes, -(-n_readers // n_nodes)
+        return f"{count}, {few if few == more else f'{few} or {more}'} on each node"
+    if n_readers == 1:
+        return count
+    step = n_nodes // n_readers
+    return f"{count}, on {'different nodes' if n_nodes % n_readers else 'every ' + _nth(step) + ' node'}"
+
+
+def _nth(n: int) -> str:
+    return "2nd" if n == 2 else "3rd" if n == 3 else f"{n}th"
