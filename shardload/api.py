@@ -99,7 +99,9 @@ def load(
         Who reads. ``"root"``: rank 0 alone. ``"parallel"``: all ranks, and each chunk is decoded once in the job. ``"direct"``:
         each process reads what its own devices hold. An int: that many ranks. ``"auto"``: the cheapest way by the plan.
     staging : str or int
-        Cap on each process's host memory beyond its own pieces: bytes, or text such as ``"256MiB"``.
+        Cap on each process's host memory beyond its own pieces: bytes, or text such as ``"1GiB"``. ``"auto"`` is 256 MiB, or
+        what the file's chunks need if that is more, within a quarter of the memory that a process may use (its share of the
+        node's, or of a control group's limit). `Plan.staging_nbytes` says how much.
     verify : {"index", "checksum", "file", "full"}
         How to verify; each level includes those before it. ``"index"``: match every shard to the region that JAX asks for.
         ``"checksum"``: also checksum every part from the reader's block to the host piece, and the shards on the devices, with

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from shardload.formats.access import Access, Limits
 
 __all__ = [
-    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "TIMEOUT", "Option", "Options", "Progress",
-    "fill_value", "filter_names", "options_of", "pad_value",
+    "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
+    "Options", "Progress", "fill_value", "filter_names", "options_of", "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -39,6 +39,7 @@ VERIFY = INDEX, CHECKSUM, FILE, FULL = "index", "checksum", "file", "full"  # ea
 MISSING = ("warn", "error", "fill")
 EDGES = ("wrap", "edge")
 TIMEOUT = 900.0  # longer than a busy file system pauses (about a minute), much shorter than a night of a stalled job
+STAGING_NBYTES = 256 << 20  # what staging="auto" is if the file's chunks need no more
 Progress = bool | Callable[[int, int], None] | None
 
 
@@ -109,6 +110,10 @@ def _readers(readers: Any) -> str | int:
     if not (readers in READERS if isinstance(readers, str) else is_number):
         raise ConfigError(f"readers is {readers!r}; expected 'root', 'parallel', 'direct', 'auto' or a number of ranks")
     return readers if isinstance(readers, str) else int(readers)
+
+
+def _staging(staging: Any) -> str | int:
+    return AUTO if isinstance(staging, str) and staging == AUTO else parse_nbytes(staging)
 
 
 def _verify(verify: Any) -> str:
@@ -296,7 +301,7 @@ _DECLARED = (
         choices=READERS, flag="--readers",
     ),
     Option(
-        "staging", "256MiB", "Memory for reading, per process: 256MiB", _ALL, parse_nbytes, str, field="staging_nbytes",
+        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", _ALL, _staging, str,
         flag="--staging",
     ),
     Option(
@@ -385,8 +390,8 @@ class Options:
         Fill value for axes that do not divide evenly; None refuses them.
     readers : str or int
         ``"root"``, ``"parallel"``, ``"direct"``, ``"auto"``, or how many ranks read.
-    staging_nbytes : int
-        Cap on host memory per process beyond its own pieces.
+    staging : str or int
+        Cap on host memory per process beyond its own pieces, in bytes; ``"auto"`` until a plan says what the chunks need.
     verify : str
         ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``.
     progress : bool, callable or None
@@ -414,7 +419,7 @@ class Options:
     dtype: np.dtype[Any] | None
     pad: Any
     readers: str | int
-    staging_nbytes: int
+    staging: str | int
     verify: str
     progress: Progress
     timeout: float | None = DEFAULTS.timeout
@@ -426,6 +431,11 @@ class Options:
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
     machine: str | None = DEFAULTS.machine
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The cap in bytes; for ``"auto"``, the one that files with small chunks get."""
+        return STAGING_NBYTES if isinstance(self.staging, str) else self.staging
 
     @property
     def limits(self) -> Limits | None:

@@ -12,8 +12,11 @@ import numpy as np
 
 from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives
+from shardload.system.spare_memory import limit_nbytes
 
-__all__ = ["Machine", "Node", "find_machine", "pretended_ranks_per_node"]
+__all__ = ["UNKNOWN_NBYTES", "Machine", "Node", "find_machine", "pretended_ranks_per_node"]
+
+UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,14 @@ class Machine:
         Cores that a rank has for itself (minimum over the ranks; 1 if ranks share cores).
     n_cores : int
         Cores that the ranks of a machine have together (minimum over the machines).
+    memory_nbytes : int
+        Bytes of memory that a rank may use at most (minimum over the ranks): its share of its machine's, and of limits.
     """
 
     leaders: tuple[int, ...]
     n_threads: int
     n_cores: int
+    memory_nbytes: int = UNKNOWN_NBYTES
 
     @property
     def ranks_per_node(self) -> int:
@@ -72,5 +78,6 @@ def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> M
         n_alike = int((hosts == hosts[ranks.rank]).sum())
     n_threads = int(ranks.gather_int(max(1, len(cores) // n_alike)).min())
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
-    n_cores = int(ranks.gather_int(max(1, len(cores) * n_ranks // n_alike)).min())
-    return Machine(tuple(int(v) for v in leaders), n_threads, n_cores)
+    memory = min(limit_nbytes(n_ranks), UNKNOWN_NBYTES)
+    n_cores, memory_nbytes = ranks.gather_ints([max(1, len(cores) * n_ranks // n_alike), int(memory)]).min(axis=0).tolist()
+    return Machine(tuple(int(v) for v in leaders), n_threads, n_cores, memory_nbytes)

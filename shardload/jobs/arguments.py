@@ -25,7 +25,7 @@ from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.machine_file import machine_for
-from shardload.jobs.planner import check_together
+from shardload.jobs.planner import staging_together
 from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
 from shardload.jobs.trees import (
     ArrayTree,
@@ -168,9 +168,7 @@ class Arguments:
             except ConfigError as error:
                 self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
                 raise
-        if len(loads) > 1:
-            check_together(list({id(one.layout): one.layout for one in loads}.values()), calls[0].options.staging_nbytes)
-        return loads
+        return _share_staging(calls[0], loads) if len(loads) > 1 else loads
 
     def _grow(self, request: Request, calls: list[Call], found: list[Any]) -> tuple[list[Call], list[Any]]:
         """Replace the patterns by the arrays that were found."""
@@ -219,6 +217,23 @@ class Arguments:
                 f"{error}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
                 f"{other.shape}: pass a tree of specs, with one for each",
             )
+
+
+def _share_staging(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
+    """The same loads under one staging cap, which is that of the array that needs most.
+
+    Raises
+    ------
+    ConfigError
+        If they do not fit under it together.
+    """
+
+    def most_nbytes() -> int:
+        return call.ask().ranks.staging_room_nbytes if call.options.staging == AUTO else 0
+
+    staging = max(one.options.staging_nbytes for one in loads)
+    staging = staging_together(list({id(one.layout): one.layout for one in loads}.values()), staging, most_nbytes)
+    return [one.with_staging(staging) for one in loads]
 
 
 def _whole(target: Target) -> dict[str, Any]:
@@ -403,9 +418,7 @@ class ToScatter:
                 source = None if self._sources is None else self._sources[k]
                 made = plan_memory(call, ArrayInfo.from_json(info), source, int(self._root), as_it_is)
                 loads.append(replace(made, where=target.where))
-        if len(loads) > 1:
-            check_together([one.layout for one in loads], calls[0].options.staging_nbytes)
-        return loads
+        return _share_staging(calls[0], loads) if len(loads) > 1 else loads
 
 
 def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str, Any]]) -> Any:

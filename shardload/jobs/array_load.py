@@ -108,6 +108,13 @@ class ArrayLoad:
         """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
         return self.origin is not None and not self.layout.source.casts
 
+    def with_staging(self, nbytes: int) -> ArrayLoad:
+        """The same load under another staging cap."""
+        if nbytes == self.options.staging_nbytes:
+            return self
+        plan = replace(self.plan, staging_nbytes=nbytes, staging_is_raised=True)
+        return replace(self, plan=plan, options=replace(self.options, staging=nbytes))
+
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
         source_layout = self.layout.source

@@ -6,6 +6,8 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shardload.errors import printable
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
@@ -67,6 +69,7 @@ def _facts(plan: Plan) -> dict[str, str]:
     info = plan.info
     nbytes = math.prod(plan.shape_global) * plan.dtype.itemsize
     shard_nbytes = math.prod(plan.shard_shape) * plan.dtype.itemsize
+    nbytes_chunk = math.prod(info.chunks or ()) * np.dtype(info.dtype).itemsize if plan.staging_is_raised else 0
     halo = plan.halo_text
     padded = f", padded to {_shape(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {_shape(plan.shape_global)}" if halo else ""
@@ -80,7 +83,8 @@ def _facts(plan: Plan) -> dict[str, str]:
         "array": f"{_shape(plan.shape)}{selected}{padded}, {info.dtype}{cast}, {format_nbytes(nbytes)}; {chunks}",
         "sharding": f"{plan.decomposition}: {_spec(plan)} on mesh {_mesh(plan)}{replicas}; "
         f"shard {_shape(plan.shard_shape)}, {format_nbytes(shard_nbytes)}" + (f"; halo {halo}" if halo else ""),
-        "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank",
+        "ranks": f"{plan.n_ranks}, {plan.n_readers} of them read; staging cap {format_nbytes(plan.staging_nbytes)} per rank"
+        + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
         "taken": f"{plan.readers}: {plan.why}",
     }
     machine = _machine_text(plan)

@@ -103,6 +103,8 @@ class Plan:
         For each way of reading: chunks decoded, amplification, messages, bytes, memory, estimated seconds.
     staging_nbytes : int
         Cap on each process's host memory beyond its own pieces.
+    staging_is_raised : bool
+        True if ``staging="auto"`` is more than usual, because the chunks need it.
     machine : Machine
         The figures that the plan was made with.
     ranks_per_node : int or None
@@ -125,6 +127,7 @@ class Plan:
     why: str
     costs: Mapping[str, Cost]
     staging_nbytes: int
+    staging_is_raised: bool = field(default=False, kw_only=True)
     machine: Machine = field(default=WORKSTATION, kw_only=True)
     ranks_per_node: int | None = field(default=None, kw_only=True)
     _layout: Layout = field(kw_only=True)

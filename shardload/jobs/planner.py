@@ -11,8 +11,8 @@ make the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,18 +34,19 @@ from shardload.planning.readers import numbers_of_readers, pick_readers, readers
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import least_staging, least_together
+from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
-__all__ = ["Ask", "Ranks", "check_together", "plan_array", "plan_scatter"]
+__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
+_SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
 _NO_MPI = "without MPI these processes can send each other nothing"
 
 
@@ -76,6 +77,16 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
+
+    @property
+    def n_threads(self) -> int:
+        """Cores that a rank has for itself."""
+        return 1 if self.machine is None else self.machine.n_threads
+
+    @property
+    def staging_room_nbytes(self) -> int:
+        """What staging="auto" may be at most."""
+        return (topology.UNKNOWN_NBYTES if self.machine is None else self.machine.memory_nbytes) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
@@ -117,14 +128,18 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     source = _source_layout(ask.options, info, decoding)
     name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
     shards = _lay_out(ask, source.selection.shape, source.dtype, name)
-    _check_staging(info, source, ask.options.staging_nbytes)
+    staging = _staging_for(ask, info, source)
+    is_raised = staging != ask.options.staging_nbytes
+    if is_raised:
+        ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
     modes = _possible_modes(ask)
     schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
     if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
         schedules[PARALLEL] = _with_readers(ask, info, source, shards)
-    return _choose(ask, info, source, schedules, decoding)
+    plan = _choose(ask, info, source, schedules, decoding)
+    return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
 def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards) -> Schedule:
@@ -173,14 +188,23 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     return _choose(ask, info, source, {ROOT: schedule})
 
 
-def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
-    """Raise ConfigError unless several arrays fit together under the staging cap. (Each fits alone.)"""
+def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes: Callable[[], int]) -> int:
+    """The staging cap for several arrays: `staging_nbytes`, or if that is too little what they need, up to `most_nbytes()`.
+
+    Raises
+    ------
+    ConfigError
+        Unless they fit together under it. (Each fits alone.)
+    """
     needed = least_together([(layout.schedule, layout.source) for layout in layouts])
     if needed > staging_nbytes:
+        if needed <= most_nbytes():
+            return needed
         raise ConfigError(
             f"these {len(layouts)} arrays share their staging buffers, which takes {format_nbytes(needed)}, but staging is "
             f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
         )
+    return staging_nbytes
 
 
 def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
@@ -282,24 +306,36 @@ def _refuse_lossy(dtype: np.dtype[Any], name: str) -> None:
             )
 
 
-def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -> None:
-    """Raise ConfigError if `staging` is too small to read, decode and send one chunk at a time."""
-    needed = least_staging(source)
-    if needed > staging_nbytes:
-        raise ConfigError(
-            f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
-            "chunk as stored, as decompressed, as decoded, as read and as sent), but staging is "
-            f"{format_nbytes(staging_nbytes)}. "
-            f"Pass staging='{-(-needed // (1 << 20))}MiB' or more"
-        )
+def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
+    """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto".
+
+    Raises
+    ------
+    ConfigError
+        If that is too small to read, decode and send one chunk at a time.
+    """
+    needed, staging_nbytes = least_staging(source), ask.options.staging_nbytes
+    if needed <= staging_nbytes:
+        return staging_nbytes
+    is_auto, room = ask.options.staging == AUTO, ask.ranks.staging_room_nbytes
+    if is_auto and needed <= room:
+        return min(room, ample_staging(source, ask.ranks.n_threads))
+    found, fix = format_nbytes(staging_nbytes), "Pass"
+    if is_auto:
+        found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
+        fix = "Start fewer processes on a node, or pass"
+    raise ConfigError(
+        f"one chunk of {info} is {format_nbytes(source.chunk_nbytes)}, and reading it takes {format_nbytes(needed)} (the "
+        f"chunk as stored, as decompressed, as decoded, as read and as sent), but staging is {found}. "
+        f"{fix} staging='{-(-needed // (1 << 20))}MiB' or more"
+    )
 
 
 def _choose(
     ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
 ) -> Plan:
     """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
-    n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
-    layouts = {mode: Layout(source, made, n_threads, decoding) for mode, made in schedules.items()}
+    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine

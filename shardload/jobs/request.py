@@ -557,7 +557,8 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
         call = replace(call, options=_with_positions(call.options, info))
     group = call.group
     if group is None:
-        return ArrayLoad(plan_array(call.ask(), info), call.options, path)
+        alone = plan_array(call.ask(), info)
+        return ArrayLoad(alone, _with_staging(call.options, alone), path)
     if origin is not None:  # every rank has the values, so none needs to send any
         call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
@@ -573,7 +574,12 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     known[key] = made
     while len(known) > _RECENT:
         known.popitem(last=False)
-    return ArrayLoad(replace(made, info=info), call.options, path, origin)
+    return ArrayLoad(replace(made, info=info), _with_staging(call.options, made), path, origin)
+
+
+def _with_staging(options: Options, made: Plan) -> Options:
+    """The options with the staging cap that was planned."""
+    return options if options.staging_nbytes == made.staging_nbytes else replace(options, staging=made.staging_nbytes)
 
 
 def _with_positions(options: Options, info: ArrayInfo) -> Options:

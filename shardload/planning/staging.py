@@ -16,10 +16,11 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 
-__all__ = ["Staging", "chunks_per_block", "least_staging", "least_together", "plan_staging"]
+__all__ = ["Staging", "ample_staging", "chunks_per_block", "least_staging", "least_together", "plan_staging"]
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
+_AMPLE_THREADS = 4  # as many large chunks at a time are enough to keep a reader busy
 _BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
 
@@ -147,6 +148,18 @@ def chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
     """Largest number of chunks that a block meets, or the part of it that a rank needs, which may begin inside a chunk."""
     axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
     return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)
+
+
+def ample_staging(layout: SourceLayout, n_threads: int) -> int:
+    """Bytes with which several chunks at a time can be read, decoded and sent: all buffers, and scratch of a few threads.
+
+    >>> import numpy as np
+    >>> from shardload.planning.selection import select_axes
+    >>> ample_staging(SourceLayout.cut(select_axes(None, (8, 8)), (4, 4), np.dtype("f4"), np.dtype("f4")), 2)
+    704
+    """
+    scratch = 3 * layout.file_dtype.itemsize + layout.casts * layout.dtype.itemsize
+    return layout.chunk_size * ((_SLOTS + 2) * layout.wide_itemsize + min(n_threads, _AMPLE_THREADS) * scratch)
 
 
 def least_staging(layout: SourceLayout) -> int:

@@ -7,6 +7,7 @@ the next allocation in this process fails.
 * `keeps_addresses`: is there such a limit?
 * `spare_nbytes`: the smallest amount that the machine and each control group above this process have left. File cache and
   memory marked as free count as left, because the kernel takes them first.
+* `limit_nbytes`: the smallest of these limits itself, whoever uses how much of it now.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["keeps_addresses", "spare_nbytes"]
+__all__ = ["keeps_addresses", "limit_nbytes", "spare_nbytes"]
 
 _NEVER_OVERCOMMIT = 2
 _NO_LIMIT = 1 << 60  # the older interface reports a huge number if there is no limit
@@ -49,17 +50,39 @@ def spare_nbytes() -> float:
     return max(0.0, spare)
 
 
-def _in_machine() -> float:
-    return next(
-        (1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith("MemAvail")), math.inf
-    )
+def limit_nbytes(n_processes: int = 1) -> float:
+    """Bytes that each of `n_processes` alike on this machine may use at most; infinity if that is unknown.
+
+    They share the machine's memory and the limits of control groups. A limit of addresses is each process's own.
+    """
+    shared = min([_in_machine("MemTotal"), *(_limit_of(folder, version) for folder, version in _folders(_read(_GROUPS)))])
+    return min(shared / max(1, n_processes), _address_limit())
+
+
+def _address_limit() -> float:
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return math.inf
+    limits = [resource.getrlimit(which)[0] for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=math.inf)
+
+
+def _in_machine(name: str = "MemAvail") -> float:
+    return next((1024.0 * int(line.split()[1]) for line in _read(_MEMINFO).splitlines() if line.startswith(name)), math.inf)
+
+
+def _limit_of(folder: str, version: int) -> float:
+    """The lower of a control group's limits."""
+    texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
+    limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
+    return math.inf if limit >= _NO_LIMIT else limit
 
 
 def _in_group(folder: str, version: int) -> float:
     """Bytes that a control group has left, by the lower of its limits."""
-    texts = [_read(f"{folder}/{name}").strip() for name in _LIMITS[version]]
-    limit = min((float(text) for text in texts if text.isdigit()), default=math.inf)
-    if limit >= _NO_LIMIT:
+    limit = _limit_of(folder, version)
+    if limit == math.inf:
         return math.inf
     used = _read(f"{folder}/{_USED[version]}").strip()
     if not used.isdigit():

@@ -45,6 +45,7 @@ class Fake:
     why: str = "because"
     costs: Mapping[str, Cost] = field(default_factory=lambda: {"root": ROOT, "parallel": PARALLEL, "direct": DIRECT})
     staging_nbytes: int = 256 << 20
+    staging_is_raised: bool = False
     halo_text: str = ""
     decoded_dtype: Any = None
     machine: Machine = WORKSTATION

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardload.system import spare_memory as spare
-from shardload.system.spare_memory import keeps_addresses, spare_nbytes
+from shardload.system.spare_memory import keeps_addresses, limit_nbytes, spare_nbytes
 
 MIB = 1 << 20
 HUGE = str(0x7FFFFFFFFFFFF000)  # how the older interface says that there is no limit
@@ -137,3 +137,21 @@ def test_a_machine_that_does_not_overcommit(machine: Machine) -> None:
         machine.write("_OVERCOMMIT", text)
         found.append(keeps_addresses())
     assert found == [False, False, True]
+
+
+def test_what_each_process_may_use_at_most(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if what is free just now counted, or if each of several processes took all of a limit that they share."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert limit_nbytes() == 999999 * 1024 and limit_nbytes(3) == 999999 * 1024 / 3
+    machine.mount("", "cgroup2 cgroup rw")
+    machine.write("_GROUPS", "0::/job/step\n")
+    machine.newer("job", 99 * MIB, max=str(100 * MIB))
+    machine.newer("job/step", 10 * MIB, high=str(120 * MIB))
+    assert (limit_nbytes(), limit_nbytes(4)) == (100 * MIB, 25 * MIB)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (60 * MIB, resource.RLIM_INFINITY))
+    assert (limit_nbytes(), limit_nbytes(4)) == (60 * MIB, 25 * MIB), "a limit of addresses is each process's own"
+    machine.write("_MEMINFO", "")
+    machine.newer("job", 0)
+    machine.newer("job/step", 0)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert limit_nbytes() == math.inf, "nothing says"

@@ -1,0 +1,122 @@
+"""Is `staging="auto"` what the chunks need, within the memory that a process may use?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload.comm.group import Group
+from shardload.errors import ConfigError
+from shardload.jobs import request
+from shardload.options import DEFAULTS, STAGING_NBYTES, Options
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_recent_plans() -> Iterator[None]:
+    """Neither those of another test, nor these for another one."""
+    request._recent.clear()
+    yield
+    request._recent.clear()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Arrays with chunks of 64 MiB, 16 MiB and 20 KiB, of which next to nothing is stored."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, chunks in (("large", (1, 4096, 4096)), ("middle", (1, 2048, 2048)), ("small", (1, 64, 80))):
+            file.create_dataset(name, (2, *chunks[1:]), "f4", chunks=chunks, compression="gzip")
+        file["large"][0, 0, :3] = 1, 2, 3
+    return str(tmp_path / "a.h5")
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """A process that may use so much."""
+    request._recent.clear()  # plans are kept for a group, whose memory does not change
+    real = Group.machine.fget
+    monkeypatch.setattr(Group, "machine", property(lambda group: replace(real(group), memory_nbytes=nbytes, n_threads=2)))
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:1]), ("a",))
+
+
+def plan(path: str, name: Any, **more: Any) -> Any:
+    return shardload.plan(path, mesh(), P("a"), dataset=name, missing="fill", **more)
+
+
+def test_it_is_the_default_and_256_mib_until_a_plan_says_more() -> None:
+    assert DEFAULTS.staging == "auto" and STAGING_NBYTES == 256 * MIB
+    auto, same = Options.check(), Options.check(staging="256MiB")
+    assert auto.staging_nbytes == same.staging_nbytes == 256 * MIB
+    assert (auto.describe()["staging"], same.describe()["staging"]) == ("auto", str(256 * MIB))
+
+
+def test_large_chunks_get_what_they_need_and_small_ones_what_they_got(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB: five buffers, and stored, decompressed and decoded in each of two threads."""
+    with_memory(monkeypatch, 1 << 40)
+    found = {name: plan(path, name) for name in ("large", "middle", "small")}
+    assert {name: one.staging_nbytes // MIB for name, one in found.items()} == {"large": 704, "middle": 256, "small": 256}
+    assert "staging cap 704.0 MiB per rank, because of chunks of 64.0 MiB" in " ".join(str(found["large"]).split())
+    assert "because" not in str(found["middle"]).partition("ranks")[2].partition("taken")[0]
+    assert plan(path, "large", staging="320MiB").staging_nbytes == 320 * MIB
+
+
+def test_it_stays_within_a_quarter_of_the_memory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 4 * 400 * MIB)
+    assert plan(path, "large").staging_nbytes == 400 * MIB
+    x = shardload.load(path, mesh(), P("a"), dataset="large", missing="fill")
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(np.asarray(x), file["large"][...])
+
+
+def test_an_error_only_where_that_does_not_do(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how much there is, how much is needed, and what to do."""
+    with_memory(monkeypatch, 4 * 319 * MIB)
+    says = "takes 320.0 MiB (the chunk as stored, as decompressed, as decoded, as read and as sent), but staging is 'auto'"
+    with pytest.raises(ConfigError, match=re.escape(f"{says}, at most 319.0 MiB")) as caught:
+        plan(path, "large")
+    assert "Start fewer processes on a node, or pass staging='320MiB' or more" in str(caught.value)
+    with_memory(monkeypatch, 100 * MIB)
+    assert plan(path, "small").staging_nbytes == 256 * MIB, "what files with small chunks always got"
+    assert plan(path, "large", staging="320MiB").staging_nbytes == 320 * MIB, "who asks for it knows better"
+
+
+def test_several_arrays_share_the_largest(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 1 << 40)
+    both = plan(path, {"a": "small", "b": "large"})
+    assert [one.staging_nbytes // MIB for one in both.leaves] == [704, 704]
+    assert both.staging_nbytes == 704 * MIB and both.leaves[0]._layout.staging(both.staging_nbytes)
+
+
+def test_what_fits_alone_and_not_together_gets_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_arrays_that_fit_alone_but_not_together`, which asks for a cap, and is refused."""
+    with h5py.File(tmp_path / "b.h5", "w") as file:
+        file.create_dataset("wide", (13 * MIB,), "f4", chunks=(13 * MIB,))
+        file.create_dataset("cast", (16 * MIB,), "u1", chunks=(16 * MIB,))
+    wide, cast, both = (
+        shardload.plan(tmp_path / "b.h5", AbstractMesh((1,), ("a",)), P("a"), dataset=d, dtype="f4")
+        for d in ("wide", "cast", {"w": "wide", "c": "cast"})
+    )
+    assert wide.staging_nbytes >= 256 * MIB and cast.staging_nbytes == 256 * MIB
+    assert both.staging_nbytes >= max(wide.staging_nbytes, cast.staging_nbytes)
+    used = both.leaves[0]._layout
+    assert used is not None and {one.staging_nbytes for one in both.leaves} == {both.staging_nbytes}
+
+
+def test_a_plan_without_a_job_asks_for_what_is_needed(path: str) -> None:
+    """On a login node the memory of the job's nodes is not known."""
+    found = shardload.plan(path, AbstractMesh((64,), ("a",)), P(None, "a"), dataset="large")
+    assert found.staging_nbytes == 512 * MIB
