@@ -11,6 +11,7 @@ whatever the library below raised. `diagnosis` has the messages.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -34,6 +35,7 @@ from shardload.formats.diagnosis import (
 )
 from shardload.formats.labels import SMALL_NBYTES, Labels, complete
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
+from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
@@ -446,8 +448,13 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tu
 
 def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
     """True if the array is small, and so are its chunks."""
-    is_small = 0 < nbytes_of(info) <= tuning.small_nbytes
-    return is_small and nbytes_of(info, info.shards or info.chunks or ()) <= tuning.small_chunk_nbytes
+    nbytes, unit = nbytes_of(info), info.shards or info.chunks
+    if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
+        return False
+    if nbytes <= tuning.tiny_nbytes:
+        return True
+    n_chunks = 0 if info.chunks is None else math.prod(-(-n // c) for n, c in zip(info.shape, info.chunks, strict=True))
+    return one_reader_seconds(nbytes, n_chunks, info.codec) <= START_SECONDS
 
 
 def _values_of(source: Source) -> bytes | None:
@@ -469,10 +476,14 @@ class Finder:
         What the caller allows.
     tuning : Tuning, optional
         Which arrays are small; None to read no values.
+    most_nbytes : int, optional
+        Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     """
 
-    def __init__(self, access: Access, tuning: Tuning | None = None) -> None:
+    def __init__(self, access: Access, tuning: Tuning | None = None, most_nbytes: int | None = None) -> None:
         self._access, self._tuning = access, tuning
+        cap = 0 if tuning is None else tuning.small_total_nbytes
+        self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
         self._files: dict[str, OpenFile] = {}
 
     def __enter__(self) -> Finder:
@@ -487,10 +498,14 @@ class Finder:
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
-        if path is None or dataset is None or self._access.untrusted is not None:
-            if self._tuning is None:
+        if path is None or self._access.untrusted is not None:
+            if self._tuning is None or path is None:
                 return find_array(path_or_object, dataset, self._access, needs_numbers), None
-            return find_small(path_or_object, dataset, self._access, needs_numbers)
+            info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
+            return info, values if values is not None and self._takes(len(values)) else None
+        if dataset is None:
+            info = find_array(path_or_object, None, self._access, needs_numbers)
+            return info, self._small(path, info)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
@@ -542,18 +557,26 @@ class Finder:
             let_interruption_pass(error)
             return None
         try:
-            return self._values(source)
+            # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
+            return self._values(source) if source.info.to_json() == info.to_json() else None
         finally:
             source.close()
 
     def _values(self, source: Source) -> bytes | None:
-        if self._tuning is None or not _is_small(source.info, self._tuning):
+        nbytes = nbytes_of(source.info)
+        if self._tuning is None or not _is_small(source.info, self._tuning) or not self._takes(nbytes):
             return None
         try:
             return _values_of(source)
         except Exception as error:
             let_interruption_pass(error)
             return None
+
+    def _takes(self, nbytes: int) -> bool:
+        """True if so many bytes more may be sent with the metadata."""
+        takes = nbytes <= self._left_nbytes
+        self._left_nbytes -= nbytes * takes
+        return takes
 
     def _file(self, path: str) -> OpenFile:
         key = _place_of(path)

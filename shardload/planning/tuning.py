@@ -32,8 +32,13 @@ class Tuning:
         Larger chunks are read one by one: decoding one takes so long that the rest does not count.
     worth_sharing_nbytes : int
         Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
-    small_nbytes : int
+    tiny_nbytes : int
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
+    small_nbytes : int
+        So are the values of an array up to this size, if there are several ranks, and rank 0 reads them in less time than it
+        takes to open the file on all ranks and to start an exchange (`planning.rates.one_reader_seconds`).
+    small_total_nbytes : int
+        Cap on the values of all arrays of a call that are sent so.
     small_chunk_nbytes : int
         Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
         whole, before the staging cap is checked.
@@ -48,7 +53,9 @@ class Tuning:
     batch_nbytes: int = 1 << 20
     batched_chunk_nbytes: int = 1 << 17
     worth_sharing_nbytes: int = 1 << 16
-    small_nbytes: int = 1 << 14
+    tiny_nbytes: int = 1 << 14
+    small_nbytes: int = 2 << 20
+    small_total_nbytes: int = 4 << 20
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     block_between_nodes_nbytes: int = 16 << 20

@@ -45,6 +45,6 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
     first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2)
     for found in (first, second, third):
-        assert found["chunks decoded"] > 100 and found["messages sent"] > 100, found
+        assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 100, found
     for found in (first, second):
         assert found["notes sent"] > 100 and found["tiles taken"] > 100, found

@@ -23,6 +23,7 @@ from shardload.comm.mpi import world
 from shardload.comm.shared_memory import Segment
 from shardload.planning.tuning import default_tuning
 from shardload.transfer import channels
+from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.chunk_tasks import ChunkTasks
 from tests.tuning import as_large, as_usual
 
@@ -33,9 +34,9 @@ counts: Counter[str] = Counter()
 # What there must be many of on every rank, and none of on any.
 MUST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "": ((), ()),
-    "notes": (("notes sent", "tiles taken", "chunks decoded"), ("messages sent",)),
-    "messages": (("messages sent", "chunks decoded"), ("notes sent", "tiles taken")),
-    "both": (("notes sent", "tiles taken", "chunks decoded", "messages sent"), ()),
+    "notes": (("notes sent", "tiles taken", "chunks decoded", "batches decoded"), ("messages sent",)),
+    "messages": (("messages sent", "chunks decoded", "batches decoded"), ("notes sent", "tiles taken")),
+    "both": (("notes sent", "tiles taken", "chunks decoded", "batches decoded", "messages sent"), ()),
 }
 
 
@@ -58,6 +59,7 @@ counted(channels.SharedMemoryChannel, "_offer", "notes sent")
 counted(channels.MessageChannel, "send", "messages sent")
 counted(channels.SharedMemoryChannel, "_take", "tiles taken")
 counted(ChunkTasks, "_read_chunk", "chunks decoded")
+counted(ChunkBatches, "read", "batches decoded")
 
 machine_of = group.Group.machine.fget
 create = Segment.create
