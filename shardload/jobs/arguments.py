@@ -120,11 +120,13 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
+        tuning = calls[0].tuning.for_many(len(calls))
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
                 with naming_errors(target.where):
-                    loads.append(replace(_plan_found(call, place.path, one, values), where=target.where))
+                    planned = _plan_found(replace(call, tuning=tuning), place.path, one, values)
+                    loads.append(replace(planned, where=target.where))
             except ConfigError as error:
                 self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
                 raise
@@ -180,10 +182,10 @@ class _Values:
     """Metadata as text, and the values of small arrays after it as they are, in one message."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._n = 0
 
-    def add(self, info: ArrayInfo, values: bytes | None) -> list[Any]:
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent)."""
         if values is None:
             return [info.to_json(), None]
