@@ -317,8 +317,8 @@ def read_small(
     Returns
     -------
     memoryview or None
-        Of bytes. None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also None if it
-        cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
+        Of bytes. None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also
+        None if it cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
     """
     if _as_path(path_or_object) is None or not _is_small(info, tuning or default_tuning()):
         return None
