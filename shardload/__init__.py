@@ -15,6 +15,7 @@ arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
 options.py
 formats   HDF5, Zarr and other formats
+values    what the stored numbers mean
 planning  who owns which block, and which part of it meets which shard: integers only
 comm      the ranks: MPI, shared memory, agreement, the watchdog
 system    what this machine offers: threads, memory, a terminal
@@ -34,20 +35,25 @@ if TYPE_CHECKING:
     from shardload.errors import (
         ConfigError,
         MissingChunksWarning,
+        PackedWarning,
         PeerError,
         ShardloadError,
         SourceError,
         StallError,
         VerifyError,
     )
+    from shardload.jobs.contents import open
+    from shardload.jobs.labelled import to_xarray
     from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
     from shardload.jobs.tree_plan import TreePlan
+    from shardload.planning.selection import between, near
 
 __all__ = [
     "ConfigError",
     "LoadReport",
     "MissingChunksWarning",
+    "PackedWarning",
     "PeerError",
     "Plan",
     "ShardloadError",
@@ -56,11 +62,15 @@ __all__ = [
     "TreePlan",
     "VerifyError",
     "VerifyReport",
+    "between",
     "initialize",
     "load",
     "mask",
+    "near",
+    "open",
     "plan",
     "scatter",
+    "to_xarray",
     "unpad",
     "verify",
 ]
@@ -74,6 +84,9 @@ _HOMES = {
     "TreePlan": "jobs.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
+    "open": "jobs.contents",
+    "to_xarray": "jobs.labelled",
+    **dict.fromkeys(("between", "near"), "planning.selection"),
     **dict.fromkeys(("load", "mask", "plan", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }

@@ -41,6 +41,7 @@ def load(
     dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     halo: Any = DEFAULTS.halo,
     edge: Any = DEFAULTS.edge,
@@ -73,10 +74,16 @@ def load(
     dataset : str or tree of str, optional
         Name of the array in the file. Optional if the file has exactly one array. A dict, list or other tree of names gives the
         same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
-    select : slice, int or tuple of them, optional
-        The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis.
+    select : slice, int or tuple of them, or dict, optional
+        The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis. Or by names of axes,
+        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``.
     dtype : dtype, optional
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
+        With `decode`, decoded values are cast.
+    decode : bool, "valid" or None
+        True turns stored numbers into values by their attributes, as xarray does: ``_Unsigned``, fill values (NaN),
+        ``scale_factor``, ``add_offset``. ``"valid"`` also makes values outside of ``valid_range`` NaN. Times stay numbers.
+        False loads the stored numbers. None, too, and a `PackedWarning` on rank 0 says if those are packed.
     pad : number, optional
         Fill value. Axes that do not divide evenly over the mesh are padded at their end with it; `Plan.shape` is then the
         shape without padding. By default such an axis is an error.
@@ -166,6 +173,7 @@ def plan(
     dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     halo: Any = DEFAULTS.halo,
     edge: Any = DEFAULTS.edge,
@@ -280,6 +288,7 @@ def verify(
     dataset: Any = DEFAULTS.dataset,
     select: Any = DEFAULTS.select,
     dtype: Any = DEFAULTS.dtype,
+    decode: bool | str | None = DEFAULTS.decode,
     pad: Any = DEFAULTS.pad,
     halo: Any = DEFAULTS.halo,
     edge: Any = DEFAULTS.edge,
@@ -302,8 +311,9 @@ def verify(
     x : jax.Array or tree of jax.Array
         The array. It has a NamedSharding, or is on one device. It is not changed. A tree is compared with the arrays that
         `dataset` has at the same keys.
-    path, dataset, select, dtype, pad, halo, edge, comm, allow_filters
-        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast.
+    path, dataset, select, dtype, decode, pad, halo, edge, comm, allow_filters
+        As for the `load` that would give `x`: `pad` if it has padding, `dtype` if it was cast, `decode` if it
+        was decoded.
     how : {"full", "file", "checksum", "index"}
         What to compare: all elements; some random regions; replicas with each other; or only shape and dtype.
     seed : int

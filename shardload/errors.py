@@ -22,6 +22,7 @@ import unicodedata
 __all__ = [
     "ConfigError",
     "MissingChunksWarning",
+    "PackedWarning",
     "PeerError",
     "ShardloadError",
     "SourceError",
@@ -126,3 +127,9 @@ class StallError(PeerError):
 
 class MissingChunksWarning(UserWarning):
     """Chunks of the loaded file are missing: their values are the file's fill value. Warned once in the job, on rank 0."""
+
+
+class PackedWarning(UserWarning):
+    """The loaded numbers are packed: the file says how they become values (scale_factor, add_offset), and `decode` does not say
+    whether they should. Warned once in the job, on rank 0.
+    """

@@ -123,6 +123,15 @@ def _progress(progress: Any) -> Any:
     return progress
 
 
+def _decode(decode: Any) -> bool | str | None:
+    if not (decode is None or isinstance(decode, bool) or (isinstance(decode, str) and decode == "valid")):
+        raise ConfigError(
+            f"decode is {decode!r}; expected True (scale_factor, add_offset and fill values are applied), 'valid' (also the "
+            "valid range), False (the stored numbers) or None (the same, with a warning if they are packed)"
+        )
+    return decode
+
+
 def _missing(missing: Any) -> str:
     if not isinstance(missing, str) or missing not in MISSING:
         raise ConfigError(f"missing is {missing!r}; expected 'warn', 'error' or 'fill': what is done about missing chunks")
@@ -251,10 +260,15 @@ _DECLARED = (
         is_shared=False, flag="--dataset",
     ),
     Option(
-        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"', _FILE, is_shared=False, is_one=_is_one_selection,
+        "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, is_shared=False,
+        is_one=_is_one_selection, may_be_dict=True,
         flag="--select",
     ),
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
+    Option(
+        "decode", None, "Apply scale_factor, add_offset and fill values: True, False or 'valid' (also valid_range).", _FILE,
+        _decode, str, is_shared=False, flag="--decode",
+    ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),
     Option(
         "halo", 0, "Rows of its neighbours that each shard has on either side.", _FILE, _halo, is_shared=False,
@@ -345,6 +359,8 @@ class Options:
         As the caller passed it; its meaning depends on the array's shape.
     dtype : dtype or None
         The dtype to cast to; None keeps the file's.
+    decode : bool, "valid" or None
+        True if stored numbers are decoded by their attributes, ``"valid"`` also by the valid range; None: not, with a warning.
     pad : object
         Fill value for axes that do not divide evenly; None refuses them.
     readers : str or int
@@ -384,6 +400,7 @@ class Options:
     allow_external: bool = DEFAULTS.allow_external
     untrusted: bool = DEFAULTS.untrusted
     allow_filters: tuple[str, ...] = DEFAULTS.allow_filters
+    decode: bool | str | None = DEFAULTS.decode
     halo: int | tuple[int, ...] | dict[int, int] = DEFAULTS.halo
     edge: Any = DEFAULTS.edge
 

@@ -30,6 +30,7 @@ ROOMS = {
     "transfer": "blocks of the file ↔ pieces of shards, between ranks",
     "options": "what may a call ask for? each option declared once",
     "formats": "where are the values of this region? one package per format",
+    "values": "what do the stored numbers mean? attributes to arithmetic",
     "planning": "who owns which block, and which parts go to whom? integers only",
     "comm": "the ranks: MPI, shared memory, agreement on errors, watchdog",
     "system": "this machine: threads, memory that is left, terminal",

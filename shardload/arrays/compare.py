@@ -18,7 +18,8 @@ from shardload.formats.base import Source, settle_bools
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection
-from shardload.transfer.cast import cast_into
+from shardload.transfer.decode import conversion
+from shardload.values.decoding import Decoding
 
 __all__ = ["Padding", "Truth", "first_difference", "sample_regions", "value_text", "words_of"]
 
@@ -31,12 +32,12 @@ Array = np.ndarray[Any, Any]
 class Truth:
     """The file's values, read by the format's own library alone."""
 
-    def __init__(self, source: Source, selection: Selection, dtype: np.dtype[Any]) -> None:
-        self._source, self._selection, self._dtype = source, selection, dtype
+    def __init__(self, source: Source, selection: Selection, dtype: np.dtype[Any], decoding: Decoding | None = None) -> None:
+        self._source, self._selection, self._dtype, self._decoding = source, selection, dtype, decoding
         self.name = str(source.info)
 
     def values(self, region: Region) -> Array:
-        """The values of a region of the array, cast to the array's dtype."""
+        """The values of a region of the array, decoded, and cast to the array's dtype."""
         place = self._selection.to_file(region)
         info = self._source.info
         try:
@@ -50,10 +51,10 @@ class Truth:
         if raw.dtype.kind == "b":
             raw = raw.copy()
             settle_bools(raw)
-        if raw.dtype == self._dtype:
+        if raw.dtype == self._dtype and self._decoding is None:
             return raw
         out = np.empty(region.shape, dtype=self._dtype)
-        cast_into(raw, out, f"{info}, elements {place},")
+        conversion(self._decoding)(raw, out, f"{info}, elements {place},")
         return out
 
     def explain(self, region: Region, before: Array, piece: Array | None, found: Array) -> str:

@@ -37,6 +37,7 @@ from shardload.planning.schedule import Schedule, plan_blocks
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.checksum import join_sums
 from shardload.units import first_ranks, format_nbytes
+from shardload.values.decoding import Decoding
 
 __all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport", "agree_all"]
 
@@ -114,12 +115,15 @@ class VerifyHow:
         Fill value of the padding; None without padding.
     seed : int
         Seed for the random regions of ``"file"``.
+    decoding : Decoding or None
+        How stored numbers become values; None if they are only cast.
     """
 
     level: str
     staging_nbytes: int
     pad: Any = None
     seed: int = 0
+    decoding: Decoding | None = None
 
 
 class Verifier:
@@ -225,7 +229,7 @@ class Verifier:
     def _check_file(self, local: LocalShards) -> None:
         shards, layout, found = self._schedule.shards, self._layout, local.found
         with closing(self._open_again()) as source:
-            truth = Truth(source, layout.selection, layout.dtype)
+            truth = Truth(source, layout.selection, layout.dtype, self._how.decoding)
             for number in local.on_devices:
                 contents = list(shards.contents(number, layout.chunks.shape))
                 n_sources = sum(content.source is not None for content in contents)

@@ -82,12 +82,24 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...
     return tuple(parts)
 
 
-def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...]:
-    """A NumPy-style basic index, from ``--select``; what it means for the array is for the library to say.
+def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str, slice | int]:
+    """A NumPy-style basic index, or positions by names of axes, from ``--select``; what it means is for the library to say.
 
     >>> parse_select("0,:,10:20")
     (0, slice(None, None, None), slice(10, 20, None))
+    >>> parse_select("time=-1,lat=10:50")
+    {'time': -1, 'lat': slice(10, 50, None)}
     """
+    if "=" in text:
+        named: dict[str, slice | int] = {}
+        for piece in text.strip("[] ").split(","):
+            name, _, position = (word.strip() for word in piece.partition("="))
+            parsed = parse_select(position) if position and "=" not in position else ()
+            if not name or len(parsed) != 1 or isinstance(parsed, dict) or isinstance(parsed[0], EllipsisType):
+                fix = 'Each is NAME=POSITION or NAME=START:STOP. Type for example --select "time=-1,lat=10:50"'
+                raise _wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
+            named[name] = parsed[0]
+        return named
     parts: list[slice | int | EllipsisType] = []
     for part in (piece.strip() for piece in text.strip("[] ").split(",")):
         try:
@@ -164,6 +176,8 @@ def as_typed(message: str) -> str:
 
     >>> as_typed("axis 1 has 30 elements. Pass pad=0 (or another fill value), dtype='float32' or allow_external=True")
     'axis 1 has 30 elements. Pass --pad 0 (or another fill value), --dtype float32 or --allow-external'
+    >>> as_typed("Pass decode=True to apply that, decode=False if the stored numbers are meant")
+    'Pass --decode to apply that, --no-decode if the stored numbers are meant'
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
@@ -190,6 +204,8 @@ _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*
 
 def _flag(name: str, value: str) -> str:
     bare = value.strip("'\"")
+    if bare == "False":
+        return _FLAGS[name].replace("--", "--no-", 1)
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"
 
 

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,10 +39,12 @@ from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
     from shardload.formats.base import ArrayInfo
+    from shardload.formats.labels import Coordinate
     from shardload.jobs.tree_plan import TreePlan
 
 __all__ = ["app", "main"]
 
+_MOST_LABELLED = 256  # arrays whose axes' names are looked up: a millisecond each
 _PLAN_NAMES = ["shape", "shape_global", "dtype", "chunks", "decomposition", "shard_shape", "n_ranks", "readers"]
 _PLAN_NAMES += ["n_readers", "why"]
 
@@ -61,6 +63,7 @@ _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
 Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
+Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=_HELP["decode"])]
 Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
 Readers = Annotated[str, typer.Option(help=_HELP["readers"], autocompletion=completes(*OPTIONS["readers"].choices))]
 AllowExternal = Annotated[bool, typer.Option("--allow-external", help=_HELP["allow_external"])]
@@ -130,10 +133,10 @@ def info(
     untrusted: Untrusted = DEFAULTS.untrusted,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the arrays in a file: shape, dtype, chunks, codec, sizes. Reads no values.
+    """List the arrays in a file: shape, names of axes, dtype, chunks, codec, sizes.
 
     Attributes such as scale_factor or _FillValue are shown because they change
-    the meaning of the values. shardload does not apply them.
+    the meaning of the values. A load applies them with --decode only.
 
     For example:
 
@@ -145,15 +148,17 @@ def info(
     """
     with _one_message(info_as_typed):
         from shardload.formats.access import Access, Limits
-        from shardload.formats.lookup import find_array, list_arrays, split_path
+        from shardload.formats.lookup import find_array, list_labelled, read_labels, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
         access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
-        arrays = list_arrays(path, access)
+        arrays = list_labelled(path, access, _MOST_LABELLED)
         if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access)]
+            if arrays[0].labels is None and not arrays[0].refused:
+                arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
     elif dataset is None:
@@ -170,6 +175,7 @@ def plan(
     dataset: Dataset = DEFAULTS.dataset,
     select: Select = DEFAULTS.select,
     dtype: Dtype = DEFAULTS.dtype,
+    decode: Decode = DEFAULTS.decode,
     pad: Pad = DEFAULTS.pad,
     readers: Readers = DEFAULTS.readers,
     staging: StagingText = DEFAULTS.staging,
@@ -210,6 +216,7 @@ def plan(
 
         how: dict[str, Any] = {
             "dtype": dtype,
+            "decode": decode,
             "pad": value,
             "readers": who,
             "staging": staging,
@@ -231,6 +238,7 @@ def verify(
     dataset: Dataset = DEFAULTS.dataset,
     select: Select = DEFAULTS.select,
     dtype: Dtype = DEFAULTS.dtype,
+    decode: Decode = DEFAULTS.decode,
     pad: Pad = DEFAULTS.pad,
     readers: Readers = DEFAULTS.readers,
     staging: StagingText = DEFAULTS.staging,
@@ -258,6 +266,7 @@ def verify(
     partition = parse_spec(spec, axes)
     more: dict[str, Any] = {"select": None if select is None else parse_select(select)}
     more |= {"pad": None if pad is None else parse_pad(pad), "dataset": names_of(dataset), "dtype": dtype}
+    more |= {"decode": bool(decode)}  # None would warn of packed numbers, which nobody gets here
     more |= {"missing": missing, "allow_external": allow_external, "untrusted": untrusted, "allow_filters": allow_filters}
     who = parse_readers(readers)
     from shardload.cli.verify import run
@@ -332,7 +341,10 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     said = f"{arrays[0].format}, {_count(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(path)}: {said}", width_of())
     sharded = any(array.shards for array in arrays)
-    columns = [Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("chunks")]
+    named = any(any(array.dims) for array in arrays)
+    columns = [Column("name"), Column("shape", lead=""), Column("dtype", lead="")]
+    columns += [Column("axes")] if named else []
+    columns += [Column("chunks")]
     columns += [Column("shards")] if sharded else []
     columns += [
         Column("codec"),
@@ -346,6 +358,7 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
             array.dataset,
             _shape_text(array.shape),
             array.dtype,
+            *([_axes_text(array)] if named else []),
             _shape_text(array.chunks),
             *([_shape_text(array.shards)] if sharded else []),
         ]
@@ -366,6 +379,9 @@ def _print_array(array: ArrayInfo) -> None:
         "format": array.format,
         "shape": _shape_text(array.shape),
         "dtype": array.dtype,
+        "axes": _axes_text(array),
+        "coords": "; ".join(_coordinate_text(name, one) for name, one in array.coords.items()),
+        "packing": _packing_text(array),
         "chunks": _shape_text(array.chunks),
         "shards": _shape_text(array.shards) if array.shards else "",
         "codec": array.codec,
@@ -380,6 +396,38 @@ def _print_array(array: ArrayInfo) -> None:
     typer.echo("\n".join(line for some in lines for line in some))
 
 
+def _axes_text(array: ArrayInfo) -> str:
+    """The names of the axes; nothing if none has one."""
+    return ", ".join(name or "-" for name in array.dims) if any(array.dims) else ""
+
+
+def _coordinate_text(name: str, one: Coordinate) -> str:
+    if one.values is None:
+        return name
+    values = one.values.reshape(-1)
+    ends = f" {values[0]}" if values.size == 1 else f" {values[0]} to {values[-1]}" if values.size else ""
+    units = one.attrs.get("units")
+    return f"{name}{ends}{f' {_plain_text(units)}' if units else ''}"
+
+
+def _packing_text(array: ArrayInfo) -> str:
+    """What a load with ``decode`` makes of the stored numbers; nothing if that is the stored numbers."""
+    if array.refused or not array.packing:
+        return ""
+    import numpy as np
+
+    from shardload.values.decoding import decoding_of, packed_by
+
+    dtype = np.dtype(array.dtype)
+    try:
+        rule = decoding_of(dtype, array.packing, str(array))
+    except ConfigError as error:
+        return as_typed(str(error))
+    how = packed_by(dtype, array.packing)
+    is_packed = f"packed ({', '.join(how)}), " if how else ""
+    return "" if rule is None else f"{is_packed}{rule.dtype} with --decode"
+
+
 def _notes(array: ArrayInfo) -> str:
     notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
     notes += ["coordinate"] if array.is_coordinate else []
@@ -388,7 +436,10 @@ def _notes(array: ArrayInfo) -> str:
 
 
 def _describe(array: ArrayInfo) -> dict[str, Any]:
-    return {**{part.name: getattr(array, part.name) for part in fields(array)}, "nbytes": _nbytes(array)}
+    told = {part.name: getattr(array, part.name) for part in fields(array) if part.name not in ("labels", "packing")}
+    packing = {key: {"dtype": kind, "values": values} for key, (kind, values) in array.packing.items()}
+    more: dict[str, Any] = {"packing": packing, "nbytes": _nbytes(array), "dims": array.dims, "attrs": array.attrs}
+    return {**told, **more, "coords": {name: one.dataset for name, one in array.coords.items()}}
 
 
 def _describe_plan(found: Any) -> dict[str, Any]:

@@ -23,7 +23,9 @@ import numpy as np
 
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
+from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
 from shardload.planning.region import Region
+from shardload.values.decoding import Packing
 
 __all__ = [
     "MOST_NAMED",
@@ -88,8 +90,13 @@ class ArrayInfo:
     is_coordinate : bool
         True for a coordinate of other arrays (an HDF5/netCDF dimension scale).
     attributes : mapping
-        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar):
-        reported, never applied.
+        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar), for
+        people.
+    packing : mapping
+        The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
+        ``decode=True``.
+    labels : Labels, OnDemand or None
+        Names of the axes, all attributes, coordinates; None if they were not asked for.
     """
 
     path: str
@@ -104,11 +111,15 @@ class ArrayInfo:
     refused: str | None = None
     is_coordinate: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    packing: Packing = field(default_factory=dict)
+    labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> str:
-        """As text, for another rank."""
+        """As text, for another rank. Names that nobody has looked at are not read for that."""
         # Not `asdict`: it copies all values, and small loads call this often.
-        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | {"attributes": dict(self.attributes)})
+        known = None if isinstance(self.labels, OnDemand) else self.labels
+        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(known)}
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
 
     @classmethod
     def from_json(cls, text: str) -> ArrayInfo:
@@ -116,7 +127,24 @@ class ArrayInfo:
         found = json.loads(text)
         for name in ("shape", "chunks", "shards"):
             found[name] = None if found[name] is None else tuple(found[name])
+        if found["labels"] is not None:
+            found["labels"] = from_plain(found["labels"], len(found["shape"]))
         return cls(**found)
+
+    @property
+    def dims(self) -> tuple[str | None, ...]:
+        """The name of each axis; None for an axis without one, or if names were not asked for."""
+        return (None,) * len(self.shape) if self.labels is None else self.labels.dims
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """All attributes, as plain Python; only those of `attributes` if no more were asked for."""
+        return self.attributes if self.labels is None else self.labels.attrs
+
+    @property
+    def coords(self) -> Mapping[str, Coordinate]:
+        """The coordinates by name, with their values if they are small; none if they were not asked for."""
+        return {} if self.labels is None else self.labels.coords
 
     def __str__(self) -> str:
         """As messages name it: ``'/density' in 'data.h5'``."""
@@ -183,6 +211,13 @@ class Source(abc.ABC):
     def view(self, region: Region) -> np.ndarray[Any, Any] | None:
         """The values without a copy, if they are in memory already, with any dtype and strides. The default is None."""
         return None
+
+    def labels(self) -> Labels:
+        """The names of the axes, all attributes, and the names of the arrays that are its coordinates (without their values).
+
+        Called only if somebody asks. By default axes have no names.
+        """
+        return Labels((None,) * len(self.info.shape), self.info.attributes)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ from shardload.formats.diagnosis import (
     only_array,
     unclaimed,
 )
-from shardload.formats.untrusted.source import UntrustedSource, find, list_all
+from shardload.formats.labels import SMALL_NBYTES, Labels, complete
+from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
@@ -40,17 +42,21 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
     "Finder",
+    "Labeller",
     "file_of",
     "find_array",
     "find_small",
     "format_of",
     "list_arrays",
+    "list_labelled",
     "open_file",
     "open_source",
+    "read_labels",
     "read_small",
     "split_path",
 ]
 
+_NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
@@ -119,7 +125,25 @@ def list_arrays(path: str, access: Access = STRICT) -> list[ArrayInfo]:
         return file_format.list_arrays(path, access)
 
 
-def find_array(path_or_object: Any, dataset: str | None = None, access: Access = STRICT) -> ArrayInfo:
+def list_labelled(path: str, access: Access, most: int) -> list[ArrayInfo]:
+    """What `list_arrays` says, with the labels of every array that can be loaded, if there are at most `most` arrays.
+
+    Collective: no. Raises what `list_arrays` raises.
+    """
+    path = _without_scheme(path)
+    if access.untrusted is not None:
+        with as_source_error(path):
+            return list_all(path, access, most)
+    infos = list_arrays(path, access)
+    if len(infos) > most:
+        return infos
+    with Labeller(access) as labeller:
+        return [info if info.refused else labeller.label(path, info) for info in infos]
+
+
+def find_array(
+    path_or_object: Any, dataset: str | None = None, access: Access = STRICT, needs_numbers: bool = False
+) -> ArrayInfo:
     """Find the array that the caller means, from metadata alone.
 
     Collective: no. One rank runs it and tells the others.
@@ -133,6 +157,8 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
         be loaded and is not a coordinate.
     access : Access
         What the caller allows.
+    needs_numbers : bool
+        True if the caller asks for what only numbers have, such as decoding.
 
     Returns
     -------
@@ -143,17 +169,17 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
     ------
     ConfigError
         If no array has this name, a group has it, or several arrays could be meant: the error lists the names. Or if an open
-        array is passed with `untrusted`.
+        array is passed with `untrusted`, or numbers are needed and the array has none.
     SourceError
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     if access.untrusted is not None:
         whole, file, name = _untrusted_place(path_or_object, dataset)
         with as_source_error(file, name):
-            return find(whole, file, dataset, access)[0]
+            return find(whole, file, dataset, access, needs_numbers=needs_numbers)[0]
     path = _as_path(path_or_object)
     if path is None:
-        return _loadable(_info_of_object(path_or_object, dataset, access))
+        return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
     if dataset is None:
         path, dataset = split_path(path)
     file_format = format_of(path)
@@ -170,7 +196,7 @@ def find_array(path_or_object: Any, dataset: str | None = None, access: Access =
     except KeyError:
         raise no_such_array(path, name, *_sketch(file_format, path, access, name)) from None
     source.close()
-    return _loadable(source.info)
+    return _loadable(source.info, needs_numbers)
 
 
 def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> tuple[list[ArrayInfo], bool]:
@@ -178,6 +204,92 @@ def _sketch(file_format: Format, path: str, access: Access, like: str = "") -> t
     with as_source_error(path):
         infos = file_format.sketch_arrays(path, access, _MOST_LISTED, like)
     return infos[:_MOST_LISTED], len(infos) > _MOST_LISTED
+
+
+class Labeller:
+    """Adds labels to what was found: names of axes, all attributes, coordinates. A context manager; a file is opened once.
+
+    Collective: no. One rank uses it, and tells the others.
+
+    Parameters
+    ----------
+    access : Access
+        What the caller allows.
+    small_nbytes : int
+        The most bytes of values of a coordinate.
+    """
+
+    def __init__(self, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> None:
+        self._access, self._small_nbytes = access, small_nbytes
+        self._path, self._file = "", ExitStack()
+        self._opened: OpenFile | None = None
+
+    def __enter__(self) -> Labeller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def label(self, path_or_object: Any, info: ArrayInfo) -> ArrayInfo:
+        """The same `info`, with labels.
+
+        Raises
+        ------
+        SourceError
+            If the array cannot be opened any more.
+        """
+        path = _as_path(path_or_object)
+        if self._access.untrusted is not None:
+            with as_source_error(info.path, info.dataset):
+                return find_labels(info, self._access, self._small_nbytes)
+        if path is None:
+            with as_source_error(info.path, info.dataset):
+                source = _format_of_object(path_or_object).open_object(path_or_object, self._access)
+            return self._complete(info, source, self._beside(info.path))
+        file = self._open(split_path(path)[0])
+        with _naming_what_is_gone(info.path, info.dataset), closing(file.open(info.dataset)) as source:
+            return self._complete(info, source, file.open)
+
+    def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
+        try:
+            labels = complete(source.labels(), open_other, self._small_nbytes)
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError):  # damaged names; the values may be fine
+            labels = Labels((None,) * len(info.shape), info.attributes)
+        return replace(info, labels=labels)
+
+    def _open(self, path: str) -> OpenFile:
+        if self._opened is None or path != self._path:
+            self._file.close()
+            file_format = format_of(path)
+            with as_source_error(path):
+                self._opened = self._file.enter_context(file_format.open_file(path, self._access))
+            self._path = path
+        return self._opened
+
+    def _beside(self, path: str) -> Callable[[str], Source]:
+        """Opens other arrays of the file that an open array is in, by their names; KeyError if it is in no file."""
+
+        def open_other(name: str) -> Source:
+            if not os.path.exists(path):
+                raise KeyError(name)
+            return self._open(path).open(name)
+
+        return open_other
+
+
+def read_labels(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, small_nbytes: int = SMALL_NBYTES) -> Labels:
+    """The names of the axes, the attributes and coordinates of an array that was found; of a single array, by this process.
+
+    Collective: no.
+
+    Raises
+    ------
+    SourceError
+        If the array cannot be opened any more.
+    """
+    with Labeller(access, small_nbytes) as labeller:
+        found = labeller.label(path_or_object, info).labels
+    return found if isinstance(found, Labels) else Labels((None,) * len(info.shape), info.attributes)
 
 
 def open_source(path_or_object: Any, dataset: str, access: Access = STRICT) -> Source:
@@ -297,14 +409,16 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def find_small(path_or_object: Any, dataset: str | None, access: Access) -> tuple[ArrayInfo, bytes | memoryview | None]:
+def find_small(
+    path_or_object: Any, dataset: str | None, access: Access, needs_numbers: bool = False
+) -> tuple[ArrayInfo, bytes | memoryview | None]:
     """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
     if access.untrusted is None:
-        info = find_array(path_or_object, dataset, access)
+        info = find_array(path_or_object, dataset, access, needs_numbers)
         return info, read_small(path_or_object, info, access)
     path, file, name = _untrusted_place(path_or_object, dataset)
     with as_source_error(file, name):
-        return find(path, file, dataset, access, values=True)
+        return find(path, file, dataset, access, values=True, needs_numbers=needs_numbers)
 
 
 def read_small(
@@ -382,21 +496,23 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
-    def find(self, path_or_object: Any, dataset: str | None) -> tuple[ArrayInfo, bytes | memoryview | None]:
+    def find(
+        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False
+    ) -> tuple[ArrayInfo, bytes | memoryview | None]:
         """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
         if path is None or self._access.untrusted is not None:
             if self._tuning is None or path is None:
-                return find_array(path_or_object, dataset, self._access), None
-            info, values = find_small(path_or_object, dataset, self._access)
+                return find_array(path_or_object, dataset, self._access, needs_numbers), None
+            info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
             return info, values if values is not None and self._takes(len(values)) else None
         if dataset is None:
             found = self._find_only(path)
             if found is not None:
                 return found
-            info = find_array(path_or_object, None, self._access)
+            info = find_array(path_or_object, None, self._access, needs_numbers)
             return info, self._small(path, info)
         name = _full_name(dataset)
         try:
@@ -405,7 +521,7 @@ class Finder:
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return _loadable(source.info), self._values(source)
+            return _loadable(source.info, needs_numbers), self._values(source)
         finally:
             source.close()
 
@@ -575,8 +691,12 @@ def _info_of_object(obj: Any, dataset: str | None, access: Access) -> ArrayInfo:
     return info
 
 
-def _loadable(info: ArrayInfo) -> ArrayInfo:
+def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
+    if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
+        raise ConfigError(
+            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded either. Leave out decode="
+        )
     if info.refused is not None:
         raise SourceError(
             f"{info} cannot be loaded: it holds {info.refused}.",

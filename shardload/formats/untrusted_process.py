@@ -144,26 +144,38 @@ class _Server:
         format_of(split_path(path)[0])
         _limit_memory(_BASE_NBYTES + self._memory_nbytes)
 
-    def do_list(self, path: str, allow_external: bool) -> Answer:
-        """List all arrays."""
-        from shardload.formats.lookup import list_arrays
+    def do_list(self, path: str, allow_external: bool, most_labelled: int) -> Answer:
+        """List all arrays; with names of axes and coordinates, if there are at most so many."""
+        from shardload.formats.lookup import list_labelled
 
         self._prepare(path)
-        return {"infos": [json.loads(info.to_json()) for info in list_arrays(path, _access(allow_external))]}
+        infos = list_labelled(path, _access(allow_external), most_labelled)
+        return {"infos": [json.loads(info.to_json()) for info in infos]}
 
-    def do_find(self, path: str, dataset: str | None, allow_external: bool, values: bool) -> Answer:
+    def do_find(
+        self, path: str, dataset: str | None, allow_external: bool, values: bool, needs_numbers: bool = False
+    ) -> Answer:
         """Find the array that the caller means; also read its values, if `values` and the array is small."""
         from shardload.formats.lookup import find_array, read_small
         from shardload.planning.tuning import default_tuning
 
         self._prepare(path)
         access = _access(allow_external)
-        info = find_array(path, dataset, access)
+        info = find_array(path, dataset, access, needs_numbers)
         tiny = default_tuning().tiny_nbytes  # larger values do not fit into the memory that is shared now
         found = read_small(path, info, access, replace(default_tuning(), small_nbytes=tiny)) if values else None
         if found is not None:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}
+
+    def do_label(self, path: str, dataset: str, allow_external: bool, small_nbytes: int) -> Answer:
+        """The names of an array's axes, its attributes and its coordinates."""
+        from shardload.formats.labels import to_plain
+        from shardload.formats.lookup import find_array, read_labels
+
+        self._prepare(path)
+        access = _access(allow_external)
+        return {"labels": to_plain(read_labels(path, find_array(path, dataset, access), access, small_nbytes))}
 
     def do_open(self, path: str, dataset: str, allow_external: bool) -> Answer:
         """Open the array for the requests below."""

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.formats.lookup import Finder
+from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.planner import check_together
@@ -39,7 +40,11 @@ from shardload.jobs.trees import (
 )
 from shardload.options import AUTO, OWN
 from shardload.planning.region import Region
+from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
 from shardload.transfer.messages import sendable
+
+_SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
+Label = Callable[[Any, ArrayInfo], ArrayInfo]
 
 __all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
 
@@ -96,21 +101,43 @@ class Arguments:
         return self.tree.build(values)
 
     def find(self, calls: list[Call], values: bool = True) -> bytes:
-        """The metadata of all arrays, and the values of small ones if `readers` is "auto". Runs on one rank."""
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto". Runs on one rank.
+
+        With names of axes and coordinates if a selection may name them.
+        """
+        selections = [call.options.select for call in calls]
+        if any(map(is_by_name, [*selections, self._select])):
+            room = _SEARCHED_NBYTES if any(map(needs_coordinates, selections)) else SMALL_NBYTES
+            with Labeller(calls[0].options.access, room) as labeller:
+                return self._find_all(calls, values, labeller.label)
+        return self._find_all(calls, values, _as_it_is)
+
+    @property
+    def _select(self) -> Any:
+        """The option as the caller passed it."""
+        return None if self._given is None else self._given[2].get("select")
+
+    def _find_all(self, calls: list[Call], values: bool, label: Label) -> bytes:
         options, tuning = calls[0].options, calls[0].tuning
-        if len(calls) and calls[0].is_alone:  # there is no other rank that would have to open the file
+        if calls[0].is_alone:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         found: list[Any] = []
         sent = _Values()
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         with Finder(options.access, tuning if values and options.readers == AUTO else None, most_nbytes) as finder:
-            for place, target in zip(self.tree.places, self.targets, strict=True):
+            for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        found.append(sent.add(*finder.find(place.path, place.dataset)))
+                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
+                        found.append(sent.add(label(place.path, info), of_array))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
-                found.append({"all": [sent.add(*one) for one in infos], "left_out": [info.to_json() for info in left_out]})
+                found.append(
+                    {
+                        "all": [sent.add(label(place.path, info), one) for info, one in infos],
+                        "left_out": [info.to_json() for info in left_out],
+                    }
+                )
         return sent.join(found)
 
     def make(self, request: Request, calls: list[Call], told: bytes) -> list[ArrayLoad]:
@@ -120,6 +147,8 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
+        if is_by_name(self._select):
+            self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
         tuning = calls[0].tuning.for_many(len(calls))
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
@@ -157,6 +186,19 @@ class Arguments:
             new_found.append(one)
         self.tree, self.targets = grown, targets
         return new_calls, new_found
+
+    def _refuse_ambiguous(self, infos: list[ArrayInfo]) -> None:
+        """Raise ConfigError if a dict of positions means one thing by the names of arrays, and another by those of axes."""
+        for where, select, places in self.tree.dicts_as_trees(self._select):
+            meant = [(_selected(infos[k], select), _selected(infos[k], self.targets[k].options["select"])) for k in places]
+            if all(by_axes is not None for by_axes, _ in meant) and any(by_axes != by_arrays for by_axes, by_arrays in meant):
+                keys = ", ".join(map(repr, select))
+                key, one = next(iter(select.items()))
+                raise ConfigError(
+                    f"select{text_of(where)} is {select!r}: {keys} are keys of the arrays there, and names of their axes too. "
+                    f"If each array is to have its own selection, pass tuples: {{{key!r}: ({one!r},), ...}}. If the axes are "
+                    f"meant, pass the dict for each array: {{{key!r}: {select!r}, ...}}"
+                )
 
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
@@ -208,6 +250,20 @@ class _Values:
 
 def _what_of_path(place: Place) -> dict[str, str]:
     return {"path": describe_path(place.path)}
+
+
+def _selected(info: ArrayInfo, select: Any) -> Selection | None:
+    """What a selection means for an array; None if it means nothing."""
+    try:
+        if is_by_name(select):
+            select = name_axes(select, info.dims, {name: one.values for name, one in info.coords.items()})
+        return select_axes(select, info.shape)
+    except (ValueError, IndexError):
+        return None
+
+
+def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
+    return info
 
 
 def _plan_found(call: Call, path: Any, found: list[Any], values: memoryview) -> ArrayLoad:
@@ -270,7 +326,7 @@ class ToVerify(Arguments):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
                     f"x has shape {x.shape} and is {x.dtype}, but a load of {load.info} with these arguments has shape "
-                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, pad= and "
+                    f"{load.plan.shape_global} and is {load.plan.dtype}. Pass the same select=, dtype=, decode=, pad= and "
                     "halo= as to the load"
                 )
                 raise in_array(load.where, error)

@@ -38,6 +38,7 @@ from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
 from shardload.transfer.counters import Counters
+from shardload.transfer.decode import conversion
 from shardload.transfer.halo_pieces import HaloPieces
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import counter_of
@@ -116,7 +117,7 @@ class ArrayLoad:
 
     def verifier(self, seed: int = 0, sources: OpenSources | None = None) -> Verifier:
         """The verifier that compares an array with the file of this plan, which `sources` opens again."""
-        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed)
+        how = VerifyHow(self.options.verify, self.options.staging_nbytes, self.options.pad, seed, self.layout.decoding)
         handle = self.handle if self.origin is None else self.origin
 
         def open_again() -> Source:
@@ -125,7 +126,7 @@ class ArrayLoad:
         return Verifier(self.name, self.layout.schedule, self.layout.source, how, open_again)
 
     def _open(self, handle: Any, access: Access | None = None) -> Source:
-        return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self.info)
+        return _as_planned(open_source(handle, self.info.dataset, access or self.options.access), self)
 
 
 class OpenSources:
@@ -183,7 +184,7 @@ class OpenSources:
         if file is None:
             file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
-        return _as_planned(file.open(load.info.dataset), load.info)
+        return _as_planned(file.open(load.info.dataset), load)
 
 
 class OwnArray:
@@ -265,6 +266,7 @@ class OwnArray:
             resources,
             tuning=tuning,
             counts=counter_of(layout.schedule, self.rank),
+            convert=conversion(layout.decoding),
         )
         opened.enter_context(self._reader)
         if isinstance(self._source, UntrustedSource):
@@ -341,14 +343,23 @@ class OwnArray:
         self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)
 
 
-def _as_planned(source: Source, info: ArrayInfo) -> Source:
+def _as_planned(source: Source, load: ArrayLoad) -> Source:
     """Return `source` if its shape, dtype and chunks are the plan's; otherwise close it and raise SourceError."""
-    found = source.info
+    found, info = source.info, load.info
     if (found.shape, found.dtype, found.chunks) != (info.shape, info.dtype, info.chunks):
         source.close()
         raise SourceError(
             f"{found} has shape {found.shape}, {found.dtype}, chunks {found.chunks} here, but the plan was made for "
             f"{info.shape}, {info.dtype}, {info.chunks}: the file has changed, or this rank sees another file",
+            path=info.path,
+            dataset=info.dataset,
+        )
+    # As text, because NaN is not equal to itself.
+    if load.layout.decoding is not None and repr(found.packing) != repr(info.packing):
+        source.close()
+        raise SourceError(
+            f"{found} is packed by {dict(found.packing)} here, but the plan was made for {dict(info.packing)}: the file has "
+            "changed, or this rank sees another file",
             path=info.path,
             dataset=info.dataset,
         )

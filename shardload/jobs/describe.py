@@ -69,7 +69,8 @@ def _facts(plan: Plan) -> dict[str, str]:
     padded = f", padded to {_shape(plan.shape_padded)}" if plan.shape_padded != plan.shape else ""
     padded += f", with halos {_shape(plan.shape_global)}" if halo else ""
     selected = f" of {_shape(info.shape)}" if plan.shape != info.shape else ""
-    cast = f" cast to {plan.dtype}" if str(plan.dtype) != info.dtype else ""
+    cast = "" if plan.decoded_dtype is None else f" decoded to {plan.decoded_dtype}"
+    cast += f" cast to {plan.dtype}" if str(plan.dtype) != str(plan.decoded_dtype or info.dtype) else ""
     chunks = f"chunks {_shape(info.chunks)}, {info.codec}" if info.chunks is not None else "no chunks (any part can be read)"
     replicas = f", {plan.n_replicas} replicas" if plan.n_replicas > 1 else ""
     return {

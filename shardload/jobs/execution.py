@@ -27,7 +27,8 @@ import numpy as np
 from shardload.arrays.verification import Found, VerifyReport, agree_all
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell, Segment
-from shardload.errors import ConfigError, StallError
+from shardload.errors import ConfigError, PackedWarning, StallError
+from shardload.formats.base import some
 from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
 from shardload.jobs.plan import Plan
@@ -38,12 +39,14 @@ from shardload.options import Options
 from shardload.planning.blocks import aligned
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
+from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
 from shardload.transfer.resources import Resources
+from shardload.values.decoding import packed_by
 
 __all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
@@ -397,6 +400,7 @@ class Job:
             self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified
         )
         self._settle_missing(mine.arrays, n_missing)
+        self._warn_of_packed()
         report = replace(
             own_report,
             chunks_decoded=n_chunks,
@@ -406,6 +410,18 @@ class Job:
             arrays=self._lines(costs, n_missing, proven) if self.is_tree else (),
         )
         return Loaded([own.array for own in mine.arrays if own.array is not None], proven, report)
+
+    def _warn_of_packed(self) -> None:
+        """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""
+        asked = [load for load in self.loads if load.options.decode is None and load.info.packing]
+        found = [(load.name, packed_by(np.dtype(load.info.dtype), load.info.packing)) for load in asked]
+        told = [f"{name} ({', '.join(how)})" for name, how in found if how]
+        if told:
+            text = (
+                f"these numbers are packed, and were loaded as they are stored: {some(told)}. Pass decode=True to apply that "
+                "and the fill values, decode=False if the stored numbers are meant"
+            )
+            warn_once(text, PackedWarning, self.group.rank)
 
     def _lines(self, costs: list[tuple[int, int]], n_missing: list[int], proven: list[VerifyReport]) -> tuple[ArrayReport, ...]:
         """The report of each array of a tree."""

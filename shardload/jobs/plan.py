@@ -29,6 +29,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.traffic import count_held
 from shardload.system.terminal import width_of_prints
+from shardload.values.decoding import Decoding
 
 __all__ = ["Executor", "Layout", "Plan"]
 
@@ -47,6 +48,8 @@ class Layout:
         How it lies in the file.
     schedule : Schedule
         Which rank reads which block, and which rank needs which part of it.
+    decoding : Decoding or None
+        How stored numbers become values; None if they are only cast.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
@@ -54,6 +57,7 @@ class Layout:
     source: SourceLayout
     schedule: Schedule
     n_threads: int = 1
+    decoding: Decoding | None = None
     _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # a cache: loads of the same kind share a layout
 
     def staging(self, cap_nbytes: int) -> Staging:
@@ -117,6 +121,7 @@ class Plan:
     costs: Mapping[str, Cost]
     staging_nbytes: int
     _layout: Layout = field(kw_only=True)
+    _is_decoded: bool = field(default=False, kw_only=True)
     _executor: Executor | None = field(default=None, kw_only=True)
     # The report of the last execution, or nothing. Only this changes in a plan, and each copy has its own.
     _reports: list[LoadReport] = field(default_factory=list, init=False)
@@ -130,6 +135,16 @@ class Plan:
     def chunks(self) -> tuple[int, ...] | None:
         """The file's chunk shape; None if it has no chunks."""
         return self.info.chunks
+
+    @property
+    def is_decoded(self) -> bool:
+        """True if the caller asked for values and not for stored numbers. (They may be the same.)"""
+        return self._is_decoded
+
+    @property
+    def decoded_dtype(self) -> np.dtype[Any] | None:
+        """Type of the decoded values, before a cast to `dtype`; None if decoding does not change the stored numbers."""
+        return None if self._layout.decoding is None else self._layout.decoding.dtype
 
     @property
     def schedule(self) -> Schedule:

@@ -35,6 +35,7 @@ from shardload.planning.staging import least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
+from shardload.values.decoding import VALID, Decoding, decoding_of
 
 __all__ = ["Ask", "Ranks", "check_together", "plan_array", "plan_scatter"]
 
@@ -94,19 +95,23 @@ class Ask:
 
 def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     """Plan the load of an array in a file from its metadata."""
-    source = _source_layout(ask.options, info)
-    shards = _lay_out(ask, source.selection.shape, source.dtype, str(info))
+    decoding = decoding_for(ask.options, info)
+    source = _source_layout(ask.options, info, decoding)
+    name = f"{info}, decoded," if decoding is not None and source.dtype == decoding.dtype else str(info)
+    shards = _lay_out(ask, source.selection.shape, source.dtype, name)
     _check_staging(info, source, ask.options.staging_nbytes)
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
-    return _choose(ask, info, source, plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps))
+    schedules = plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps)
+    return _choose(ask, info, source, schedules, decoding)
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
     if not ask.ranks.can_send:
         raise ConfigError(f"scatter sends from one rank to the others, but {_NO_MPI}: start the job under MPI")
-    file_dtype, dtype = np.dtype(info.dtype), _target_dtype(ask.options.dtype, info)
+    file_dtype = np.dtype(info.dtype)
+    dtype = _target_dtype(ask.options.dtype, info, file_dtype)
     shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
     phase = (0,) * len(info.shape)
     if as_it_is:  # blocks are views: one per shard, however large
@@ -130,13 +135,28 @@ def check_together(layouts: Sequence[Layout], staging_nbytes: int) -> None:
         )
 
 
-def _source_layout(options: Options, info: ArrayInfo) -> SourceLayout:
+def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
+    """The rule by which the stored numbers become values; None if they are not decoded.
+
+    Raises
+    ------
+    ConfigError
+        If the attributes, or the stored values, are no numbers.
+    """
+    if not options.decode:
+        return None
+    return decoding_of(np.dtype(info.dtype), info.packing, str(info), with_valid=options.decode == VALID)
+
+
+def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
     try:
         selection = select_axes(options.select, info.shape)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
-    return SourceLayout.cut(selection, info.chunks, np.dtype(info.dtype), _target_dtype(options.dtype, info), info.codec)
+    found = np.dtype(info.dtype)
+    dtype = _target_dtype(options.dtype, info, found if decoding is None else decoding.dtype)
+    return SourceLayout.cut(selection, info.chunks, found, dtype, info.codec, is_decoded=decoding is not None)
 
 
 def _possible_modes(ask: Ask) -> tuple[str, ...]:
@@ -151,9 +171,8 @@ def _possible_modes(ask: Ask) -> tuple[str, ...]:
     return (DIRECT,)
 
 
-def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo) -> np.dtype[Any]:
-    """The dtype that was asked for, or the file's."""
-    found = np.dtype(info.dtype)
+def _target_dtype(dtype: np.dtype[Any] | None, info: ArrayInfo, found: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that was asked for, or `found`, that of the values in the file."""
     if dtype is not None and found.kind == "c" and dtype.kind not in "cb":
         raise ConfigError(
             f"{info} is {found}; as {dtype} its imaginary part would be lost. Pass no dtype, or a complex one, and take the "
@@ -227,10 +246,12 @@ def _check_staging(info: ArrayInfo, source: SourceLayout, staging_nbytes: int) -
         )
 
 
-def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule]) -> Plan:
+def _choose(
+    ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
+) -> Plan:
     """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
     n_threads = 1 if ask.ranks.machine is None else ask.ranks.machine.n_threads
-    layouts = {mode: Layout(source, made, n_threads) for mode, made in schedules.items()}
+    layouts = {mode: Layout(source, made, n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
     machine, cap_nbytes = ask.ranks.machine, 0 if is_memory else ask.options.staging_nbytes
     nodes = None if machine is None else Nodes(machine.ranks_per_node, machine.n_cores)
@@ -253,6 +274,7 @@ def _choose(ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str
         costs=costs,
         staging_nbytes=ask.options.staging_nbytes,
         _layout=layouts[mode],
+        _is_decoded=bool(ask.options.decode),
     )
 
 

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,8 @@ from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.base import ArrayInfo
+from shardload.formats.labels import OnDemand
+from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.describe import describe_job
@@ -37,6 +40,7 @@ from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
+from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
@@ -436,10 +440,11 @@ class Request:
 
     def hand_out(self, load: ArrayLoad) -> Plan:
         """The plan for the caller, with the executor that can do it later."""
+        plan = _with_names(load)
         if self.group is None:
-            return load.plan
+            return plan
         executor = Execution(self.comm, load.options, load.handle, self.asked.values, self._checked()[0].tuning)
-        return replace(load.plan, _executor=executor)
+        return replace(plan, _executor=executor)
 
     def hand_out_tree(
         self, loads: list[ArrayLoad], build: Callable[[Sequence[Any]], Any], left_out: Sequence[ArrayInfo]
@@ -447,10 +452,13 @@ class Request:
         """The plan of a tree for the caller, with the executor of all arrays, and of each by itself."""
         where = tuple(keys_text(load.where) for load in loads)
         if self.group is None:
-            return TreePlan(build([load.plan for load in loads]), where, tuple(left_out))
+            return TreePlan(build([_with_names(load) for load in loads]), where, tuple(left_out))
         tuning, agreed = self._checked()[0].tuning, self.asked.values
         plans = [
-            replace(one.plan, _executor=Execution(self.comm, one.options, one.handle, {**agreed, "array": one.where}, tuning))
+            replace(
+                _with_names(one),
+                _executor=Execution(self.comm, one.options, one.handle, {**agreed, "array": one.where}, tuning),
+            )
             for one in loads
         ]
         return TreePlan(
@@ -497,6 +505,15 @@ def _describe_jobs(loads: Sequence[ArrayLoad]) -> str:
     return "; ".join(said[id(load.layout)] for load in loads)
 
 
+def _with_names(load: ArrayLoad) -> Plan:
+    """The plan, whose `info` reads names of axes and coordinates from the file when they are first looked at."""
+    info = load.info
+    if info.labels is not None:
+        return load.plan
+    read = partial(read_labels, load.handle, info, load.options.access)
+    return replace(load.plan, info=replace(info, labels=OnDemand(read)))
+
+
 def _mesh_of(mesh: Any) -> Any:
     return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
 
@@ -506,6 +523,8 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
 
     `info` is its metadata. `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
     """
+    if is_by_name(call.options.select):
+        call = replace(call, options=_with_positions(call.options, info))
     group = call.group
     if group is None:
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
@@ -513,7 +532,9 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
         call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
     known = _recent.setdefault(group, OrderedDict())
-    kind = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    if call.options.decode:
+        kind = (*kind, json.dumps(dict(info.packing)))  # with the types
     how = call.options.describe() | {"dataset": ""}  # its name changes nothing
     key = (call.sharding, call.tuning, *how.items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
@@ -523,6 +544,15 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     while len(known) > _RECENT:
         known.popitem(last=False)
     return ArrayLoad(replace(made, info=info), call.options, path, origin)
+
+
+def _with_positions(options: Options, info: ArrayInfo) -> Options:
+    """The options, with positions in the place of names of axes."""
+    try:
+        index = name_axes(options.select, info.dims, {name: one.values for name, one in info.coords.items()})
+    except ValueError as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+    return replace(options, select=index)
 
 
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> ArrayLoad:

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from shardload.comm.error_codec import as_shardload
 from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "keys_text",
     "naming_errors",
     "node_of",
+    "rebuilt",
     "text_of",
     "where_text",
 ]
@@ -158,6 +160,12 @@ def is_one_spec(value: Any) -> bool:
     return is_one(value)
 
 
+def rebuilt(tree: Any, children: Sequence[Any]) -> Any:
+    """A node of the kind of `tree` with other children, in the order of `node_of`."""
+    found = _node(tree)
+    return tree if found is None else jax.tree_util.tree_unflatten(found[1], list(children))
+
+
 def node_of(tree: Any) -> list[tuple[Any, Any]] | None:
     """The children of a node, each with its key; None for a leaf."""
     found = _node(tree)
@@ -247,8 +255,8 @@ class ArrayTree:
         is_one : callable
             True for a single value.
         may_be_dict : bool
-            True if a single value may be a dict, as in a selection by names of dimensions. Then a dict is a tree only where the
-            tree has a dict with the same keys.
+            True if a single value may be a dict, as in a selection by names of axes. `is_tree_here` tells such a dict from a
+            tree; it counts for all arrays below its place.
 
         Raises
         ------
@@ -259,6 +267,35 @@ class ArrayTree:
             return [value] * len(self.places)
         found: list[Any] = []
         _spread(self._outline, value, (), name, is_one, may_be_dict, found)
+        return found
+
+    def dicts_as_trees(self, value: Any) -> list[tuple[Where, Mapping[Any, Any], list[int]]]:
+        """Where `spread` takes a dict for a tree, though it could be one value (`may_be_dict`).
+
+        Returns
+        -------
+        list of tuple
+            The keys that lead there, the dict, and the numbers of the places below.
+        """
+        found: list[tuple[Where, Mapping[Any, Any], list[int]]] = []
+        numbers = {id(place): k for k, place in enumerate(self.places)}
+
+        def look(outline: Any, value: Any, where: Where) -> None:
+            children = None if isinstance(outline, Place) else node_of(outline)
+            of_value = node_of(value)
+            if not children or of_value is None:
+                return
+            if isinstance(value, Mapping):
+                if not is_tree_here(value, children):
+                    return
+                if all(node_of(one) is None for one in value.values()):
+                    found.append((where, value, [numbers[id(place)] for place in _places(outline)]))
+            by_key = dict(of_value)
+            for key, child in children:
+                if key in by_key:
+                    look(child, by_key[key], (*where, key))
+
+        look(self._outline, value, ())
         return found
 
     def grow(self, names: Mapping[int, Sequence[str]]) -> ArrayTree:
@@ -309,8 +346,9 @@ def _spread(
     found: list[Any],
 ) -> None:
     """Append the value of each place of `outline` to `found`."""
+    is_dict = may_be_dict and isinstance(value, Mapping)
     if isinstance(outline, Place):
-        if not (outline.is_pattern or is_one(value) or (may_be_dict and isinstance(value, Mapping))):
+        if not (outline.is_pattern or is_one(value) or is_dict or _node(value) is None):
             raise ConfigError(
                 f"{name}{text_of(where)} is {_short(value)}, a tree, but there is one array at that place. Pass one value"
             )
@@ -318,11 +356,33 @@ def _spread(
         return
     children: list[tuple[Any, Any]] = (_node(outline) or ([], None))[0]
     of_value = None if is_one(value) else _node(value)
-    if may_be_dict and isinstance(value, Mapping) and of_value is not None:
-        of_value = of_value if {key for key, _ in of_value[0]} == {key for key, _ in children} else None
+    if is_dict and not is_tree_here(value, children):
+        found += [value] * sum(1 for _ in _places(outline))
+        return
     values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, "the arrays")
     for (key, child), one in zip(children, values, strict=True):
         _spread(child, one, (*where, key), name, is_one, may_be_dict, found)
+
+
+def is_tree_here(value: Mapping[Any, Any], children: Sequence[tuple[Any, Any]]) -> bool:
+    """True if a dict is a tree of selections and no selection by names of axes, where the arrays have these children.
+
+    It is a tree if it has the arrays' keys, or if a dict, list or tuple is among its values, which no single axis takes.
+    """
+    if any(isinstance(one, (Near, Between)) for one in value.values()):  # these need the name of an axis
+        return False
+    return {jax.tree_util.DictKey(key) for key in value} == {key for key, _ in children} or any(
+        isinstance(one, (Mapping, list, tuple)) for one in value.values()
+    )
+
+
+def _places(outline: Any) -> Iterator[Place]:
+    """The leaves of a tree of places."""
+    if isinstance(outline, Place):
+        yield outline
+        return
+    for _, child in node_of(outline) or ():
+        yield from _places(child)
 
 
 def _matching(name: str, values: list[tuple[Any, Any]], children: list[tuple[Any, Any]], where: Where, other: str) -> list[Any]:

@@ -1,12 +1,13 @@
 """Which elements of a file's array did the caller ask for?
 
 A `Selection` converts regions of the selected array to regions of the file. `select_axes` makes one from a NumPy-style index.
+`name_axes` makes such an index from a selection by names of axes: ``{"time": -1, "lat": near(52.5)}``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, SupportsIndex
@@ -15,7 +16,7 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Selection", "select_axes"]
+__all__ = ["Between", "Near", "Selection", "between", "is_by_name", "name_axes", "near", "needs_coordinates", "select_axes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,143 @@ def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -
         try:
             i = operator.index(None if isinstance(part, bool) else part)  # type: ignore[arg-type]
         except TypeError:
+            if isinstance(part, Near | Between):
+                raise ValueError(
+                    f"select has {part!r} on axis {axis}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
+                ) from None
             raise ValueError(f"select has {part!r} on axis {axis}; each axis takes a slice with step 1 or an integer") from None
         if not -size <= i < size:
             raise IndexError(f"select has {part!r} on axis {axis}, which has {size} elements")
         start.append(i % size)
         stop.append(i % size + 1)
     return Selection(Region(tuple(start), tuple(stop)), tuple(kept))
+
+
+@dataclass(frozen=True)
+class Near:
+    """The position whose coordinate is nearest to `value`; an error if it is farther away than `within`. See `near`."""
+
+    value: float
+    within: float | None = None
+
+
+@dataclass(frozen=True)
+class Between:
+    """All positions whose coordinates are from `low` to `high`, both included. See `between`."""
+
+    low: float
+    high: float
+
+
+def near(value: float, within: float | None = None) -> Near:
+    """For ``select={"lat": near(52.5)}``: the one position whose coordinate is nearest to a value. It drops the axis.
+
+    Collective: no.
+
+    Parameters
+    ----------
+    value : float
+        The coordinate, in the units of the file's coordinate variable (times are numbers).
+    within : float, optional
+        An error if the nearest coordinate is farther away than this.
+
+    Examples
+    --------
+    >>> name_axes({"lat": near(52.4)}, ("time", "lat"), {"lat": np.array([50.0, 52.5, 55.0])})
+    (slice(None, None, None), 1)
+    """
+    return Near(value, within)
+
+
+def between(low: float, high: float) -> Between:
+    """For ``select={"lat": between(30, 60)}``: all positions whose coordinates are in a range, both ends included.
+
+    Collective: no.
+
+    Parameters
+    ----------
+    low, high : float
+        The range, in the units of the file's coordinate variable. Coordinates may ascend or descend.
+
+    Examples
+    --------
+    >>> name_axes({"lat": between(50, 53)}, ("time", "lat"), {"lat": np.array([55.0, 52.5, 50.0])})
+    (slice(None, None, None), slice(1, 3, None))
+    """
+    return Between(low, high)
+
+
+def is_by_name(select: Any) -> bool:
+    """True if a selection of one array is by names of axes.
+
+    >>> is_by_name({"time": 0}), is_by_name((0, ...))
+    (True, False)
+    """
+    return isinstance(select, Mapping)
+
+
+def needs_coordinates(select: Any) -> bool:
+    """True if a selection names values of coordinates."""
+    return isinstance(select, Mapping) and any(isinstance(part, Near | Between) for part in select.values())
+
+
+def name_axes(
+    select: Mapping[str, Any], dims: Sequence[str | None], coordinates: Mapping[str, np.ndarray[Any, Any] | None]
+) -> tuple[Any, ...]:
+    """The NumPy-style index for a selection by names of axes. Axes that are not named are taken whole.
+
+    Parameters
+    ----------
+    select : mapping
+        For each named axis an integer, a slice, `near` or `between`.
+    dims : sequence of str or None
+        The names of the axes.
+    coordinates : mapping
+        The coordinates of the axes that have some, by name.
+
+    Raises
+    ------
+    ValueError
+        If there is no such axis, no such coordinate, or it has no such values. The text says what there is.
+    """
+    told = ", ".join(repr(name) for name in dims if name) or "no names"
+    index: list[Any] = [slice(None)] * len(dims)
+    for name, part in select.items():
+        axes = [axis for axis, dim in enumerate(dims) if dim == name]
+        if len(axes) != 1:
+            found = (
+                f"has {len(axes)} axes of that name"
+                if axes
+                else f"has the axes {told}"
+                if any(dims)
+                else "has no names of axes"
+            )
+            raise ValueError(f"select names the axis {name!r}, but the array {found}; pass positions, as NumPy would index it")
+        index[axes[0]] = _position(name, part, coordinates.get(name)) if isinstance(part, Near | Between) else part
+    return tuple(index)
+
+
+def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | None) -> int | slice:
+    """The position, or range of positions, of a coordinate."""
+    if values is None or values.ndim != 1 or not values.size or values.dtype.kind not in "iuf":
+        raise ValueError(
+            f"select has {part} on the axis {name!r}, which has no coordinate of that name with numbers that can be searched; "
+            "pass a position"
+        )
+    ends = f"it goes from {values[0]} to {values[-1]}"
+    if isinstance(part, Near):
+        distance = np.abs(values.astype("f8") - part.value)
+        if np.isnan(distance).all():
+            raise ValueError(f"select has {part} on the axis {name!r}, but none of its coordinates is a number")
+        at = int(np.nanargmin(distance))
+        if part.within is not None and not distance[at] <= part.within:
+            raise ValueError(
+                f"select has {part} on the axis {name!r}, but the nearest coordinate is {values[at]} (position {at}); {ends}"
+            )
+        return at
+    inside = np.flatnonzero((values >= part.low) & (values <= part.high))
+    if not inside.size:
+        raise ValueError(f"select has {part} on the axis {name!r}, but no coordinate is in that range; {ends}")
+    if inside[-1] - inside[0] + 1 != inside.size:
+        raise ValueError(f"select has {part} on the axis {name!r}, but the coordinates in that range are not beside each other")
+    return slice(int(inside[0]), int(inside[-1]) + 1)

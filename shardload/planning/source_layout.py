@@ -31,6 +31,8 @@ class SourceLayout:
         Type in the file (in native byte order), and type of the loaded array.
     codec : str
         Encoding of the chunks: ``"none"``, ``"gzip+shuffle"``.
+    is_decoded : bool
+        True if stored numbers become values by more than a cast.
     """
 
     selection: Selection
@@ -39,6 +41,7 @@ class SourceLayout:
     file_dtype: np.dtype[Any]
     dtype: np.dtype[Any]
     codec: str = "none"
+    is_decoded: bool = False
 
     @classmethod
     def cut(
@@ -48,6 +51,7 @@ class SourceLayout:
         file_dtype: np.dtype[Any],
         dtype: np.dtype[Any],
         codec: str = "none",
+        is_decoded: bool = False,
     ) -> SourceLayout:
         """Make the layout, with the grid of chunks that a selection of a file's array has.
 
@@ -61,7 +65,7 @@ class SourceLayout:
         else:
             cell = tuple(chunk_shape[k] for k in selection.kept)
             phase = tuple(o % c for o, c in zip(selection.offset, cell, strict=True))
-        return cls(selection, Grid(selection.shape, cell, phase), chunk_shape, file_dtype, dtype, codec)
+        return cls(selection, Grid(selection.shape, cell, phase), chunk_shape, file_dtype, dtype, codec, is_decoded)
 
     @property
     def has_chunks(self) -> bool:
@@ -70,8 +74,8 @@ class SourceLayout:
 
     @property
     def casts(self) -> bool:
-        """True if values are cast while they are loaded."""
-        return self.dtype != self.file_dtype
+        """True if values are decoded or cast while they are loaded."""
+        return self.is_decoded or self.dtype != self.file_dtype
 
     @property
     def wide_itemsize(self) -> int:

@@ -10,8 +10,19 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
+from contextlib import nullcontext
 
-__all__ = ["levels_to_caller"]
+__all__ = ["levels_to_caller", "warn_once"]
+
+
+def warn_once(text: str, kind: type[Warning], rank: int) -> None:
+    """Warn at the user's line, once in the job. Every rank calls this.
+
+    Only rank 0 shows the warning. But if the user turned warnings into errors, every rank must raise it.
+    """
+    with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
+        warnings.warn(text, kind, stacklevel=levels_to_caller())
 
 
 def levels_to_caller() -> int:

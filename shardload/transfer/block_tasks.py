@@ -18,8 +18,8 @@ from shardload.planning.schedule import Block
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import Scratch
 from shardload.transfer.buffers import StagedBlock, Tile
-from shardload.transfer.cast import cast_into
 from shardload.transfer.counters import Counters
+from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.messages import sendable
 from shardload.transfer.missing import Counter, chunk_numbers
@@ -37,15 +37,22 @@ class BlockTasks:
     ----------
     source : Source
         Open array.
-    layout, local, scratch, names, counts
+    layout, local, scratch, names, counts, convert
         As for `ChunkTasks`.
     """
 
     def __init__(
-        self, source: Source, layout: SourceLayout, local: LocalPieces, scratch: Scratch, names: Naming, counts: Counter
+        self,
+        source: Source,
+        layout: SourceLayout,
+        local: LocalPieces,
+        scratch: Scratch,
+        names: Naming,
+        counts: Counter,
+        convert: Convert,
     ) -> None:
         self._source, self._layout, self._local, self._scratch = source, layout, local, scratch
-        self._names, self._counts = names, counts
+        self._names, self._counts, self._convert = names, counts, convert
 
     def needs_slot(self, block: Block) -> bool:
         """True if a block needs a staging buffer."""
@@ -104,7 +111,7 @@ class BlockTasks:
             return data
         raw = self._scratch.array("block", region.shape, self._layout.file_dtype)
         self._read(staged.block, raw, counters)
-        cast_into(raw, data, self._names.elements(self._layout.selection.to_file(region)))
+        self._convert(raw, data, self._names.elements(self._layout.selection.to_file(region)))
         return data
 
     def _read(self, block: Block, out: Array, counters: Counters) -> None:

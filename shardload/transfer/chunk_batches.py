@@ -28,8 +28,8 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.scratch import Scratch
 from shardload.transfer.buffers import StagedBlock, Tile
-from shardload.transfer.cast import cast_into
 from shardload.transfer.counters import Counters
+from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
@@ -47,7 +47,7 @@ class ChunkBatches:
     ----------
     reader : BatchReader
         Fetches and decodes many chunks at a time.
-    layout, local, scratch, names, counts
+    layout, local, scratch, names, counts, convert
         As for `ChunkTasks`.
     most_nbytes : int
         Decoded bytes of a batch.
@@ -61,10 +61,11 @@ class ChunkBatches:
         scratch: Scratch,
         names: Naming,
         counts: Counter,
+        convert: Convert,
         most_nbytes: int,
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
-        self._names, self._counts = names, counts
+        self._names, self._counts, self._convert = names, counts, convert
         self._most = most_nbytes // max(1, layout.chunk_nbytes)
         selection, chunk_shape = layout.selection, layout.chunk_shape or ()
         self._chunk_shape = chunk_shape
@@ -183,7 +184,7 @@ class ChunkBatches:
         raw = self._scratch.array("joined", region.shape, layout.file_dtype)
         self._copy(values, box, region, raw)
         cast = self._scratch.array("cast", region.shape, layout.dtype)
-        cast_into(raw, cast, self._names.elements(layout.selection.to_file(region)))
+        self._convert(raw, cast, self._names.elements(layout.selection.to_file(region)))
         return cast
 
     def _deliver(

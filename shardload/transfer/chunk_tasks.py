@@ -27,9 +27,9 @@ from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.scratch import Scratch
 from shardload.transfer.buffers import StagedBlock, Tile
-from shardload.transfer.cast import cast_into
 from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
+from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
@@ -56,6 +56,8 @@ class ChunkTasks:
         Names the chunks, and keeps which of them is being read.
     counts : callable
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
+    convert : callable
+        Decodes and casts (`decode.conversion`), if the layout says that values are.
     n_threads : int
         Number of tasks that run at once.
     batch_nbytes : int
@@ -70,15 +72,16 @@ class ChunkTasks:
         scratch: Scratch,
         names: Naming,
         counts: Counter,
+        convert: Convert,
         n_threads: int,
         batch_nbytes: int = 0,
     ) -> None:
         self._reader, self._layout, self._local, self._scratch = reader, layout, local, scratch
-        self._names, self._counts, self._n_threads = names, counts, n_threads
+        self._names, self._counts, self._convert, self._n_threads = names, counts, convert, n_threads
         self._chunk_shape = layout.chunk_shape or ()
         self._batches: ChunkBatches | None = None
         if isinstance(reader, BatchReader) and 2 * layout.chunk_nbytes <= batch_nbytes:
-            self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, batch_nbytes)
+            self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, convert, batch_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
 
     def needs_slot(self, block: Block) -> bool:
@@ -181,7 +184,7 @@ class ChunkTasks:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
             else:
                 cast = self._scratch.array("cast", region.shape, layout.dtype)
-            cast_into(values, cast, self._names.elements(in_file))
+            self._convert(values, cast, self._names.elements(in_file))
             values = cast
         if travels:
             staged.tiles.append(Tile(region, values))  # from several threads: list.append is atomic

@@ -7,9 +7,7 @@ reads its own shards, by the first rank that holds that element.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from shardload.formats.base import ArrayInfo
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Grid, Schedule
 from shardload.planning.selection import Selection
-from shardload.system.caller import levels_to_caller
+from shardload.system.caller import warn_once
 from shardload.transfer.counters import MOST_NAMED
 
 __all__ = [
@@ -128,6 +126,4 @@ def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
         raise SourceError(text, path=info.path, dataset=info.dataset)
     if missing == "warn":
         text = f"{text}. Pass missing='error' to refuse such a file, {known}"
-        # Only rank 0 shows the warning. But if the user turned warnings into errors, every rank must raise it.
-        with nullcontext() if rank == 0 else warnings.catch_warnings(record=True):
-            warnings.warn(text, MissingChunksWarning, stacklevel=levels_to_caller())
+        warn_once(text, MissingChunksWarning, rank)

@@ -25,8 +25,10 @@ from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.thread_pool import Lane, Pool, done_here
 from shardload.transfer.block_tasks import BlockTasks
 from shardload.transfer.buffers import StagedBlock
+from shardload.transfer.cast import cast_into
 from shardload.transfer.chunk_tasks import ChunkTasks
 from shardload.transfer.counters import Counters
+from shardload.transfer.decode import Convert
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter, count_by_region
 from shardload.transfer.read_errors import Naming
@@ -84,6 +86,8 @@ class SourceReader:
         Sizes at which the way of reading changes.
     counts : callable, optional
         Chooses which missing chunks of a block this rank counts (`missing.counter_of`).
+    convert : callable, optional
+        Turns stored numbers into values (`decode.conversion`). By default a cast.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class SourceReader:
         *,
         tuning: Tuning | None = None,
         counts: Counter = count_by_region,
+        convert: Convert = cast_into,
     ) -> None:
         tuning = tuning or default_tuning()
         self._names = Naming(source, layout.selection, layout.chunks if layout.has_chunks else None)
@@ -102,7 +107,7 @@ class SourceReader:
         self._itemsize = layout.file_dtype.itemsize
         chunk_reader = _chunk_reader(source, layout, tuning)
         self._threads: Pool | Lane
-        shared = (layout, local, resources.scratch, self._names, counts)
+        shared = (layout, local, resources.scratch, self._names, counts, convert)
         if chunk_reader is None:
             self._ways: _Tasks = BlockTasks(source, *shared)
             self._threads, self._n_at_a_time = Lane(resources.pool), 1

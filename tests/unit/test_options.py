@@ -143,7 +143,7 @@ def test_description_tells_different_options_apart() -> None:
         "allow_external",
         "untrusted",
     }
-    names |= {"allow_filters", "halo", "edge"}
+    names |= {"allow_filters", "decode", "halo", "edge"}
     assert set(base) == names
     assert all(type(v) is str for v in base.values())
     for name, value in dict(

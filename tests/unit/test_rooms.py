@@ -26,6 +26,7 @@ ROOMS = {
     "shardload.units": (),
     "shardload.system": ("numpy",),
     "shardload.planning": ("numpy",),
+    "shardload.values": ("numpy",),
     "shardload.formats.base": ("numpy",),
     "shardload.formats.lookup": ("numpy",),
     "shardload.options": (),

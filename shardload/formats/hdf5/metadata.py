@@ -6,6 +6,7 @@ not.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -14,8 +15,10 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
+from shardload.formats.labels import Coordinate, Labels, names_in
+from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["describe", "filters_of"]
+__all__ = ["describe", "filters_of", "labels_of"]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -32,6 +35,7 @@ _REFUSED_CLASSES = {
 # HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
 _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
+_READ = tuple(dict.fromkeys((*_TOLD, *ATTRIBUTES)))
 
 
 def describe(
@@ -49,7 +53,8 @@ def describe(
         The other files that hold its values.
     texts : bool
         True to read attributes of variable length too. They are in the file's global heap. If the heap is damaged, HDF5 2.0.0
-        loops for ever (docs/trust-files.md). A load needs nothing from there.
+        loops for ever (docs/trust-files.md). A load needs nothing from there, but the two short texts that change what integers
+        mean (`decoding.TEXTS`).
     access : Access
         What the caller allows.
     """
@@ -63,6 +68,7 @@ def describe(
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
+    attributes, packing = _attributes(dataset, texts)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -76,8 +82,63 @@ def describe(
         is_coordinate=_has_attributes(dataset)
         and _is_plain(dataset, "CLASS")
         and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
-        attributes=_attributes(dataset, texts),
+        attributes=attributes,
+        packing=packing,
     )
+
+
+# What HDF5 and the netCDF library keep in attributes for themselves.
+_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+
+
+def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
+    """The names of a dataset's axes (HDF5's dimension scales, and labels), its attributes, and where its coordinates are.
+
+    Parameters
+    ----------
+    dataset : h5py.Dataset
+        An open dataset.
+    has_coords : bool
+        False if its file is another one than that which the caller opens by name.
+    """
+    own = str(dataset.name or "")
+    if not _has_attributes(dataset):
+        return Labels((None,) * len(dataset.shape or ()))
+    attrs = {
+        key: _attribute(dataset, key)
+        for key in dataset.attrs
+        if isinstance(key, str) and key not in _HIDDEN and not key.startswith("_Netcdf4")
+    }
+    dims: list[str | None] = [None] * len(dataset.shape or ())
+    coords: dict[str, Coordinate] = {}
+    if h5py.h5ds.is_scale(dataset.id) and len(dims) == 1:
+        dims = [own.rpartition("/")[2]]
+    elif not h5py.h5ds.is_scale(dataset.id):
+        for axis in range(len(dims)):
+            dims[axis] = _axis_name(dataset, axis, coords)
+    above = own.rpartition("/")[0]
+    for name in names_in(attrs.get("coordinates")):
+        place = above
+        while f"{place}/{name}" not in dataset.file and place:  # netCDF looks in the groups above, too
+            place = place.rpartition("/")[0]
+        coords[name.rpartition("/")[2]] = Coordinate(f"{place}/{name}" if not name.startswith("/") else name)
+    return Labels(tuple(dims), attrs, coords if has_coords else {})
+
+
+def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) -> str | None:
+    """The name of an axis; its coordinate is added to `coords`, if it has one."""
+    found = dataset.dims[axis]
+    label = str(found.label) or None
+    if "DIMENSION_LIST" not in dataset.attrs or not len(found):
+        return label
+    scale = found[0]
+    full = str(scale.name or "")
+    name = full.rpartition("/")[2] or label
+    told = _attribute(scale, "NAME") if _has_attributes(scale) else None
+    if name is not None and not str(told).startswith(_NO_VARIABLE):
+        coords[name] = Coordinate(full)
+    return name
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
@@ -139,13 +200,27 @@ def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
     return bool(stored.heap_size + stored.index_size <= _MOST_ATTRIBUTES_NBYTES)
 
 
-def _attributes(dataset: h5py.Dataset, texts: bool) -> dict[str, Any]:
-    """The attributes that change what values mean; or a note if the attributes are too long to read."""
+def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
+    """The attributes that change what values mean, for people and for decoding; or a note if they are too long to read."""
     if not _has_attributes(dataset):
-        return {"attributes": "too long to be read"} if h5py.h5a.get_num_attrs(dataset.id) else {}
-    return {
-        key: _attribute(dataset, key) for key in _TOLD if key in dataset.attrs and (texts or _is_plain(dataset, key))
-    }  # fmt: skip
+        if not h5py.h5a.get_num_attrs(dataset.id):
+            return {}, {}
+        return {"attributes": "too long to be read"}, {"attributes": ["unreadable", ["too long to be read"]]}
+    told: dict[str, Any] = {}
+    packing: dict[str, Any] = {}
+    for key in _READ:
+        if key not in dataset.attrs:
+            continue
+        if not (texts or key in TEXTS or _is_plain(dataset, key)):
+            if key in ATTRIBUTES:
+                packing[key] = ["unreadable", ["text, or another type that is no number"]]
+            continue
+        value = _raw_attribute(dataset, key)
+        if key in _TOLD:
+            told[key] = value.text if isinstance(value, _Unreadable) else json_value(value)
+        if key in ATTRIBUTES and value is not None:
+            packing[key] = ["unreadable", [value.text]] if isinstance(value, _Unreadable) else typed(value)
+    return told, packing
 
 
 def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
@@ -158,16 +233,29 @@ def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
     return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
 
 
+@dataclass(frozen=True)
+class _Unreadable:
+    """Why an attribute was not read."""
+
+    text: str
+
+
 def _attribute(dataset: h5py.Dataset, key: str) -> Any:
     """An attribute as plain Python; None if there is none, a text if h5py cannot read it."""
     if key not in dataset.attrs:
         return None
+    value = _raw_attribute(dataset, key)
+    return value.text if isinstance(value, _Unreadable) else json_value(value)
+
+
+def _raw_attribute(dataset: h5py.Dataset, key: str) -> Any:
+    """An attribute as h5py gives it; None if it is empty."""
     try:
         found = h5py.h5a.open(dataset.id, key.encode())
         nbytes = found.get_space().get_simple_extent_npoints() * found.get_type().get_size()
         if nbytes > _MOST_ATTRIBUTE_NBYTES:
-            return f"{nbytes} bytes, not shown"
+            return _Unreadable(f"{nbytes} bytes, not shown")
         value = dataset.attrs[key]
     except (OSError, RuntimeError, TypeError, ValueError) as error:
-        return f"unreadable ({error})"
-    return None if isinstance(value, h5py.Empty) else json_value(value)
+        return _Unreadable(f"unreadable ({error})")
+    return None if isinstance(value, h5py.Empty) else value

@@ -45,9 +45,10 @@ from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, look_through, place_of
-from shardload.formats.hdf5.metadata import describe, filters_of
+from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
+from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
@@ -202,6 +203,11 @@ class Hdf5Source(Source):
         for part in self._parts(region):
             out[part.slices(region.start)] = self._dataset[part.slices()]
         return out
+
+    def labels(self) -> Labels:
+        """The dimension scales and all attributes."""
+        with self._others.watched():
+            return labels_of(self._dataset, has_coords=len(self._files) < 2)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""

@@ -9,18 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from shardload.formats.base import ArrayInfo, refusal
+from shardload.formats.labels import Labels, from_plain
+from shardload.values.decoding import ATTRIBUTES, Packing
 
-__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "lie", "loadable", "state_of"]
+__all__ = ["LONGEST_TEXT", "HelperError", "clean", "info_of", "is_int", "labels_of", "lie", "loadable", "state_of"]
 
 LONGEST_TEXT = 4096
 _MOST_AXES = 64  # NumPy's
 _LONGEST_STATE = 8
 _INT64 = 2**63
+_MOST_VALUES = 64
 
 
 class HelperError(OSError):
@@ -83,6 +87,7 @@ def info_of(found: object, path: str) -> ArrayInfo:
         refused=None if refused is None else _text(refused, "reason"),
         is_coordinate=found.get("is_coordinate") is True,
         attributes=_plain(found.get("attributes")),
+        packing=_packing(found.get("packing", {})),
     )
     if info.nbytes_stored is not None and not is_int(info.nbytes_stored, 2 * _INT64):
         raise lie("no number of stored bytes")
@@ -92,7 +97,8 @@ def info_of(found: object, path: str) -> ArrayInfo:
         itemsize = _itemsize(info.dtype)
         if max(math.prod(info.shape), math.prod(info.chunks or ())) * itemsize >= _INT64:
             raise lie(f"an array of {info.shape} and chunks of {info.chunks}")
-    return info
+    labels = labels_of(found.get("labels"), len(info.shape))
+    return info if labels is None else replace(info, labels=labels)
 
 
 def _itemsize(name: str) -> int:
@@ -120,6 +126,46 @@ def _plain(found: object) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise lie("no attributes")
     return {clean(key): settled(value) for key, value in itertools.islice(found.items(), LONGEST_TEXT)}
+
+
+def labels_of(found: object, n_axes: int) -> Labels | None:
+    """A helper's answer for labels, checked, with texts cleaned."""
+    try:
+        return from_plain(found, n_axes, clean)
+    except (TypeError, ValueError) as error:
+        raise lie(str(error)) from None
+
+
+def _packing(found: object) -> Packing:
+    """The attributes for decoding: known names, each with a type and a few numbers or texts."""
+    if not isinstance(found, dict) or not set(found) <= {*ATTRIBUTES, "attributes"}:
+        raise lie("no packing")
+    for entry in found.values():
+        if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str) or not isinstance(entry[1], list):
+            raise lie("a packing without types")
+        kind, values = entry
+        if not 0 < len(values) <= _MOST_VALUES:
+            raise lie(f"{len(values)} values of an attribute")
+        if kind in ("text", "unreadable"):
+            if not all(isinstance(value, str) and len(value) <= LONGEST_TEXT for value in values):
+                raise lie("no text as an attribute")
+            entry[1] = [clean(value) for value in values]
+        elif kind != "number" and not re.fullmatch(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)", kind):
+            raise lie(f"an attribute of type '{clean(kind)[:80]}'")
+        else:
+            parts = [
+                v for value in values for v in (value if kind.startswith("complex") and isinstance(value, list) else [value])
+            ]
+            if not all(isinstance(value, int | float) and _fits(value, kind) for value in parts):
+                raise lie("an attribute that is no number")
+    return found
+
+
+def _fits(value: int | float, kind: str) -> bool:
+    """True if a number can have the type that it is said to have."""
+    if not kind.lstrip("u").startswith("int"):
+        return not isinstance(value, int) or abs(value) < 2 * _INT64
+    return isinstance(value, int) and np.iinfo(kind).min <= value <= np.iinfo(kind).max
 
 
 def loadable(info: ArrayInfo) -> ArrayInfo:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,16 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Encoded, Room, Source, check_request, fresh, native_dtype, settle_bools
-from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, lie, loadable, state_of
+from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
 from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
 from shardload.planning.region import Region
 
-__all__ = ["UntrustedChunks", "UntrustedSource", "find", "list_all"]
+__all__ = ["UntrustedChunks", "UntrustedSource", "find", "find_labels", "list_all"]
 
 _FIND_FACTOR, _SMALL_FACTOR = 2.0, 0.25  # more CPU time for a file with many arrays, less for a small array
 _MOST_LIST_NBYTES = 32 << 20  # of an answer to "list"
+_MOST_LABELS_NBYTES = 2 << 20
 _MOST_HELPERS = 4
 _WORTH_NBYTES = 64 << 20  # memory that each helper must have
 _WORTH_SECONDS = 1.0  # reading time after which another helper pays off: starting it takes half of that
@@ -66,31 +69,51 @@ def _named(path: str, dataset: str | None) -> Iterator[None]:
         raise
 
 
-def list_all(path: str, access: Access) -> list[ArrayInfo]:
-    """Run `list_arrays` in a helper."""
+def list_all(path: str, access: Access, most_labelled: int = 0) -> list[ArrayInfo]:
+    """Run `list_labelled` in a helper. With 0, arrays have no labels."""
     with _helper(access, path) as helper:
-        answer = helper.ask("list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external)
+        answer = helper.ask(
+            "list", 0, _FIND_FACTOR, _MOST_LIST_NBYTES, path=path, allow_external=access.allow_external,
+            most_labelled=most_labelled,
+        )  # fmt: skip
     infos = answer.get("infos")
     if not isinstance(infos, list):
         raise lie("no list of arrays")
     return [info_of(found, path) for found in infos]
 
 
-def find(path: str, inside: str, dataset: str | None, access: Access, values: bool = False) -> tuple[ArrayInfo, bytes | None]:
+def find(
+    path: str, inside: str, dataset: str | None, access: Access, values: bool = False, needs_numbers: bool = False
+) -> tuple[ArrayInfo, bytes | None]:
     """Run `find_array` for `path` (`inside` is the file in it), and `read_small` if `values`, in one helper.
 
     If reading the values kills the helper, none are returned. The normal load then reports the error and the chunk.
     """
     if values:
         with suppress(HelperError):
-            return _find(path, inside, dataset, access, True)
-    return _find(path, inside, dataset, access, False)
+            return _find(path, inside, dataset, access, True, needs_numbers)
+    return _find(path, inside, dataset, access, False, needs_numbers)
 
 
-def _find(path: str, inside: str, dataset: str | None, access: Access, values: bool) -> tuple[ArrayInfo, bytes | None]:
+def find_labels(info: ArrayInfo, access: Access, small_nbytes: int) -> ArrayInfo:
+    """Add labels to an array's description, in a helper (`lookup.Labeller`)."""
+    with _helper(access, info.path, info.dataset) as helper:
+        answer = helper.ask(
+            "label", 0, _FIND_FACTOR, _MOST_LABELS_NBYTES, path=info.path, dataset=info.dataset,
+            allow_external=access.allow_external, small_nbytes=min(small_nbytes, SMALL_NBYTES),
+        )  # fmt: skip
+    return replace(info, labels=labels_of(answer.get("labels"), len(info.shape)))
+
+
+def _find(
+    path: str, inside: str, dataset: str | None, access: Access, values: bool, needs_numbers: bool
+) -> tuple[ArrayInfo, bytes | None]:
     with _helper(access, inside, dataset) as helper:
         factor = _SMALL_FACTOR if values else _FIND_FACTOR
-        answer = helper.ask("find", 0, factor, path=path, dataset=dataset, allow_external=access.allow_external, values=values)
+        answer = helper.ask(
+            "find", 0, factor, path=path, dataset=dataset, allow_external=access.allow_external, values=values,
+            needs_numbers=needs_numbers,
+        )  # fmt: skip
         info = loadable(info_of(answer.get("info"), inside))
         if not values or answer.get("nbytes") is None:
             return info, None

@@ -53,6 +53,7 @@ from shardload.formats.base import (
     unaddressable,
 )
 from shardload.formats.containment import Fence, open_file
+from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.metadata import is_stacked
@@ -68,6 +69,7 @@ from shardload.formats.zarr.store import (
     zip_entries,
 )
 from shardload.planning.region import Region
+from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
@@ -203,6 +205,15 @@ class ZarrSource(Source):
         for part in self._parts(region):
             out[part.slices(region.start)] = self._array[part.slices()]
         return out
+
+    def labels(self) -> Labels:
+        """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one."""
+        attrs = {key: _attribute(self._array, key) for key in self._array.metadata.attributes if key != "_ARRAY_DIMENSIONS"}
+        dims = _dimensions(self._array)
+        above, _, own = ("/" + self._array.path.strip("/")).rpartition("/")
+        names = dict.fromkeys([*(dim for dim in dims if dim), *names_in(attrs.get("coordinates"))])
+        coords = {name: Coordinate(f"{above}/{name}") for name in names if name != own}
+        return Labels(dims, attrs, coords)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
@@ -455,7 +466,6 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
     else:
         chunks, shards = array.chunks, array.shards
     refused = refused or unaddressable(array.shape, chunks) or unaddressable(array.shape, shards)
-    dimensions = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -467,9 +477,34 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         codec=_codec(array),
         shards=None if shards is None else tuple(shards),
         refused=refused,
-        is_coordinate=array.ndim == 1 and list(dimensions or ()) == [name.rpartition("/")[2]],
+        is_coordinate=array.ndim == 1 and _dimensions(array) == (name.rpartition("/")[2],),
         attributes={key: _attribute(array, key) for key in _TOLD if key in array.attrs},
+        packing=_packing(array),
     )
+
+
+def _dimensions(array: Any) -> tuple[str | None, ...]:
+    """The names of the axes; None for an axis without one."""
+    found = getattr(array.metadata, "dimension_names", None) or array.metadata.attributes.get("_ARRAY_DIMENSIONS")
+    if not isinstance(found, list | tuple) or len(found) != array.ndim:
+        return (None,) * int(array.ndim)
+    return tuple([name if isinstance(name, str) else None for name in found])
+
+
+def _packing(array: Any) -> Packing:
+    """The attributes by which stored numbers become values.
+
+    In format 2 the fill value of missing chunks is ``_FillValue`` as well, as xarray has it (and writes it).
+    """
+    attributes, kind = array.metadata.attributes, getattr(array.dtype, "kind", "")
+    found = {key: typed(_attribute(array, key)) for key in ATTRIBUTES if attributes.get(key) is not None}
+    if kind == "c" and "_FillValue" in found:
+        value = _attribute(array, "_FillValue")
+        found["_FillValue"] = typed(np.complex128(complex(*value) if isinstance(value, list) else value))
+    fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
+    if fill is not None and kind in "biufc":
+        found["_FillValue"] = typed(np.asarray(fill, array.dtype)[()])
+    return found
 
 
 def _attribute(array: Any, key: str) -> Any:

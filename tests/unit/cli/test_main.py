@@ -469,7 +469,7 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("verify is 'all'; expected", "--how is 'all'; expected"),
         ("Pass readers='direct' (or 'auto')", "Pass --readers direct (or 'auto')"),
         ("Pass dataset= one of these", "Pass --dataset one of these"),
-        ("Pass the same select=, dtype= and pad= as", "Pass the same --select, --dtype and --pad as"),
+        ("Pass the same select=, dtype=, decode= and pad= as", "Pass the same --select, --dtype, --decode and --pad as"),
         ("there is no file 'pad=0.h5'. Near it: '/a/dtype=x'.", "there is no file 'pad=0.h5'. Near it: '/a/dtype=x'."),
         (TARGET_HINT, "pass --allow-external if you trust it"),
         ("pass allow_filters='zfp'.", "pass --allow-filters zfp."),

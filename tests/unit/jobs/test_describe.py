@@ -45,6 +45,7 @@ class Fake:
     costs: Mapping[str, Cost] = field(default_factory=lambda: {"root": ROOT, "parallel": PARALLEL, "direct": DIRECT})
     staging_nbytes: int = 256 << 20
     halo_text: str = ""
+    decoded_dtype: Any = None
 
     @property
     def shape_padded(self) -> tuple[int, ...]:

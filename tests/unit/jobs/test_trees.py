@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardload.errors import ConfigError, PeerError, SourceError
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, where_text
 from shardload.options import OPTIONS, OWN
+from shardload.planning.selection import near
 
 Pair = namedtuple("Pair", "left right")
 
@@ -117,7 +118,7 @@ def test_what_is_one_value() -> None:
         assert select.is_one(one), one
     for tree in ({"x": 0}, [0, 1], ((0,), (slice(3),))):
         assert not select.is_one(tree), tree
-    assert [option.name for option in OWN][:3] == ["select", "dtype", "pad"]
+    assert [option.name for option in OWN][:4] == ["select", "dtype", "decode", "pad"]
 
 
 def test_a_value_that_may_be_a_dict() -> None:
@@ -127,6 +128,27 @@ def test_a_value_that_may_be_a_dict() -> None:
     assert tree.spread("select", {"u": by_name, "v": 0}, may_be_dict=True) == [by_name, 0]
     with pytest.raises(ConfigError, match="select has no"):
         tree.spread("select", by_name)
+
+
+def test_a_selection_by_names_of_axes_or_a_tree_of_selections() -> None:
+    """Wrong if a dict that names axes were taken apart further down, or a misspelt tree for names."""
+    tree = ArrayTree.join("a.h5", {"g": {"lat": "x", "lon": "y"}, "time": "z"})  # JAX's order: g.lat, g.lon, time
+    spread = lambda select: tree.spread("select", select, OPTIONS["select"].is_one, may_be_dict=True)  # noqa: E731
+    by_name = {"lat": 0, "lon": 1}
+    assert spread(by_name) == [by_name] * 3, "the root has other keys, so it names axes, also below ['g']"
+    assert spread({"g": by_name, "time": 2}) == [0, 1, 2]
+    assert spread({"g": {"lat": (0,), "lon": by_name}, "time": None}) == [(0,), by_name, None]
+    near_one = {"lat": near(1), "lon": 1}
+    assert spread({"g": near_one, "time": 2}) == [near_one, near_one, 2], "a coordinate needs the name of an axis"
+    for wrong in ({"g": by_name, "tiem": 2}, {"g": (0,)}, {"g": [0, 1], "t": 0}):
+        with pytest.raises(ConfigError, match=r"select does not match the arrays: select has no \['"):
+            spread(wrong)
+    found = tree.dicts_as_trees({"g": by_name, "time": 2})
+    assert [(where_text(where), select, places) for where, select, places in found] == [("array ['g']", by_name, [0, 1])]
+    for certain in (by_name, {"g": {"lat": (0,), "lon": (1,)}, "time": 2}, {"g": near_one, "time": 2}, 0, None):
+        assert tree.dicts_as_trees(certain) == [], certain
+    of_all = tree.dicts_as_trees({"g": 0, "time": 2})
+    assert [(len(where), places) for where, _, places in of_all] == [(0, [0, 1, 2])]
 
 
 def test_patterns() -> None:

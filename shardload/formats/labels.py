@@ -1,0 +1,251 @@
+"""What are the axes of an array called, and what do they count? Names of dimensions, attributes, and coordinates.
+
+netCDF and Zarr name axes, and store the coordinates of an axis (longitudes, times) in an array of that name. A load needs none
+of it, so it is read only where it is asked for: by `shardload.open`, for a selection by name, and when a plan's names are first
+looked at (`OnDemand`).
+
+1. `Source.labels` gives a format's own names and attributes, and says which other arrays are coordinates.
+2. `lookup.Labeller` reads those coordinates, if they are small (`complete`).
+3. `Labels` go to other ranks as plain JSON, and are part of an `ArrayInfo`.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.planning.region import Region
+from shardload.values.decoding import decoding_of
+
+if TYPE_CHECKING:
+    from shardload.formats.base import Source
+
+__all__ = ["SMALL_NBYTES", "Coordinate", "Labels", "OnDemand", "bounded", "complete", "from_plain", "names_in", "to_plain"]
+
+SMALL_NBYTES = 1 << 16  # of the values of one coordinate
+_MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
+_MOST_ATTRS_NBYTES = 1 << 16
+
+Dims = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Coordinate:
+    """A coordinate of an array.
+
+    Attributes
+    ----------
+    dataset : str
+        Its full name in the file.
+    dims : tuple of str or None
+        The names of its axes.
+    attrs : mapping
+        Its attributes, as plain Python.
+    values : ndarray or None
+        Its values, decoded (times are numbers); None if they are not small, or no numbers.
+    """
+
+    dataset: str
+    dims: Dims = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    values: np.ndarray[Any, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The names and attributes of one array.
+
+    Attributes
+    ----------
+    dims : tuple of str or None
+        The name of each axis; None for an axis without one.
+    attrs : mapping
+        All attributes that are the author's, as plain Python.
+    coords : mapping of str to Coordinate
+        The coordinates, by name.
+    """
+
+    dims: Dims
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    coords: Mapping[str, Coordinate] = field(default_factory=dict)
+
+
+class OnDemand:
+    """Labels that are read from the file when they are first looked at.
+
+    Parameters
+    ----------
+    read : callable
+        Returns the labels.
+    """
+
+    def __init__(self, read: Callable[[], Labels]) -> None:
+        self._read = read
+
+    @cached_property
+    def found(self) -> Labels:
+        """The labels."""
+        return self._read()
+
+    @property
+    def dims(self) -> Dims:
+        """As in `Labels`."""
+        return self.found.dims
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """As in `Labels`."""
+        return self.found.attrs
+
+    @property
+    def coords(self) -> Mapping[str, Coordinate]:
+        """As in `Labels`."""
+        return self.found.coords
+
+
+def names_in(text: Any) -> list[str]:
+    """The names in a ``coordinates`` attribute: ``"lat lon"``.
+
+    >>> names_in("lat  lon"), names_in(None)
+    (['lat', 'lon'], [])
+    """
+    return text.split() if isinstance(text, str) else []
+
+
+def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) -> dict[str, Any]:
+    """The attributes that fit together into `most_nbytes` of JSON; of the others a note.
+
+    >>> bounded({"a": "x" * 100, "b": 1}, 50)
+    {'a': 'not shown: attributes are too long', 'b': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in attrs.items():
+        nbytes = len(json.dumps([key, value]))
+        if nbytes > most_nbytes:
+            value, nbytes = "not shown: attributes are too long", 0
+        found[key], most_nbytes = value, most_nbytes - nbytes
+        if len(found) >= 256:
+            break
+    return found
+
+
+def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: int = SMALL_NBYTES) -> Labels:
+    """The same labels, with what `open_other` says of each coordinate. Coordinates that cannot be opened are left out.
+
+    Parameters
+    ----------
+    labels : Labels
+        From `Source.labels`: coordinates have their names only.
+    open_other : callable
+        Opens another array of the file by its full name; KeyError, OSError or ValueError if it cannot.
+    small_nbytes : int
+        The most bytes of values of a coordinate.
+    """
+    coords: dict[str, Coordinate] = {}
+    room = max(_MOST_ALL_NBYTES, small_nbytes)
+    for name, coordinate in list(labels.coords.items())[:_MOST_COORDS]:
+        try:
+            source = open_other(coordinate.dataset)
+        except (KeyError, OSError, ValueError, RuntimeError):
+            continue
+        try:
+            found = _read(coordinate, source, min(small_nbytes, room))
+        finally:
+            source.close()
+        room -= 0 if found.values is None else found.values.nbytes
+        coords[name] = found
+    return replace(labels, attrs=bounded(labels.attrs), coords=coords)
+
+
+def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinate:
+    info, labels, values = source.info, source.labels(), None
+    whole = Region.whole(info.shape)
+    if info.refused is None and whole.size * source.dtype.itemsize <= most_nbytes:
+        try:
+            values = np.empty(info.shape, source.dtype)
+            source.read_into(whole, values)
+            rule = decoding_of(values.dtype, info.packing, str(info))
+            values = values if rule is None else rule.values(values)
+        except (ConfigError, OSError, ValueError, RuntimeError):  # the array itself can be loaded all the same
+            values = None
+    return replace(coordinate, dims=labels.dims, attrs=bounded(labels.attrs, 1 << 12), values=values)
+
+
+def to_plain(labels: Labels | None) -> dict[str, Any] | None:
+    """As plain JSON, for another rank."""
+    if labels is None:
+        return None
+    coords = {
+        name: [
+            one.dataset,
+            list(one.dims),
+            dict(one.attrs),
+            None
+            if one.values is None
+            else [one.values.dtype.name, list(one.values.shape), b64encode(one.values.tobytes()).decode()],
+        ]
+        for name, one in labels.coords.items()
+    }
+    return {"dims": list(labels.dims), "attrs": dict(labels.attrs), "coords": coords}
+
+
+def from_plain(found: Any, n_axes: int, clean: Callable[[str], str] = str) -> Labels | None:
+    """The inverse of `to_plain`. `clean` is applied to all texts.
+
+    Raises
+    ------
+    ValueError
+        If that cannot have come from `to_plain`.
+    """
+    if found is None:
+        return None
+
+    def text(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > 4096:
+            raise ValueError("no name")
+        return clean(value)
+
+    def dims(value: Any) -> Dims:
+        if not isinstance(value, list) or len(value) > 64:
+            raise ValueError("no names of axes")
+        return tuple(None if name is None else text(name) for name in value)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            raise ValueError("an attribute that is an object")
+        if isinstance(value, list):
+            return [plain(part) for part in value]
+        return clean(value) if isinstance(value, str) else value
+
+    def attrs(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > 256:
+            raise ValueError("no attributes")
+        return {text(key): plain(part) for key, part in value.items()}
+
+    def values(value: Any) -> np.ndarray[Any, Any] | None:
+        if value is None:
+            return None
+        name, shape, data = value
+        dtype = np.dtype(text(name))
+        if dtype.kind not in "biufc" or not all(isinstance(n, int) and 0 <= n < 2**31 for n in shape):
+            raise ValueError("no coordinate values")
+        return np.frombuffer(b64decode(data), dtype).reshape(shape)
+
+    try:
+        coords = {
+            text(name): Coordinate(text(dataset), dims(axes), attrs(own), values(data))
+            for name, (dataset, axes, own, data) in found["coords"].items()
+        }
+        labels = Labels(dims(found["dims"]), attrs(found["attrs"]), coords)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"no labels: {error}") from None
+    if len(labels.dims) != n_axes:
+        raise ValueError(f"names of {len(labels.dims)} axes, but the array has {n_axes}")
+    return labels

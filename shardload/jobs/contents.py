@@ -1,0 +1,117 @@
+"""What is in a file? Every array with its shape, type, packing, names of axes, attributes and coordinates; no values.
+
+`open` reads it on this process alone, without JAX and MPI, and holds nothing open afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from shardload.errors import ConfigError
+from shardload.formats.access import Access, Limits
+from shardload.formats.base import ArrayInfo, some
+from shardload.formats.labels import OnDemand
+from shardload.formats.lookup import list_labelled, read_labels, split_path
+from shardload.options import filter_names
+
+__all__ = ["Contents", "open", "read_contents"]
+
+_MOST_LABELLED = 1000  # arrays of a file whose labels are read at once: a millisecond each
+
+
+class Contents(Mapping[str, ArrayInfo]):
+    """The arrays of a file, by name, in the file's order.
+
+    ``contents["/group/rho"]`` and ``contents["group/rho"]`` are the same array.
+
+    Attributes
+    ----------
+    path : str
+        The file.
+    """
+
+    def __init__(self, path: str, infos: list[ArrayInfo]) -> None:
+        self.path, self._infos = path, {info.dataset: info for info in infos}
+
+    def __getitem__(self, name: str) -> ArrayInfo:
+        try:
+            return self._infos["/" + name.strip("/")]
+        except KeyError:
+            raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __repr__(self) -> str:
+        lines = [f"<{self.path}: {len(self)} arrays>"]
+        for info in self._infos.values():
+            names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
+            lines.append(f"  {info.dataset}  ({', '.join(names)})  {info.refused or info.dtype}")
+        return "\n".join(lines)
+
+
+def open(  # a public name: `shardload.open`
+    path: str | os.PathLike[str], *, allow_external: bool = False, untrusted: bool = False, allow_filters: Any = ()
+) -> Contents:
+    """Say what is in a file: shapes, types, packing, names of axes, attributes and coordinates.
+
+    Values are read of coordinates only. Collective: no. It needs neither JAX nor MPI, and leaves nothing open.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        HDF5, netCDF4 or Zarr.
+    allow_external, untrusted, allow_filters
+        As in `load`.
+
+    Returns
+    -------
+    Contents
+        A mapping from names to `ArrayInfo`: ``shape``, ``dtype``, ``chunks``, ``dims``, ``attrs``, ``coords`` (with values, if
+        they are at most 64 KiB) and more.
+
+    Raises
+    ------
+    SourceError
+        If there is no such file, no format claims it, or it is damaged.
+
+    Examples
+    --------
+    >>> import h5py, numpy as np, shardload
+    >>> with h5py.File("named.h5", "w") as file:
+    ...     file["density"] = np.ones((8, 4), "float32")
+    ...     file["x"] = np.arange(8.0)
+    ...     file["x"].make_scale("x")
+    ...     file["density"].dims[0].attach_scale(file["x"])
+    >>> shardload.open("named.h5")
+    <named.h5: 2 arrays>
+      /density  (x=8, -=4)  float32
+      /x  (x=8)  float64
+    >>> shardload.open("named.h5")["density"].coords["x"].values[:3]
+    array([0., 1., 2.])
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
+    access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+    return read_contents(os.fspath(path), access)
+
+
+def read_contents(path: str, access: Access) -> Contents:
+    """What `open` returns, for a checked `Access`."""
+    file = split_path(path)[0]
+    infos = list_labelled(file, access, _MOST_LABELLED)
+    return Contents(file, [_on_demand(file, info, access) for info in infos])
+
+
+def _on_demand(path: str, info: ArrayInfo, access: Access) -> ArrayInfo:
+    """The array with its labels, which are read when they are looked at, if it has none yet."""
+    if info.refused or info.labels is not None:
+        return info
+    return replace(info, labels=OnDemand(partial(read_labels, path, info, access)))

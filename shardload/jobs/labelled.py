@@ -1,0 +1,196 @@
+"""How do loaded arrays get their names, coordinates and attributes back? As objects of xarray, which is imported only here.
+
+The values stay where they are: a `DataArray` wraps the `jax.Array`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
+from shardload.jobs.plan import Plan
+from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.trees import Where, node_of, rebuilt, text_of
+from shardload.planning.selection import Selection
+from shardload.values.decoding import ATTRIBUTES
+
+__all__ = ["to_xarray"]
+
+_ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
+
+
+def to_xarray(tree: Any, plan: Any) -> Any:
+    """Wrap loaded arrays with the names of their axes, their coordinates and attributes.
+
+    The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 64 KiB each), cut as the
+    array was selected. Attributes that were applied by `decode` are in ``encoding``, as xarray has them. Along an axis with
+    padding, floating point coordinates go on with NaN; other coordinates are left out.
+
+    Collective: no.
+
+    Parameters
+    ----------
+    tree : jax.Array, or a tree of them
+        What `load` or `Plan.execute` returned.
+    plan : Plan, TreePlan, or a tree of Plan
+        The plan that was executed, or that `plan` makes of the same arguments.
+
+    Returns
+    -------
+    xarray.DataArray, or a tree of them
+        A dict of arrays with names as keys becomes an `xarray.Dataset`; what is a coordinate of the others becomes one there.
+
+    Raises
+    ------
+    ConfigError
+        If xarray is not installed, the plan is not that of the arrays, or arrays of a dict do not share their axes.
+    SourceError
+        If the file, in which names and coordinates are looked up now, cannot be read by this process.
+
+    Examples
+    --------
+    >>> import h5py, jax, numpy as np, shardload
+    >>> from jax.sharding import Mesh, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> if jax.process_index() == 0:
+    ...     with h5py.File("named.h5", "w") as file:
+    ...         file["density"] = np.ones((8, 4), "float32")
+    ...         file["x"] = np.arange(8.0)
+    ...         file["x"].make_scale("x")
+    ...         file["density"].dims[0].attach_scale(file["x"])
+    >>> plan = shardload.plan("named.h5", Mesh(np.array(jax.devices()), "a"), P(), select={"x": slice(2, 5)})
+    >>> found = shardload.to_xarray(plan.execute(), plan)
+    >>> found.dims, found.coords["x"].values
+    (('x', 'dim_1'), array([2., 3., 4.]))
+    """
+    try:
+        import xarray
+    except ImportError:
+        raise ConfigError("to_xarray needs xarray. Type: pip install 'shardload[xarray]'") from None
+    return _wrap_tree(xarray, tree, plan.plans if isinstance(plan, TreePlan) else plan, ())
+
+
+def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
+    """`to_xarray` of the part of a tree to which the keys `where` lead."""
+    children, of_plan = node_of(tree), node_of(plan)
+    here = f" at {text_of(where)}" if where else ""
+    if children is None or of_plan is None:
+        if isinstance(tree, jax.Array) and isinstance(plan, Plan):
+            return _wrap(xarray, tree, plan)
+        raise ConfigError(
+            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found a "
+            f"{type(tree).__name__} and a {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
+            "the same arguments"
+        )
+    plans = dict(of_plan)
+    keys = [key for key, _ in children]
+    if set(keys) != set(plans):
+        told = "; ".join(
+            f"{what} {', '.join(map(str, some))}"
+            for what, some in (
+                ("there is no plan for", [key for key in keys if key not in plans]),
+                ("there is no array for", [key for key in plans if key not in set(keys)]),
+            )
+            if some
+        )
+        raise ConfigError(
+            f"the trees of arrays and plans have other keys{here}: {told}. Pass the plan that loaded these arrays"
+        )
+    wrapped = [_wrap_tree(xarray, one, plans[key], (*where, key)) for key, one in children]
+    if isinstance(tree, Mapping) and all(isinstance(one, xarray.DataArray) for one in wrapped):
+        names = [getattr(key, "key", key) for key in keys]
+        if all(isinstance(name, str) for name in names):
+            infos = [plans[key].info for key in keys]
+            return _dataset(xarray, dict(zip(names, wrapped, strict=True)), dict(zip(names, infos, strict=True)))
+    return rebuilt(tree, wrapped)
+
+
+def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo]) -> Any:
+    """The Dataset of some arrays.
+
+    Raises
+    ------
+    ConfigError
+        If the arrays do not share their axes and coordinates.
+    """
+    lengths: dict[str, tuple[int, str]] = {}
+    coords: dict[str, Any] = {}
+    for key, array in wrapped.items():
+        for dim, n in zip(array.dims, array.shape, strict=True):
+            before, other = lengths.setdefault(dim, (n, key))
+            if before != n:
+                raise ConfigError(
+                    f"{dim!r} has {before} elements in [{other!r}] and {n} in [{key!r}], so these arrays cannot share a "
+                    f"Dataset. {_ONE_BY_ONE}"
+                )
+        for name, coordinate in array.coords.items():
+            if name in coords and not coords[name].identical(coordinate.variable):
+                raise ConfigError(
+                    f"the arrays have different coordinates {name!r}, so they cannot share a Dataset. {_ONE_BY_ONE}"
+                )
+            coords[name] = coordinate.variable
+    known = {name: one.dataset for info in infos.values() for name, one in info.coords.items()}
+    for key in wrapped:
+        if key in coords and known[key] != infos[key].dataset:
+            raise ConfigError(f"[{key!r}] has the name of a coordinate of the arrays, and is another one: give it another key")
+    values = {key: array.variable for key, array in wrapped.items() if key not in coords}
+    # A variable with the name of its axis would become an index, for which xarray copies all values to each process.
+    plain = {key: values.pop(key) for key in list(values) if key in lengths}
+    found = xarray.Dataset(values, coords)
+    return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
+
+
+def _wrap(xarray: Any, array: jax.Array, plan: Plan) -> Any:
+    if array.shape not in (plan.shape, plan.shape_global):
+        raise ConfigError(
+            f"the array has shape {array.shape}, but this plan of {plan.info} gives {plan.shape_global}. Pass the plan "
+            "that loaded it"
+        )
+    info, selection = plan.info, plan._layout.source.selection
+    dims = [name or f"dim_{axis}" for axis, name in enumerate(info.dims)]
+    if len(set(dims)) < len(dims):
+        raise ConfigError(f"{info} has the axes {dims}, and xarray takes each name once only. Pass the array as it is")
+    kept = [dims[axis] for axis in selection.kept]
+    n = dict(zip(kept, array.shape, strict=True))
+    coords: dict[str, Any] = {}
+    for name, one in info.coords.items():
+        if one.values is not None and set(one.dims) <= set(dims):
+            cut = _cut(one.values, tuple(str(dim) for dim in one.dims), dims, selection, n)
+            if cut is not None:
+                attrs, encoding = _split(one.attrs)
+                coords[name] = xarray.Variable(*cut, attrs, encoding)
+    attrs, encoding = _split(info.attrs) if plan.is_decoded else (dict(info.attrs), {})
+    attrs.pop("coordinates", None)
+    found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
+    found.encoding.update(encoding)
+    return found
+
+
+def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes that describe values, and those that were applied to the stored numbers."""
+    encoding = {key: attrs[key] for key in ATTRIBUTES if key in attrs and not key.startswith("valid")}
+    return {key: value for key, value in attrs.items() if key not in encoding}, encoding
+
+
+def _cut(
+    values: np.ndarray[Any, Any], own: tuple[str, ...], dims: list[str], selection: Selection, n: Mapping[str, int]
+) -> tuple[list[str], np.ndarray[Any, Any]] | None:
+    """The names of the axes and the values of a coordinate of a selected and padded array; None if it cannot be padded."""
+    region = selection.region
+    index: list[Any] = []
+    for name in own:
+        axis = dims.index(name)
+        index.append(slice(region.start[axis], region.stop[axis]) if name in n else region.start[axis])
+    cut = np.asarray(values[tuple(index)])
+    names = [name for name in own if name in n]
+    more = [(0, n[name] - size) for name, size in zip(names, cut.shape, strict=True)]
+    if any(tail for _, tail in more):
+        if cut.dtype.kind != "f":
+            return None
+        cut = np.pad(cut, more, constant_values=np.nan)
+    return names, cut

@@ -1,0 +1,4 @@
+"""What do the stored numbers mean? The rules by which attributes turn them into values: NumPy and the standard library only.
+
+decoding  from a file's attributes to a `Decoding`, which turns blocks of stored numbers into values
+"""

@@ -1,0 +1,305 @@
+"""How do a file's attributes turn stored numbers into values? By the CF conventions, as xarray reads them.
+
+Many files store a temperature as a 16-bit integer, with the factor and the offset beside it. These attributes take part
+(`ATTRIBUTES`): ``scale_factor``, ``add_offset``, ``_FillValue``, ``missing_value``, ``_Unsigned``, ``valid_min``,
+``valid_max``, ``valid_range``, and ``dtype`` (by which xarray stores booleans).
+
+1. A format reads them and keeps each with its type (`typed`), because the type of ``scale_factor`` decides the type of the
+   values. All of them together are a `Packing`.
+2. `decoding_of` makes a `Decoding` from a packing. It says once, before anything is read, of which type the values are, and
+   what cannot be decoded.
+3. `Decoding.into` decodes a block of stored numbers. Each element is decoded by itself, so blocks may be cut anywhere.
+
+The rules and their order are those of ``xarray.open_dataset(mask_and_scale=True, decode_times=False)``, so that results are the
+same bit by bit (docs/values.md has the table, and the few cases in which xarray fails). xarray does not look at the valid
+range. ``decode="valid"`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+
+__all__ = ["ATTRIBUTES", "TEXTS", "VALID", "Decoding", "Packing", "decoding_of", "packed_by", "typed"]
+
+VALID = "valid"  # decode="valid": values outside of the valid range are masked, too
+TEXTS = ("_Unsigned", "dtype")
+_FILLS = ("missing_value", "_FillValue")
+_VALID = ("valid_range", "valid_min", "valid_max")
+ATTRIBUTES = ("scale_factor", "add_offset", *_FILLS, *_VALID, *TEXTS)
+
+Array = np.ndarray[Any, Any]
+# By name: the type (a dtype's name; "number" of Python; "text"; "unreadable"), and a list of values. Plain JSON.
+Packing = Mapping[str, Sequence[Any]]
+
+_NUMBER, _TEXT, _UNREADABLE = "number", "text", "unreadable"
+_MOST_VALUES = 64
+_STORED = "Pass decode=False to load the stored numbers"
+
+
+def typed(value: Any) -> list[Any]:
+    """An attribute's value with its type, as plain JSON, for a `Packing`.
+
+    >>> typed(np.float32(0.5)), typed(np.array([1, 2], ">i2")), typed(0.1), typed(b"true")
+    (['float32', [0.5]], ['int16', [1, 2]], ['number', [0.1]], ['text', ['true']])
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", errors="replace")
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "OSU":
+        return typed(value.item())
+    if isinstance(value, str):
+        return [_TEXT, [value[:_MOST_VALUES]]]
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "biufc" or value.size > _MOST_VALUES:
+            return [_UNREADABLE, [f"{value.size} values of type {value.dtype}"]]
+        parts: list[Any] = np.ravel(value).tolist()
+        if value.dtype.kind == "c":
+            parts = [[part.real, part.imag] for part in parts]
+        return [value.dtype.name, parts]
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if len(values) > _MOST_VALUES or not all(isinstance(part, int | float) for part in values):
+        return [_UNREADABLE, [str(value)[:_MOST_VALUES]]]
+    return [_NUMBER, values]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How stored numbers become values.
+
+    Attributes
+    ----------
+    dtype : dtype
+        Type of the values.
+    stored_as : dtype
+        The stored numbers' true type: unsigned, if ``_Unsigned`` says so.
+    work : dtype
+        The floating point type in which values are masked, multiplied and added; the values' own, unless they are booleans.
+    fills : tuple of number
+        Numbers that mean "no value": they become NaN.
+    scale, offset : number or None
+        What is multiplied, and then added.
+    low, high : number or None
+        The valid range; None if it has no such end, or is not asked for.
+    is_valid_decoded : bool
+        True if the valid range is that of the values, False if it is that of the stored numbers.
+    """
+
+    dtype: np.dtype[Any]
+    stored_as: np.dtype[Any]
+    work: np.dtype[Any]
+    fills: tuple[Any, ...] = ()
+    scale: Any = None
+    offset: Any = None
+    low: Any = None
+    high: Any = None
+    is_valid_decoded: bool = False
+
+    def into(self, stored: Array, out: Array) -> None:
+        """Decode stored numbers into `out`, which has their shape and `dtype`. One array of booleans is needed beside."""
+        if self.work != self.dtype:  # booleans
+            work = np.empty(stored.shape, self.work)
+            self._decode(stored, work)
+            np.not_equal(work, 0, out=out)
+        else:
+            self._decode(stored, out)
+
+    def values(self, stored: Array) -> Array:
+        """The decoded values of stored numbers, in a new array."""
+        out = np.empty(stored.shape, self.dtype)
+        self.into(stored, out)
+        return out
+
+    def _decode(self, stored: Array, out: Array) -> None:
+        if stored.dtype != self.stored_as:
+            stored = stored.view(self.stored_as)
+        with np.errstate(all="ignore"):  # NaN and infinity are values, and go through as xarray lets them
+            np.copyto(out, stored, casting="unsafe")
+            nothing = self._nothing(stored, out)
+            # Not fused, and in this order: each step rounds, as it does in xarray.
+            if self.scale is not None:
+                np.multiply(out, self.scale, out=out)
+            if self.offset is not None:
+                np.add(out, self.offset, out=out)
+            if self.is_valid_decoded:
+                nothing = _or(nothing, self._invalid(out))
+        if nothing is not None:
+            np.copyto(out, complex(math.nan, math.nan) if self.work.kind == "c" else math.nan, where=nothing)
+
+    def _nothing(self, stored: Array, converted: Array) -> Array | None:
+        """Where there is no value, as far as this is known before scaling."""
+        # xarray compares converted numbers, not stored ones: of 64-bit integers, neighbours of the fill value are masked, too.
+        found: Array | None = None
+        for fill in self.fills:
+            found = _or(found, converted == fill)
+        return found if self.is_valid_decoded else _or(found, self._invalid(stored))
+
+    def _invalid(self, values: Array) -> Array | None:
+        found: Array | None = None if self.low is None else np.asarray(values < self.low)
+        return found if self.high is None else _or(found, values > self.high)
+
+
+def _or(found: Array | None, more: Array | None) -> Array | None:
+    return more if found is None else found if more is None else np.asarray(found | more)
+
+
+def decoding_of(dtype: np.dtype[Any], packing: Packing, name: str, with_valid: bool = False) -> Decoding | None:
+    """The rule by which an array's stored numbers become values; None if they are the values.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Type of the stored numbers, in native byte order.
+    packing : mapping
+        The attributes, each with its type.
+    name : str
+        The array, for messages.
+    with_valid : bool
+        Whether values outside of the valid range become NaN.
+
+    Raises
+    ------
+    ConfigError
+        If an attribute is not a number, or the values cannot be numbers.
+
+    Examples
+    --------
+    >>> rule = decoding_of(np.dtype("i2"), {"scale_factor": ["float32", [0.5]], "_FillValue": ["int16", [-1]]}, "t")
+    >>> rule.dtype, rule.values(np.array([3, -1], "i2"))
+    (dtype('float32'), array([1.5, nan], dtype=float32))
+    """
+    if not packing:
+        return None
+    rules = _Rules(dtype, packing, name)
+    scale, offset = rules.one("scale_factor"), rules.one("add_offset")
+    stored_as, fills, has_fill = rules.settle()
+    low, high = rules.valid_range(scale is not None or offset is not None) if with_valid else (None, None)
+    is_masked = bool(fills) or low is not None or high is not None
+    if scale is not None or offset is not None:
+        # A fill value of NaN alone leaves floating point numbers as they are.
+        work = _scaled_dtype(stored_as, scale, offset) if is_masked or not has_fill else stored_as
+    else:
+        work = rules.masked_dtype(stored_as) if is_masked else stored_as
+    rules.check(work, is_masked)
+    is_bool = rules.text("dtype") == "bool"
+    if scale is None and offset is None and not is_masked and work == dtype and not (is_bool and dtype.kind != "b"):
+        return None
+    is_valid_decoded = is_masked and rules.is_valid_decoded
+    out = np.dtype(bool) if is_bool else work
+    return Decoding(out, stored_as, work, tuple(fills), scale, offset, low, high, is_valid_decoded)
+
+
+def packed_by(dtype: np.dtype[Any], packing: Packing) -> list[str]:
+    """The attributes by which stored numbers differ from values, as text. Fill values alone do not count.
+
+    >>> packed_by(np.dtype("i2"), {"scale_factor": ["float32", [0.5]], "_FillValue": ["int16", [-1]]})
+    ['scale_factor=0.5']
+    """
+    neutral = {"scale_factor": 1, "add_offset": 0}
+    found = [
+        f"{key}={packing[key][1][0] if len(packing[key][1]) == 1 else packing[key][1]}"
+        for key in neutral
+        if key in packing and list(packing[key][1]) != [neutral[key]]
+    ]
+    sign = packing["_Unsigned"][1][0] if "_Unsigned" in packing else None
+    return found + ([f"_Unsigned={sign}"] if (dtype.kind, sign) in (("i", "true"), ("u", "false")) else [])
+
+
+class _Rules:
+    """The attributes of one array."""
+
+    def __init__(self, dtype: np.dtype[Any], packing: Packing, name: str) -> None:
+        self._dtype, self._packing, self._name = dtype, packing, name
+        self.is_valid_decoded = False
+        for key, (kind, values) in packing.items():
+            if kind == _UNREADABLE:
+                raise ConfigError(f"{name} cannot be decoded: its attribute {key} is {values[0]}. {_STORED}")
+
+    def text(self, key: str) -> str | None:
+        """The text of an attribute; None if it is absent or no text."""
+        kind, values = self._packing.get(key, (None, ()))
+        return str(values[0]) if kind == _TEXT else None
+
+    def numbers(self, key: str) -> list[Any]:
+        """The numbers of an attribute, each with its type; none if it is absent."""
+        if key not in self._packing:
+            return []
+        kind, values = self._packing[key]
+        if kind == _TEXT:
+            raise ConfigError(
+                f"{self._name} cannot be decoded: its attribute {key} is the text {values[0]!r}, expected a number. {_STORED}"
+            )
+        if kind == _NUMBER:  # Python's numbers take the type of the array that they meet
+            return list(values)
+        found: Any = np.dtype(kind)
+        return [found.type(complex(*v)) if found.kind == "c" else found.type(v) for v in values]
+
+    def one(self, key: str) -> Any:
+        """The number of an attribute; None if it is absent."""
+        found = self.numbers(key)
+        if len(found) > 1 or (found and np.asarray(found[0]).dtype.kind not in "iuf"):
+            raise ConfigError(f"{self._name} cannot be decoded: its attribute {key} is {found}, expected one number. {_STORED}")
+        return found[0] if found else None
+
+    def settle(self) -> tuple[np.dtype[Any], list[Any], bool]:
+        """The true type of the stored numbers, the fill values in that type, and whether any is declared."""
+        fills: dict[str, list[Any]] = {}
+        has_fill = False
+        for key in _FILLS:
+            # An array, as xarray makes one: this gives Python's numbers a type.
+            found = list(np.ravel(self.numbers(key))) if key in self._packing else []
+            fills[key] = [number for number in found if number == number]
+            has_fill |= bool(fills[key]) or (bool(found) and self._dtype.kind not in "iu")
+        other = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
+        stored_as = self._dtype if other is None else np.dtype(f"{other}{self._dtype.itemsize}")
+        if other is not None:  # only `_FillValue` is converted, as in xarray
+            own = fills["_FillValue"]
+            converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in own]
+            # Where a `missing_value` is the same, xarray drops it.
+            fills["missing_value"] = [number for number in fills["missing_value"] if number not in own]
+            fills["_FillValue"] = [number.item() for number in converted] if other == "u" else converted
+        return stored_as, [*fills["missing_value"], *fills["_FillValue"]], has_fill
+
+    def valid_range(self, is_scaled: bool) -> tuple[Any, Any]:
+        """The least and the largest valid number, and whether they are of the values or of the stored numbers.
+
+        By the NetCDF Users Guide: a range of a floating point type, of integers that are scaled, is that of the values.
+        """
+        pair = self.numbers("valid_range")
+        if pair and len(pair) != 2:
+            raise ConfigError(f"{self._name} cannot be decoded: its attribute valid_range is {pair}, expected two. {_STORED}")
+        low, high = pair or (self.one("valid_min"), self.one("valid_max"))
+        kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
+        self.is_valid_decoded = is_scaled and self._dtype.kind in "iu" and "f" in kinds
+        return low, high
+
+    def masked_dtype(self, stored_as: np.dtype[Any]) -> np.dtype[Any]:
+        """The type that also has NaN."""
+        if stored_as.kind in "iu":
+            return np.dtype("f4" if stored_as.itemsize <= 2 else "f8")
+        return stored_as
+
+    def check(self, work: np.dtype[Any], is_masked: bool) -> None:
+        """Raise ConfigError if the values would not be numbers, or lose their imaginary part."""
+        if is_masked and work.kind not in "fc":
+            raise ConfigError(
+                f"{self._name} cannot be decoded: its values are {work}, which has no NaN for elements without a "
+                f"value. {_STORED}"
+            )
+        if self._dtype.kind == "c" and work.kind != "c":
+            raise ConfigError(f"{self._name} cannot be decoded: it is {self._dtype}, and its scale_factor is real. {_STORED}")
+
+
+def _scaled_dtype(stored: np.dtype[Any], scale: Any, offset: Any) -> np.dtype[Any]:
+    """The type of scaled values: that of the factor and the offset if both have the same, else wide enough."""
+    scale_type, offset_type = (None if number is None else np.dtype(type(number)) for number in (scale, offset))
+    if offset_type is None:
+        return np.dtype(scale_type)
+    if scale_type == offset_type and scale_type in (np.float32, np.float64):
+        return np.dtype("f8") if stored.itemsize == 4 and stored.kind in "iu" else scale_type
+    return np.dtype("f8")

@@ -1,0 +1,246 @@
+"""Do decoded values arrive on every device, bit by bit as xarray decodes them, whoever reads and however they travel?"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, PackedWarning, VerifyError
+from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error
+from tests.mpi.test_values import X64
+from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
+
+Array = np.ndarray[Any, Any]
+
+PACKED = {"scale_factor": np.float32(0.25), "add_offset": np.float32(-7), "_FillValue": np.int16(11)}
+
+
+def write(comm: Any, path: Path, values: Array, chunks: tuple[int, ...] | None, attributes: dict[str, Any]) -> str:
+    """A file by rank 0: HDF5, or Zarr where the name says so."""
+
+    def make() -> None:
+        if path.suffix == ".zarr":
+            told = {key: np.asarray(value).tolist() for key, value in attributes.items()}
+            zarr.create_array(str(path), data=values, chunks=chunks or "auto", attributes=told)
+        else:
+            with h5py.File(path, "w") as file:
+                made = file.create_dataset("x", data=values, chunks=chunks, compression="gzip" if chunks else None)
+                made.attrs.update(attributes)
+
+    on_root(comm, make)
+    return str(path)
+
+
+def by_xarray(values: Array, attributes: dict[str, Any]) -> Array:
+    variable = xr.Variable(tuple("pqrst"[: values.ndim]), values, attributes)
+    return np.asarray(xr.conventions.decode_cf_variable("x", variable, decode_times=False).values)
+
+
+@pytest.fixture(params=[1, 1 << 30], ids=["chunk by chunk", "by the library"])
+def as_large(request: pytest.FixtureRequest, tune: Any) -> None:
+    """Small chunks are decoded one by one, as large ones are; or by the format's library, as small ones are."""
+    tune(min_chunk_nbytes=request.param, inline_nbytes=-1)
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("readers", READERS)
+def test_every_way_of_reading(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
+    """Wrong if one of the ways (in place, from a staging buffer, by the library) left numbers as they are stored, or decoded
+    them twice.
+    """
+    values, mesh = ramp(cube(), "int16"), mesh_of()
+    expected = by_xarray(values, PACKED)
+    assert expected.dtype == np.float32 and np.isnan(expected).sum() == 1
+    for name, chunks in (("plain.h5", None), ("chunked.h5", (3, 5, 7)), ("x.zarr", (3, 5, 7))):
+        path = write(comm, shared_tmp_path / name, values, chunks, PACKED)
+        # The types of JSON's numbers are Python's, so xarray's choice for Zarr is float64: cast to the same.
+        for spec, verify in ((P("b", "a"), "index"), (P("a"), "full")):
+            x = shardload.load(path, mesh, spec, decode=True, dtype="float32", readers=readers, verify=verify)
+            check(x, expected, mesh, spec, (name, verify))
+        x = shardload.load(path, mesh, P("a"), decode=False, readers=readers)
+        check(x, values, mesh, P("a"), name)
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
+def test_selected_padded_and_cast(comm: Any, shared_tmp_path: Path, readers: Any) -> None:
+    """Wrong if the padding were decoded, or the selection applied to decoded chunks in other coordinates."""
+    values, mesh, spec = ramp((3, *cube()), ">i2"), mesh_of(), P("b", None, "a")
+    select = (-1, slice(1, None), slice(2, -2), slice(8, -1))
+    attributes = {"scale_factor": np.float64(0.5), "_FillValue": np.array([50], ">i2"), "add_offset": np.float64(3)}
+    wanted = by_xarray(values[select], {**attributes, "_FillValue": np.int16(50)}).astype("float32")
+    for name, chunks in (("plain.h5", None), ("chunked.h5", (2, 3, 5, 7))):
+        path = write(comm, shared_tmp_path / name, values, chunks, attributes)
+        for pad in (11, np.nan):
+            x = shardload.load(
+                path, mesh, spec, select=select, decode=True, dtype="float32", pad=pad, readers=readers, staging="1MiB",
+                verify="file",
+            )  # fmt: skip
+            check(x, padded(wanted, mesh, spec, pad), mesh, spec, (name, pad))
+
+
+def test_a_small_array_and_one_that_is_open(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if values that come with the metadata were not decoded."""
+    values = ramp((4, 3), "int16")
+    path = write(comm, shared_tmp_path / "a.h5", values, None, PACKED)
+    expected = by_xarray(values, PACKED)
+    check(shardload.load(path, mesh_of(), P(), decode=True, verify="full"), expected, mesh_of(), P())
+    with h5py.File(path, "r") as file:
+        check(shardload.load(file["x"], mesh_of(), P(), decode=True, verify="full"), expected, mesh_of(), P())
+    x = shardload.load(path, mesh_of(), P(), decode=True, dtype="float16")
+    check(x, expected.astype("float16"), mesh_of(), P())
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("name", ["a.h5", "a.zarr"])
+def test_missing_chunks_are_what_the_fill_value_decodes_to(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if chunks that are not stored were left undecoded."""
+    path, shape = str(shared_tmp_path / name), cube()
+    values = np.full(shape, -5, "i2")
+    values[: shape[0] // 2] = ramp(shape, "i2")[: shape[0] // 2]
+
+    def make() -> None:
+        attributes = {"_FillValue": -5, "scale_factor": 0.5, "add_offset": 1.0}
+        made: Any
+        if name == "a.zarr":
+            made = zarr.create_array(path, shape=shape, dtype="i2", chunks=(shape[0] // 2, 5, 7), fill_value=-5)
+            made[: shape[0] // 2] = values[: shape[0] // 2]
+            made.attrs.update(attributes)
+            return
+        with h5py.File(path, "w") as file:
+            made = file.create_dataset("x", shape, "i2", chunks=(shape[0] // 2, 5, 7), fillvalue=-5)
+            made[: shape[0] // 2] = values[: shape[0] // 2]
+            made.attrs.update({**attributes, "_FillValue": np.int16(-5)})
+
+    on_root(comm, make)
+    expected = by_xarray(values, {"_FillValue": np.int16(-5), "scale_factor": 0.5, "add_offset": 1.0}).astype("f4")
+    assert np.isnan(expected[shape[0] // 2 :]).all()
+    for readers in ("root", "parallel", "direct"):
+        made = shardload.plan(
+            path, mesh_of(), P("b", "a"), decode=True, dtype="float32", readers=readers, missing="fill", verify="full"
+        )
+        check(made.execute(), expected, mesh_of(), P("b", "a"), readers)
+        assert made.report is not None and made.report.chunks_missing > 0
+
+
+@pytest.mark.usefixtures("as_large")
+@pytest.mark.parametrize("kind", ["netCDF4", "Zarr"])
+def test_twelve_variables(comm: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Every variable of a climate file is bit by bit what xarray gives, and is verified against the file."""
+    path = shared_tmp_path / ("a.nc" if kind == "netCDF4" else "a.zarr")
+    on_root(comm, lambda: (by_netcdf4 if kind == "netCDF4" else by_to_zarr(3))(path, cube()))
+    expected = open_by_xarray(path)
+    assert set(expected) == set(VARIABLES)
+    with X64(True):
+        for name, values in sorted(expected.items()):
+            x = shardload.load(path, mesh_of(), P(None, "a", "b"), dataset=name, decode=True, verify="full")
+            check(x, values, mesh_of(), P(None, "a", "b"), name)
+            assert np.asarray(x.addressable_shards[0].data).tobytes() == (values[x.addressable_shards[0].index].tobytes()), (
+                "NaN, too, has the same bits"
+            )
+
+
+def test_valid_range_is_asked_for(comm: Any, shared_tmp_path: Path) -> None:
+    values = ramp(cube(), "int16")
+    attributes = {**PACKED, "valid_range": np.array([3, 90], "i2")}
+    path = write(comm, shared_tmp_path / "a.h5", values, (3, 5, 7), attributes)
+    expected = by_xarray(values, PACKED)
+    check(shardload.load(path, mesh_of(), P("a"), decode=True), expected, mesh_of(), P("a"))
+    x = shardload.load(path, mesh_of(), P("a"), decode="valid", verify="full")
+    check(x, np.where((values < 3) | (values > 90), np.float32(np.nan), expected), mesh_of(), P("a"))
+
+
+def test_a_plan_is_not_used_again_for_another_packing(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the next file of a series were decoded by the attributes of the one before."""
+    values = ramp(cube(), "int16")
+    for k, scale in enumerate((0.25, 0.5)):
+        attributes = {**PACKED, "scale_factor": np.float32(scale)}
+        path = write(comm, shared_tmp_path / f"{k}.h5", values, (3, 5, 7), attributes)
+        x = shardload.load(path, mesh_of(), P("a"), decode=True)
+        check(x, by_xarray(values, attributes), mesh_of(), P("a"), scale)
+    x = shardload.load(path, mesh_of(), P("a"), decode=True)
+    shardload.verify(x, path, decode=True)
+    same_error(comm, lambda: shardload.verify(x, path, decode=False), ConfigError, "decode=")
+    wrong = x.at[2, 3, 4].set(1e6)
+    same_error(comm, lambda: shardload.verify(wrong, path, decode=True), VerifyError, "1000000")
+
+
+# --- the warning
+
+
+def test_packed_numbers_are_warned_of_once(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a rank were silent where warnings are errors, or if fill values alone were warned of."""
+    values = ramp(cube(), "int16")
+    path = write(comm, shared_tmp_path / "a.h5", values, None, PACKED)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
+        shardload.load(path, mesh_of(), P("a"), decode=False)
+        shardload.load(path, mesh_of(), P("a"), decode=True)
+    found = [warning for warning in caught if warning.category is PackedWarning]
+    assert len(found) == (comm.rank == 0)
+    for warning in found:
+        assert "(scale_factor=0.25, add_offset=-7.0). Pass decode=True" in str(warning.message)
+        assert warning.filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PackedWarning):
+            shardload.load(path, mesh_of(), P("a"))
+    path = write(comm, shared_tmp_path / "b.h5", values, None, {"_FillValue": np.int16(3), "valid_min": np.int16(0)})
+    check(shardload.load(path, mesh_of(), P("a")), values, mesh_of(), P("a"))
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attributes", "says"),
+    [
+        ("i2", {"scale_factor": "a half"}, "scale_factor is text"),
+        ("bool", {"_FillValue": np.bool_(True)}, "which has no NaN"),
+    ],
+)
+def test_what_cannot_be_decoded(comm: Any, shared_tmp_path: Path, dtype: str, attributes: dict[str, Any], says: str) -> None:
+    path = write(comm, shared_tmp_path / "a.h5", ramp(cube(), dtype), None, attributes)
+    for call in (shardload.load, shardload.plan):
+        same_error(
+            comm, lambda call=call: call(path, mesh_of(), P("a"), decode=True), ConfigError, "'/x' in", says, "decode=False"
+        )
+
+
+def test_text_cannot_be_decoded(comm: Any, shared_tmp_path: Path) -> None:
+    path = write(comm, shared_tmp_path / "a.h5", np.array([b"abc", b"de"]), None, {})
+    call = lambda: shardload.load(path, mesh_of(), P(), dataset="x", decode=True)  # noqa: E731
+    same_error(comm, call, ConfigError, "decode needs numbers", "'/x' in", "strings")
+
+
+@pytest.mark.parametrize("decode", ["yes", 1, "True", []])
+def test_what_decode_may_be(comm: Any, shared_tmp_path: Path, decode: Any) -> None:
+    same_error(
+        comm, lambda: shardload.load("a.h5", mesh_of(), P(), decode=decode), ConfigError, f"decode is {decode!r}", "'valid'"
+    )
+
+
+def test_decoded_values_that_do_not_fit(comm: Any, shared_tmp_path: Path) -> None:
+    """NaN is no integer; and a double is no float of JAX's, unless it is asked for."""
+    values = ramp(cube(), "int16")
+    path = write(comm, shared_tmp_path / "a.h5", values, (3, 5, 7), PACKED)
+    for readers in ("root", "parallel", "direct"):
+        call = lambda readers=readers: shardload.load(  # noqa: E731
+            path, mesh_of(), P("a"), decode=True, dtype="int32", readers=readers
+        )
+        same_error(comm, call, ConfigError, "once decoded have values that int32 cannot hold", "nan")
+    path = write(comm, shared_tmp_path / "b.h5", values, None, {"scale_factor": np.float64(0.5)})
+    if not jax.config.read("jax_enable_x64"):
+        call = lambda: shardload.load(path, mesh_of(), P("a"), decode=True)  # noqa: E731
+        same_error(comm, call, ConfigError, "decoded, would be loaded as float64", "dtype='float32'")

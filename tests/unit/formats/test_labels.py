@@ -1,0 +1,198 @@
+"""Are axes, attributes and coordinates those that xarray finds, in each format?"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import h5py
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+import shardload
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access, Limits
+from shardload.formats.base import ArrayInfo
+from shardload.formats.labels import from_plain, to_plain
+from shardload.formats.lookup import Labeller, find_array
+from tests.unit.blocked import run_without
+
+WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "netCDF4": ("a.nc", {"engine": "netcdf4"}, {"engine": "netcdf4"}),
+    "h5netcdf": ("a.nc", {"engine": "h5netcdf"}, {"engine": "h5netcdf"}),
+    "Zarr, format 2": ("a.zarr", {"zarr_format": 2}, {"engine": "zarr"}),
+    "Zarr, format 3": ("a.zarr", {"zarr_format": 3}, {"engine": "zarr"}),
+}
+# What xarray keeps in `encoding`, not in `attrs`.
+ENCODING = {"_FillValue", "scale_factor", "add_offset", "coordinates", "missing_value"}
+
+
+def climate() -> xr.Dataset:
+    """Variables whose axes all differ in length and order, with coordinates of one and two axes, and one of text."""
+    values = np.arange(4 * 5 * 7, dtype="i2").reshape(4, 5, 7)
+    return xr.Dataset(
+        {
+            "t": (("time", "lat", "lon"), values, {"long_name": "temperature", "units": "K", "levels": [1, 2, 3]}),
+            "s": (("lon", "lat"), np.ones((7, 5), "f4")),
+            "n": (("nameless",), np.ones(3)),
+        },
+        coords={
+            "time": ("time", np.arange(4.0) * 6, {"units": "hours since 2000-01-01", "calendar": "noleap"}),
+            "lat": ("lat", np.linspace(60, 40, 5), {"units": "degrees_north"}),
+            "lon": np.linspace(0, 30, 7, dtype="f4"),
+            "area": (("lat", "lon"), np.arange(35.0).reshape(5, 7), {"units": "m2"}),
+            "height": 2.0,
+        },
+    )
+
+
+def write(path: Path, how: dict[str, Any], dataset: xr.Dataset, **more: Any) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if path.suffix == ".zarr":
+            dataset.to_zarr(path, consolidated=False, **how, **more)
+        else:
+            dataset.to_netcdf(path, **how, **more)
+    return str(path)
+
+
+def plain(attrs: Any) -> dict[str, Any]:
+    return {key: np.asarray(value).tolist() for key, value in attrs.items() if key not in ENCODING}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_as_xarray_finds_them(tmp_path: Path, writer: str) -> None:
+    """Wrong if axes were named in another order, coordinates were those of another axis, or attributes were lost."""
+    name, how, engine = WRITERS[writer]
+    made = climate()
+    made["t"].encoding.update(dtype="i2", scale_factor=0.5, add_offset=1.0)
+    path = write(tmp_path / name, how, made)
+    found = shardload.open(path)
+    more = {"consolidated": False} if name == "a.zarr" else {}
+    with xr.open_dataset(path, decode_times=False, **engine, **more) as expected:
+        assert {info.dataset.strip("/") for info in found.values()} >= {str(name) for name in expected.variables}
+        for variable in ("t", "s", "n"):
+            info, wanted = found[variable], expected[variable]
+            assert info.dims == wanted.dims and info.shape == wanted.shape
+            assert plain(info.attrs) == plain(wanted.attrs)
+            assert set(info.coords) >= {str(dim) for dim in wanted.dims if dim in expected.coords}
+            assert set(info.coords) <= {str(key) for key in wanted.coords}
+            for key, coordinate in info.coords.items():
+                assert coordinate.values is not None and coordinate.dims == wanted[key].dims
+                np.testing.assert_array_equal(coordinate.values, wanted[key].values, strict=True)
+                assert plain(coordinate.attrs) == plain(wanted[key].attrs)
+        assert set(found["t"].coords) >= {"time", "lat", "lon", "area"}
+        assert found["t"].attrs["scale_factor"] == 0.5 and found["time"].attrs["calendar"] == "noleap"
+
+
+@pytest.mark.parametrize("writer", ["h5netcdf", "Zarr, format 3"])
+def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
+    """Wrong if an untrusted file's names were not asked of a helper, or came back as others."""
+    name, how, _ = WRITERS[writer]
+    path = write(tmp_path / name, how, climate())
+    with Labeller(Access(untrusted=Limits())) as asked, Labeller() as here:
+        info = find_array(path, "t")
+        found, expected = asked.label(path, info), here.label(path, info)
+    assert repr(to_plain(found.labels)) == repr(to_plain(expected.labels)), "as text, because of NaN"
+    assert found.dims == ("time", "lat", "lon") and len(found.coords) >= 4
+
+
+def test_through_json(tmp_path: Path) -> None:
+    """As labels reach other ranks."""
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    info = shardload.open(path)["t"]
+    again = ArrayInfo.from_json(info.to_json())
+    assert again == info and again.to_json() == info.to_json()
+    assert again.dims == info.dims and again.attrs == info.attrs and list(again.coords) == list(info.coords)
+    np.testing.assert_array_equal(again.coords["area"].values, info.coords["area"].values, strict=True)
+
+
+def test_dimensions_of_a_group_above(tmp_path: Path) -> None:
+    """Wrong if a coordinate were looked for beside its variable only, or an axis without a variable given one."""
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
+        file.createDimension("x", 3)
+        file.createDimension("bare", 2)
+        file.createVariable("x", "f8", ("x",))[:] = [1.0, 2.0, 3.0]
+        group = file.createGroup("model/run")
+        group.createVariable("v", "f4", ("bare", "x"))[:] = 1
+    info = shardload.open(tmp_path / "a.nc")["model/run/v"]
+    assert info.dims == ("bare", "x") and list(info.coords) == ["x"]
+    assert info.coords["x"].dataset == "/x" and info.coords["x"].values is not None
+    np.testing.assert_array_equal(info.coords["x"].values, [1.0, 2.0, 3.0])
+
+
+def test_arrays_without_names(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["plain"] = np.ones((2, 3), "f4")
+        file["labelled"] = np.ones((2, 3), "f4")
+        file["labelled"].dims[1].label = "energy"
+        file["text"] = "abc"
+        file["plain"].attrs["note"] = "as it is"
+    found = shardload.open(tmp_path / "a.h5")
+    assert found["plain"].dims == (None, None) and found["plain"].attrs == {"note": "as it is"}
+    assert found["/labelled"].dims == (None, "energy") and not found["labelled"].coords
+    assert found["text"].refused is not None
+    assert "/labelled  (-=2, energy=3)  float32" in repr(found)
+    zarr.create_array(str(tmp_path / "a.zarr"), shape=(2, 3), dtype="f4", attributes={"_ARRAY_DIMENSIONS": "no list"})
+    assert shardload.open(tmp_path / "a.zarr")["/"].dims == (None, None)
+    with pytest.raises(KeyError, match="holds no array 'x'; it has /labelled, /plain, /text"):
+        found["x"]
+
+
+def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
+    """Wrong if a plan of a small array had to read, and send to all ranks, the coordinates of millions of points."""
+    made = xr.Dataset({"v": (("p",), np.zeros(20000, "f4"))}, coords={"p": np.arange(20000.0)})
+    made["v"].attrs["long"] = "x" * 70000
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, made)
+    info = shardload.open(path)["v"]
+    assert info.coords["p"].values is None and info.coords["p"].dims == ("p",)
+    assert len(info.to_json()) < 10000
+    with Labeller(small_nbytes=1 << 20) as labeller:
+        found = labeller.label(path, find_array(path, "v")).coords["p"].values
+    assert found is not None and found.shape == (20000,)
+
+
+def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("bad heap")
+
+    monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", fail)
+    assert shardload.open(path)["t"].dims == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dims": ["a"], "attrs": {}, "coords": {}},
+        {"dims": ["a", 3], "attrs": {}, "coords": {}},
+        {"dims": ["a", "b"], "attrs": {"a": {"b": 1}}, "coords": {}},
+        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": ["/x", [], {}]}},
+        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": ["/x", ["x"], {}, ["float64", [3], "AAAA"]]}},
+        {"dims": ["a", "b"], "attrs": {}, "coords": {"x": ["/x", ["x"], {}, ["object", [1], "AAAAAAAAAAA="]]}},
+        {"dims": ["a", "b"], "coords": {}},
+        [],
+    ],
+)
+def test_lies_about_labels(wrong: Any) -> None:
+    with pytest.raises(ValueError):
+        from_plain(wrong, 2)
+
+
+def test_open_needs_neither_jax_nor_mpi(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    program = f"import shardload; print(shardload.open({path!r})['t'].dims)"
+    done = run_without({"jax", "mpi4py", "xarray"}, program, stop='ImportError(f"{name} is imported")')
+    assert done.stdout.strip() == "('time', 'lat', 'lon')", done.stderr
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no-such\.nc"):
+        shardload.open(tmp_path / "no-such.nc")
+    with pytest.raises(ConfigError, match="open takes the path of a file, found list"):
+        shardload.open([])  # type: ignore[arg-type]

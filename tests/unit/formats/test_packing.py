@@ -1,0 +1,102 @@
+"""Do the attributes of whole files reach the rule that decodes them, whichever library wrote the file?
+
+Compared with ``xarray.open_dataset``, variable by variable, bit by bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from shardload.errors import ConfigError
+from shardload.formats.access import STRICT, Access, Limits
+from shardload.formats.base import ArrayInfo
+from shardload.formats.lookup import find_array, list_arrays, open_source
+from shardload.planning.region import Region
+from shardload.values.decoding import decoding_of
+from tests.packed import VARIABLES, WRITERS, by_netcdf4, by_xarray, open_by_xarray
+
+Array = np.ndarray[Any, Any]
+SHAPE = (4, 6, 10)
+
+
+def decoded(path: Path, name: str, access: Access = STRICT) -> Array:
+    """A variable, as its metadata says after it went through JSON to another rank."""
+    info = ArrayInfo.from_json(find_array(path, name, access).to_json())
+    source = open_source(path, info.dataset, access)
+    try:
+        raw = np.empty(info.shape, source.dtype)
+        source.read_into(Region.whole(info.shape), raw)
+    finally:
+        source.close()
+    rule = decoding_of(raw.dtype, info.packing, str(info))
+    return raw if rule is None else rule.values(raw)
+
+
+def assert_same(found: Array, expected: Array, name: str) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+    assert found.tobytes() == expected.tobytes(), name
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_twelve_variables(tmp_path: Path, writer: str) -> None:
+    """Wrong if an attribute, or its type, were lost on the way; or if Zarr's fill value were taken for another one."""
+    write, name = WRITERS[writer]
+    write(tmp_path / name, SHAPE)
+    expected = open_by_xarray(tmp_path / name)
+    assert len(expected) == (4 if writer.startswith("zarr") else len(VARIABLES))
+    for variable, values in expected.items():
+        assert_same(decoded(tmp_path / name, variable), values, variable)
+    assert sum(np.isnan(values).any() for values in expected.values()) >= 3
+    packings = [info.packing for info in list_arrays(str(tmp_path / name))]
+    assert sum("scale_factor" in packing or "add_offset" in packing for packing in packings) >= (3 if len(expected) == 4 else 7)
+
+
+@pytest.mark.parametrize("write", [by_netcdf4, by_xarray("h5netcdf")], ids=["netCDF4", "h5netcdf"])
+def test_in_a_group_with_an_unlimited_axis(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "a.nc"
+    write(path, SHAPE, group="model/run1", unlimited=True)
+    for variable, values in open_by_xarray(path, "model/run1").items():
+        assert_same(decoded(path, f"model/run1/{variable}"), values, variable)
+
+
+@pytest.mark.parametrize("writer", ["xarray, h5netcdf", "to_zarr, format 3"])
+def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
+    """Wrong if a helper's answer lacked the attributes, or could not be told from a lie."""
+    write, name = WRITERS[writer]
+    write(tmp_path / name, SHAPE)
+    access = Access(untrusted=Limits())
+    found = {info.dataset: info for info in list_arrays(str(tmp_path / name), access)}
+    for info in list_arrays(str(tmp_path / name)):
+        assert repr(found[info.dataset].packing) == repr(info.packing)
+    assert sum("scale_factor" in info.packing for info in found.values()) >= 5
+    assert_same(decoded(tmp_path / name, "ice", access), open_by_xarray(tmp_path / name)["ice"], "ice")
+
+
+def test_attributes_that_are_not_read_are_not_passed_over(tmp_path: Path) -> None:
+    """Wrong if an array were left as it is, because its attributes were too long to look at."""
+    with h5py.File(tmp_path / "a.h5", "w", libver="latest") as file:
+        file.create_dataset("a", data=[1]).attrs["long"] = np.zeros(4 << 20)
+        file["b"] = [1]
+        file["b"].attrs["_FillValue"] = np.zeros(20000)
+    for name, says in (
+        ("a", "attributes is too long to be read"),
+        ("b", "_FillValue is 160000 bytes, not shown"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            decoded(tmp_path / "a.h5", name)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_complex_numbers_by_xarray(tmp_path: Path, zarr_format: int) -> None:
+    import xarray as xr
+
+    values = np.array([1 + 2j, 3 - 1j, complex(np.nan, np.nan)], "c8")
+    made = xr.Dataset({"z": (("x",), values)})
+    made["z"].encoding["_FillValue"] = np.complex64(9 + 9j)
+    made.to_zarr(tmp_path / "a.zarr", zarr_format=zarr_format, consolidated=False)  # type: ignore[call-overload]
+    assert_same(decoded(tmp_path / "a.zarr", "z"), open_by_xarray(tmp_path / "a.zarr")["z"], "z")

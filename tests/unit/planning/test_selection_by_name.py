@@ -1,0 +1,102 @@
+"""Does a selection by names of axes and by coordinates select what xarray selects?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardload.planning.selection import between, is_by_name, name_axes, near, needs_coordinates, select_axes
+
+DIMS = ("time", "lat", "lon")
+SHAPE = (4, 5, 7)
+COORDS = {"lat": np.array([60.0, 55.0, 50.0, 45.0, 40.0]), "lon": np.array([0, 1, 3, 4, 8, 9, 20], "i4")}
+ARRAY = xr.DataArray(np.arange(140).reshape(SHAPE), dims=DIMS, coords=COORDS)
+
+
+def selected(select: dict[str, Any]) -> np.ndarray[Any, Any]:
+    selection = select_axes(name_axes(select, DIMS, COORDS), SHAPE)
+    return selection.drop_axes(ARRAY.values[selection.region.slices()])
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dim, n in draw(st.permutations(list(zip(DIMS, SHAPE, strict=True)))):
+        kind = draw(st.integers(0, 2))
+        if kind == 1:
+            found[dim] = draw(st.integers(-n, n - 1))
+        elif kind == 2:
+            bound = st.one_of(st.none(), st.integers(-n - 2, n + 2))
+            found[dim] = slice(draw(bound), draw(bound))
+    return found
+
+
+@given(positions())
+def test_positions_are_those_of_isel(select: dict[str, Any]) -> None:
+    """Wrong if names were taken in the order in which they are given."""
+    np.testing.assert_array_equal(selected(select), ARRAY.isel(select).values)
+
+
+@given(st.floats(30, 70), st.floats(-5, 25))
+def test_near_is_the_nearest(lat: float, lon: float) -> None:
+    distances = [np.sort(np.abs(COORDS[name] - value))[:2] for name, value in (("lat", lat), ("lon", lon))]
+    if any(first == second for first, second in distances):
+        return  # either would be right
+    wanted = ARRAY.sel(lat=lat, lon=lon, method="nearest")
+    np.testing.assert_array_equal(selected({"lat": near(lat), "lon": near(lon)}), wanted.values)
+
+
+@given(st.floats(38, 62), st.floats(-2, 22), st.floats(0, 20))
+def test_between_is_a_slice_of_labels(low: float, left: float, width: float) -> None:
+    """Wrong if an end were left out, or a coordinate that descends were searched as one that ascends."""
+    wanted = ARRAY.sel(lat=slice(low + width, low), lon=slice(left, left + width))
+    select = {"lat": between(low, low + width), "lon": between(left, left + width)}
+    if 0 in wanted.shape:
+        with pytest.raises(ValueError, match=r"no coordinate is in that range; it goes from (60\.0 to 40\.0|0 to 20)"):
+            selected(select)
+    else:
+        np.testing.assert_array_equal(selected(select), wanted.values)
+
+
+def test_ends_are_included() -> None:
+    assert name_axes({"lat": between(45, 55), "lon": between(1, 8)}, DIMS, COORDS) == (slice(None), slice(1, 4), slice(1, 5))
+    assert name_axes({"lat": near(47, within=2)}, DIMS, COORDS)[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("select", "says"),
+    [
+        ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
+        ({0: 1}, "names the axis 0"),
+        ({"time": near(3)}, "on the axis 'time', which has no coordinate"),
+        ({"lat": near(47, within=1)}, r"the nearest coordinate is 45.0 \(position 3\); it goes from 60.0 to 40.0"),
+        ({"lat": near(float("nan"))}, "none of its coordinates is a number"),
+        ({"lat": between(41, 42)}, "no coordinate is in that range"),
+        ({"lat": between(55, 45)}, "no coordinate is in that range"),
+    ],
+)
+def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        name_axes(select, DIMS, COORDS)
+
+
+def test_names_that_are_not_clear() -> None:
+    with pytest.raises(ValueError, match="has 2 axes of that name"):
+        name_axes({"x": 0}, ("x", "x"), {})
+    with pytest.raises(ValueError, match="has no names of axes; pass positions"):
+        name_axes({"x": 0}, (None, None), {})
+    with pytest.raises(ValueError, match="not beside each other"):
+        name_axes({"x": between(0, 1)}, ("x",), {"x": np.array([0.0, 5.0, 1.0])})
+
+
+def test_what_is_by_name() -> None:
+    assert is_by_name({"time": 0, "lat": 1}) and is_by_name({})
+    assert not is_by_name((0, ...)) and not is_by_name(None)
+    assert needs_coordinates({"a": 0, "b": near(1)}) and not needs_coordinates({"a": 0}) and not needs_coordinates(near(1))
+    with pytest.raises(ValueError, match="needs the name of its axis"):
+        select_axes(near(3), (4, 5))

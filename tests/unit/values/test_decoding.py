@@ -1,0 +1,235 @@
+"""Are decoded values bit by bit what xarray makes of the same numbers and attributes?
+
+Compared with xarray's own decoder over drawn combinations of types, factors, offsets and fill values. Whole files are in
+tests/unit/formats/test_packing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shardload.errors import ConfigError
+from shardload.transfer.decode import conversion, decode_into
+from shardload.values.decoding import decoding_of, packed_by, typed
+
+INTEGERS = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"]
+FLOATS = ["f2", "f4", "f8"]
+Array = np.ndarray[Any, Any]
+
+
+def by_xarray(stored: Array, attributes: dict[str, Any]) -> Array:
+    """What xarray makes of it. Its warnings are about attributes that are against the conventions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        variable = xr.Variable(tuple("xyz"[: stored.ndim]), stored, dict(attributes))
+        return np.asarray(xr.conventions.decode_cf_variable("v", variable, decode_times=False).values)
+
+
+def ours(stored: Array, attributes: dict[str, Any], **more: Any) -> Array:
+    """The same by this package, through the JSON in which attributes reach other ranks."""
+    native = stored.astype(stored.dtype.newbyteorder("="))
+    packing = json.loads(json.dumps({key: typed(value) for key, value in attributes.items()}))
+    rule = decoding_of(native.dtype, packing, "'/v' in 'a.nc'", **more)
+    return native if rule is None else rule.values(native)
+
+
+def assert_same(found: Array, expected: Array) -> None:
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    assert found.dtype == native.dtype and found.shape == native.shape
+    assert found.tobytes() == native.tobytes()
+
+
+def numbers(dtype: str) -> Array:
+    """Every kind of number that a type has: small ones, its ends and, of floating point types, NaN and infinities."""
+    kind = np.dtype(dtype)
+    if kind.kind == "f":
+        limits = np.finfo(kind)
+        found = [*range(-20, 20), 0.1, -2.5, limits.max, limits.min, limits.tiny, np.nan, np.inf, -np.inf]
+    else:
+        ends = np.iinfo(kind)
+        found = [n for n in range(-20, 20) if n >= ends.min] + [
+            *range(ends.min, ends.min + 4),
+            *range(ends.max - 3, ends.max + 1),
+        ]
+    return np.array(found, dtype)
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> tuple[Array, dict[str, Any]]:
+    """Stored numbers and attributes, as files have them."""
+    dtype = draw(st.sampled_from([order + name for name in INTEGERS + FLOATS for order in "<>"]))
+    stored = numbers(dtype)
+    attributes: dict[str, Any] = {}
+    factor = st.sampled_from([0.01, 0.5, 1.0, -3.7e-5, 2.0, 1e30, 0.0])
+    of_type = st.sampled_from([np.float32, np.float64, float])
+    for key in ("scale_factor", "add_offset"):
+        if draw(st.booleans()):
+            attributes[key] = draw(of_type)(draw(factor))
+    if "scale_factor" in attributes and draw(st.integers(0, 9)) == 0:
+        attributes["scale_factor"] = draw(st.sampled_from([np.int16, np.int32, int]))(3)
+    value = st.sampled_from(stored.tolist())
+    if draw(st.booleans()):
+        attributes["_FillValue"] = stored.dtype.type(draw(value))
+    how = draw(st.integers(0, 3))
+    if how == 1:
+        attributes["missing_value"] = stored.dtype.type(draw(value))
+    elif how == 2:
+        attributes["missing_value"] = np.array([draw(value), draw(value)], stored.dtype)
+    elif how == 3:
+        with np.errstate(over="ignore"):  # 1e300 as a float32 is infinity, which files have too
+            attributes["missing_value"] = draw(st.sampled_from([np.float32, np.float64]))(draw(value))
+    if draw(st.integers(0, 2)) == 0:
+        attributes["_Unsigned"] = draw(st.sampled_from(["true", "false", "True"]))
+    if draw(st.integers(0, 9)) == 0:
+        attributes["dtype"] = "bool"
+    return stored, attributes
+
+
+@settings(max_examples=400, deadline=None)
+@given(packings())
+@example((np.arange(-4, 4, dtype="i1"), {"_Unsigned": "true", "_FillValue": np.int8(-1), "scale_factor": np.float32(0.1)}))
+@example((np.array([0.1, np.nan], "f4"), {"_FillValue": np.float32(np.nan), "scale_factor": np.float64(0.1)}))
+@example((np.array([2**63 - 1, 2**63 - 2], "i8"), {"_FillValue": np.int64(2**63 - 1)}))
+@example((np.arange(-4, 4, dtype=">i2"), {"_Unsigned": "true", "_FillValue": np.int16(-3)}))
+@example((np.array([255, 1], "u1"), {"_Unsigned": "false", "_FillValue": np.uint8(255), "missing_value": np.uint8(1)}))
+@example((np.array([7, 8], "i4"), {"scale_factor": np.float32(0.1), "add_offset": np.float32(0.1)}))
+@example((np.array([7, 8], "i2"), {"scale_factor": np.float32(0.1), "add_offset": np.float64(0.1)}))
+@example((np.array([1, 0], "i1"), {"dtype": "bool"}))
+def test_decoded_as_xarray_does(case: tuple[Array, dict[str, Any]]) -> None:
+    """Wrong if a type were chosen by another rule, a step done in another type or order, or a fill value compared otherwise."""
+    stored, attributes = case
+    # xarray reads the fill value of numbers of the other byte order in the wrong one, if their sign changes as well.
+    swaps = "_Unsigned" in attributes and "_FillValue" in attributes
+    try:
+        expected = by_xarray(stored.astype(stored.dtype.newbyteorder("=")) if swaps else stored, attributes)
+    except (ValueError, OverflowError, TypeError) as error:  # NaN as an integer
+        with pytest.raises(ConfigError, match=r"'/v' in 'a\.nc' cannot be decoded"):
+            ours(stored, attributes)
+        assert "NaN" in str(error)
+        return
+    assert_same(ours(stored, attributes), expected)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+def test_ends_of_each_type(dtype: str) -> None:
+    """Each number once as the fill value, with the plainest packing."""
+    stored = numbers(dtype)
+    for fill in stored:
+        for more in ({}, {"scale_factor": np.float32(0.01)}, {"scale_factor": 0.01, "add_offset": 273.15}):
+            attributes = {"_FillValue": fill, **more}
+            assert_same(ours(stored, attributes), by_xarray(stored, attributes))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0, 2)])
+def test_any_shape(shape: tuple[int, ...]) -> None:
+    stored = np.arange(np.prod(shape, dtype=int), dtype="i2").reshape(shape)
+    attributes = {"_FillValue": np.int16(0), "scale_factor": np.float32(0.5)}
+    assert_same(ours(stored, attributes), by_xarray(stored, attributes))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attributes"),
+    [
+        ("f4", {}),
+        ("f4", {"units": "K"}),
+        ("f4", {"_FillValue": np.float32(np.nan)}),  # what xarray writes beside every array of floating point numbers
+        ("i4", {"_Unsigned": "false"}),
+        ("u4", {"_Unsigned": "true"}),
+        ("f8", {"_Unsigned": "true"}),
+        ("i4", {"_FillValue": np.float32(np.nan)}),
+        ("bool", {}),
+    ],
+)
+def test_nothing_to_decode(dtype: str, attributes: dict[str, Any]) -> None:
+    """Wrong if such arrays took the slower way."""
+    packing = {key: typed(value) for key, value in attributes.items() if key != "units"}
+    assert decoding_of(np.dtype(dtype), packing, "a") is None
+    stored = numbers(dtype) if dtype != "bool" else np.array([True, False])
+    assert_same(stored, by_xarray(stored, attributes))
+
+
+def test_one_value_in_an_array_is_a_scalar() -> None:
+    """netCDF stores scalars so, and its readers give the scalar. (Of a list in JSON, xarray makes Python objects.)"""
+    stored = numbers("i2")
+    for wrap in (lambda x: np.array([x]), lambda x: [float(x)]):
+        single = {"scale_factor": wrap(np.float64(0.1)), "_FillValue": wrap(np.float64(3))}
+        assert_same(ours(stored, single), by_xarray(stored, {"scale_factor": 0.1, "_FillValue": np.float64(3)}))
+
+
+def test_valid_range_of_stored_numbers() -> None:
+    """As netCDF4-python masks it; xarray does not, so neither does ``decode=True``."""
+    stored = np.arange(-5, 6, dtype="i2")
+    scaled = {"scale_factor": np.float32(0.5), "add_offset": np.float32(1)}
+    ranges = [{"valid_range": np.array([-2, 3], "i2")}, {"valid_min": np.int16(-2), "valid_max": np.int16(3)}]
+    for given_range in [*ranges, *(scaled | r for r in ranges), {**scaled, "valid_range": np.array([0.0, 2.5], "f4")}]:
+        decoded = by_xarray(stored, given_range)
+        assert_same(ours(stored, given_range), decoded)
+        outside = np.isin(stored, [-5, -4, -3, 4, 5])
+        expected = decoded.astype("f4")
+        expected[outside] = np.nan
+        assert_same(ours(stored, given_range, with_valid=True), expected)
+    found = ours(stored, {"valid_min": np.int16(0), "_FillValue": np.int16(2)}, with_valid=True)
+    np.testing.assert_array_equal(np.isnan(found), (stored < 0) | (stored == 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attributes", "says"),
+    [
+        ("i2", {"scale_factor": "a half"}, "scale_factor is the text 'a half', expected a number"),
+        ("f4", {"_FillValue": "none"}, "_FillValue is the text 'none'"),
+        ("i2", {"add_offset": np.array([1.0, 2.0])}, "add_offset is [np.float64(1.0), np.float64(2.0)], expected one number"),
+        ("i2", {"scale_factor": np.complex64(1j)}, "expected one number"),
+        ("bool", {"_FillValue": np.bool_(True)}, "its values are bool, which has no NaN"),
+        ("i2", {"_FillValue": np.int16(1), "scale_factor": np.int16(2)}, "its values are int16, which has no NaN"),
+        ("c8", {"scale_factor": np.float32(2)}, "its scale_factor is real"),
+        ("i2", {"missing_value": np.zeros(1000)}, "missing_value is 1000 values of type float64"),
+    ],
+)
+def test_what_cannot_be_decoded(dtype: str, attributes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        ours(np.zeros(3, dtype), attributes)
+    assert str(raised.value).startswith("'/v' in 'a.nc' cannot be decoded: ") and says in str(raised.value)
+    assert "Pass decode=False to load the stored numbers" in str(raised.value)
+
+
+def test_what_counts_as_packed() -> None:
+    """Wrong if every file that xarray wrote were said to be packed, because it has fill values."""
+    told = [
+        ({"scale_factor": np.float32(0.5), "add_offset": 1.0}, ["scale_factor=0.5", "add_offset=1.0"]),
+        ({"scale_factor": 1.0, "add_offset": np.float64(0)}, []),
+        ({"_FillValue": np.int16(-9), "missing_value": np.int16(-9), "valid_range": np.array([0, 1])}, []),
+        ({"_Unsigned": "true"}, ["_Unsigned=true"]),
+        ({"_Unsigned": "false"}, []),
+    ]
+    for attributes, expected in told:
+        assert packed_by(np.dtype("i2"), {key: typed(value) for key, value in attributes.items()}) == expected
+
+
+# --- blocks
+
+
+def test_blocks_larger_than_what_is_decoded_at_once() -> None:
+    """Wrong if the last part were forgotten, a temporary used again too early, or a view's gaps filled."""
+    stored = np.arange(3 * 70 * 300, dtype="i4").reshape(3, 70, 300)[:, :, ::2] % 30000
+    stored = stored.astype("i2")
+    attributes = {"_FillValue": np.int16(7), "scale_factor": np.float64(0.1), "add_offset": np.float64(-3)}
+    rule = decoding_of(stored.dtype, {key: typed(value) for key, value in attributes.items()}, "v")
+    assert rule is not None
+    expected = by_xarray(stored, attributes)
+    for dtype in ("f8", "f4"):
+        out = np.full((3, 70, 300), -1, dtype)[:, :, ::2]
+        decode_into(rule, stored, out, "elements")
+        assert_same(np.ascontiguousarray(out), expected.astype(dtype))
+    with pytest.raises(ConfigError, match="elements once decoded have values that int8 cannot hold"):
+        conversion(rule)(stored, np.empty(stored.shape, "i1"), "elements")
+    plain = np.empty(stored.shape, "f4")
+    conversion(None)(stored, plain, "elements")
+    np.testing.assert_array_equal(plain, stored)
