@@ -203,6 +203,9 @@ class Arguments:
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
+        if is_by_name(target.options.get("select")) and "select names the axis" in str(error):
+            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
+            return
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where

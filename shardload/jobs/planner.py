@@ -151,7 +151,7 @@ def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
 def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
     try:
-        selection = select_axes(options.select, info.shape)
+        selection = select_axes(options.select, info.shape, info.dims)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     found = np.dtype(info.dtype)
