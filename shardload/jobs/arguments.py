@@ -160,11 +160,13 @@ class Arguments:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
             self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
+        tuning = calls[0].tuning.for_many(len(calls))
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
                 with naming_errors(target.where):
-                    loads.append(replace(_plan_found(call, place.path, one, values), where=target.where))
+                    planned = _plan_found(replace(call, tuning=tuning), place.path, one, values)
+                    loads.append(replace(planned, where=target.where))
             except ConfigError as error:
                 self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
                 raise
@@ -210,6 +212,9 @@ class Arguments:
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
+        if is_by_name(target.options.get("select")) and "select names the axis" in str(error):
+            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
+            return
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where
@@ -248,10 +253,10 @@ class _Values:
     """Metadata as text, and the values of small arrays after it as they are, in one message."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._n = 0
 
-    def add(self, info: ArrayInfo, values: bytes | None) -> list[Any]:
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent)."""
         if values is None:
             return [info.to_json(), None]

@@ -133,23 +133,21 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     if is_raised:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
-    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
     modes = _possible_modes(ask)
     schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
     if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
-        schedules[PARALLEL] = _with_readers(ask, info, source, shards)
+        schedules[PARALLEL] = _with_readers(ask, info, source, shards, caps)
     plan = _choose(ask, info, source, schedules, decoding)
     return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
-def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards) -> Schedule:
+def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]) -> Schedule:
     """The schedule in which as many ranks read as the machine's figures say."""
     nodes, stored = ask.nodes, _stored(info)
 
     def make(n: int) -> Schedule:
-        return plan_schedules(source, shards, ask.ranks.n, max_nbytes=ask.max_block_nbytes, n_owners=n, modes=(PARALLEL,))[
-            PARALLEL
-        ]
+        return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
 
     def cost(schedule: Schedule) -> Cost:
         return plan_cost(schedule, source, nodes, machine=ask.machine, stored=stored)
@@ -223,7 +221,7 @@ def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
 def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
     try:
-        selection = select_axes(options.select, info.shape)
+        selection = select_axes(options.select, info.shape, info.dims)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     found = np.dtype(info.dtype)

@@ -86,7 +86,7 @@ def test_a_plan_for_many_nodes(path: str, readers: str) -> None:
     assert (plan.readers, plan.ranks_per_node, plan.machine) == ("parallel", 4, PRESETS["perlmutter"])
     assert plan.n_readers == 512 and "512 readers, on every 8th node, by the model" in plan.why
     text = str(plan)
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(len(line) for line in text.splitlines() if "/a.h5" not in line) <= 80
     said = " ".join(text.split())
     assert "perlmutter, 4,096 nodes, 4 ranks on each; given: node.ranks 4" in said
     assert (
