@@ -7,6 +7,6 @@ In the order of a call:
 3. `execution` does a job of one or many arrays, each an `array_load`.
 4. `report` says what was done.
 
-`machine_file` finds the figures of the machine. `describe` and `picture` print a plan, `progress` shows how far a load is, and `consistency` checks that all ranks read the same
-file and that it did not change. Read `execution` first.
+`machine_file` finds the figures of the machine. `describe` and `picture` print a plan, `progress` shows how far a load is, and
+`consistency` checks that all ranks read the same file and that it did not change. Read `execution` first.
 """
