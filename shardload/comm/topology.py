@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Machine:
     leaders: tuple[int, ...]
     n_threads: int
     n_cores: int
-    memory_nbytes: int = UNKNOWN_NBYTES
+    memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
     @property
     def ranks_per_node(self) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.grid import Grid
 from shardload.planning.machine import Machine
@@ -22,6 +24,7 @@ from shardload.planning.traffic import count_direct, count_direct_of_nodes
 __all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
 
 _OPEN_OPERATIONS = 8  # an open of a file, and the small reads of its metadata
+_MOST_COUNTED = 1 << 14  # blocks whose owners are counted one by one
 _PAGE_NBYTES = 4096  # the least that a file system with a page cache fetches
 
 
@@ -68,8 +71,8 @@ class FileReads:
     ----------
     nbytes, operations : int
         By all nodes together; operations are reads, and opens with the reads of metadata.
-    node_nbytes : int
-        By the busiest node.
+    node_nbytes, readers_on_node : int
+        By the busiest node, and how many ranks read there.
     reader_nbytes, reader_operations, reader_opens : int
         By the busiest reader, also from what its node's page cache has; opens after the first.
     is_in_order : bool
@@ -83,6 +86,7 @@ class FileReads:
     reader_operations: int
     reader_opens: int
     is_in_order: bool
+    readers_on_node: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +120,6 @@ class Load:
         """Number of nodes."""
         return -(-self.n_ranks // self.per_node)
 
-    @property
-    def readers_on_node(self) -> int:
-        """Readers of the node that has most: they are spread evenly."""
-        return min(self.per_node, -(-self.n_readers // self.n_nodes))
-
 
 def seconds_of(load: Load, reads: FileReads, machine: Machine, file_nbytes: float) -> tuple[float, str]:
     """Seconds of a load, and the resource that takes longest. `file_nbytes` is the size of the file; infinity for many files.
@@ -134,7 +133,7 @@ def seconds_of(load: Load, reads: FileReads, machine: Machine, file_nbytes: floa
     wait += 0.0 if reads.is_in_order else reads.reader_operations * machine.read_seconds
     of["stream"] = (reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
     of["memory"] = (
-        load.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
+        reads.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
     ) / machine.memory_rate
     n_ends = min(load.n_nodes, load.n_readers), min(load.n_nodes, load.n_holders)
     of["network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
@@ -160,7 +159,7 @@ def count_file_reads(
     """What a schedule fetches from the file system. `reader_nbytes` are the decoded bytes of its busiest reader."""
     if schedule.is_direct:
         return _of_direct(schedule, layout, machine, stored, per_node, n_readers)
-    n_nodes = -(-schedule.n_ranks // per_node)
+    readers_on_node = _readers_on_node(schedule, per_node, n_readers)
     if layout.has_chunks:
         n_units, unit_nbytes = layout.chunks.n_cells, layout.chunk_nbytes * stored.share
     else:
@@ -174,12 +173,23 @@ def count_file_reads(
     return FileReads(
         nbytes=nbytes,
         operations=max(n_readers, math.ceil(nbytes / request)) + opens + _OPEN_OPERATIONS * n_readers,
-        node_nbytes=min(nbytes, min(per_node, -(-n_readers // n_nodes)) * of_reader),
+        node_nbytes=min(nbytes, readers_on_node * of_reader),
         reader_nbytes=of_reader,
         reader_operations=math.ceil(of_reader / request),
         reader_opens=math.ceil(opens / n_readers) if stored.files_per_chunk else 0,
         is_in_order=is_ahead,
+        readers_on_node=readers_on_node,
     )
+
+
+def _readers_on_node(schedule: Schedule, per_node: int, n_readers: int) -> int:
+    """Readers of the node that has most, if each block has an owner. The owners are spread evenly over the ranks."""
+    n_blocks, n_ranks = schedule.blocks.n_cells, schedule.n_ranks
+    if n_blocks >= schedule.strategy.n_owners_of(n_ranks):  # each owner has a block
+        return min(per_node, -(-n_readers * per_node // n_ranks))
+    if n_blocks > _MOST_COUNTED:
+        return min(per_node, 1 + -(-n_readers * per_node // n_ranks))
+    return int(np.bincount(schedule.owners(np.arange(n_blocks)) // per_node).max(initial=1))
 
 
 def _of_direct(
@@ -210,6 +220,7 @@ def _of_direct(
         reader_operations=math.ceil(reader_nbytes / request),
         reader_opens=math.ceil(busiest * opens),
         is_in_order=False,
+        readers_on_node=min(per_node, n_readers),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
@@ -30,6 +30,11 @@ F4 = np.dtype("f4")
 RATES = st.floats(1e-3, 1e3)
 
 
+SLOW = Machine("slow", fs_rate=1.0, read_ahead_nbytes=1)
+# Four chunks for six owners on a node of five ranks and one of one rank: three of the four that read are on the first.
+UNEVEN = Case((6,), ((),), np.zeros(3, dtype=np.int64), 6, (2,), (1,), 6, itemsize=1, block_nbytes=1)
+
+
 @st.composite
 def machines(draw: st.DrawFn) -> Machine:
     """Slow ones, so that another resource limits each plan."""
@@ -45,6 +50,7 @@ def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
 
 @settings(max_examples=200)
 @given(cases(), machines(), st.integers(1, 5))
+@example(UNEVEN, replace(SLOW, node_rate=1e-3), 5)
 def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int) -> None:
     """What each rank reads and sends is counted element by element, and the least time for it compared with the estimate."""
     plan, layout = case.plan(), case.layout()
