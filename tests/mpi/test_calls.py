@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
+from shardload.cli.doctor import measure as measuring
 from shardload.comm.group import Invocation, group_of
 from shardload.planning.tuning import Tuning
 from tests.mpi.sources import CHUNKS, NAME
@@ -525,3 +526,17 @@ def test_rank_0_reads_the_machine_and_tells_the_others(
         one = ("ibex", "perlmutter")[comm.rank > 0]
         differs = partial(shardload.load, files["chunked"], mesh, spec, dataset=NAME, machine=one)
         same_error(comm, differs, PeerError, "machine", "'ibex'", "'perlmutter'")
+
+
+def test_a_file_system_is_measured_by_all_ranks(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank read a file that is not there, or if an error were that of one rank."""
+    for name, value in (("_FILE_NBYTES", 1 << 20), ("_OPS_SECONDS", 0.02), ("_COPY_NBYTES", 1 << 18)):
+        monkeypatch.setattr(measuring, name, value)
+    output = shared_tmp_path / "machine.toml"
+    said = measuring.measure(str(shared_tmp_path), str(output))
+    assert comm.allgather(said) == [said] * comm.size and "stream_rate" in said
+    comm.barrier()
+    assert [path.name for path in shared_tmp_path.iterdir()] == ["machine.toml"]
+    same_error(comm, lambda: measuring.measure(str(shared_tmp_path), str(output)), ConfigError, "machine.toml' exists")
+    missing = partial(measuring.measure, str(shared_tmp_path / "nowhere"), str(shared_tmp_path / "other.toml"))
+    same_error(comm, missing, ConfigError, "nowhere' cannot be measured")
