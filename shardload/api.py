@@ -58,8 +58,8 @@ def load(
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
-    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype` and `pad` are single
-    values or prefix trees, as `jax.jit` takes for ``in_shardings``. docs/many-arrays.md has examples.
+    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype`, `decode`, `pad`,
+    `halo` and `edge` are single values or prefix trees, as `jax.jit` takes for ``in_shardings``: docs/many-arrays.md.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 

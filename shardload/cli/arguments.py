@@ -183,6 +183,7 @@ def as_typed(message: str) -> str:
     """
     message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
     message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
+    message = message.replace("pass a tree of specs, with one for each", "give each a command of its own")
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 

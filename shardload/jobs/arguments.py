@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -199,15 +200,41 @@ class Arguments:
                 )
 
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
-        """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
+        """Add to the error about the k-th array, which cannot be planned, what it shares with others.
+
+        That is a spec which fits an array of another shape, or a dict of selections that was taken for one by names of axes.
+        """
         target, info = self.targets[k], infos[k]
+        keys = {where[0].key: where[0] for where in self.tree.where if where and isinstance(where[0], jax.tree_util.DictKey)}
+        select = target.options.get("select")
+        if isinstance(select, Mapping) and keys.keys() & select.keys() and "names the axis" in str(error):
+            lacks = ", ".join(str(keys[key]) for key in keys if key not in select)
+            if lacks:
+                error.args = (f"{error}. Or, if each array is to have its own selection: select has none for {lacks}",)
+        if str(info) not in str(error):
+            error.args = (str(error).replace(f"{target.where}:", f"{target.where}, {info}:", 1),)
+        is_too_long = "entries, but" in str(error)  # elsewhere the spec may be right, and padding be all that is missing
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
+        same = [j for j in same if _fits(self.targets[j], infos[j], is_too_long)]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where
             error.args = (
                 f"{error}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
                 f"{other.shape}: pass a tree of specs, with one for each",
             )
+
+
+def _fits(target: Target, info: ArrayInfo, with_padding: bool) -> bool:
+    """True if the mesh and spec of an array can cut it, as it is or padded."""
+    is_sharding = isinstance(target.mesh, NamedSharding)
+    spec = PartitionSpec(*(target.mesh.spec if is_sharding else target.spec or ()))
+    if len(spec) > len(info.shape):
+        return False
+    try:
+        NamedSharding(target.mesh.mesh if is_sharding else target.mesh, spec).shard_shape(info.shape)
+    except (ValueError, TypeError):
+        return with_padding
+    return True
 
 
 def _whole(target: Target) -> dict[str, Any]:
@@ -298,6 +325,13 @@ class ToVerify(Arguments):
         def what(place: Place) -> dict[str, str]:
             return {"path": describe_path(place.path), "x": told, "seed": str(seed)}
 
+        if error is None:
+            with suppress(ConfigError):  # `of` raises it, too
+                tree = ArrayTree.join(path, dataset)
+                try:
+                    tree.spread("x", x)
+                except ConfigError as unlike:
+                    error = unlike
         mesh = None if error else jax.tree_util.tree_map(_sharding_of, x)
         made = cls.of("verify", path, mesh, None, options, dataset, what)
         made.error = error or made.error

@@ -14,6 +14,7 @@ from typing import Any
 from shardload.errors import ConfigError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
+from shardload.formats.diagnosis import nearest
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import list_labelled, read_labels, split_path
 from shardload.options import filter_names
@@ -41,7 +42,10 @@ class Contents(Mapping[str, ArrayInfo]):
         try:
             return self._infos["/" + name.strip("/")]
         except KeyError:
-            raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}") from None
+            below = [other for other in self._infos if other.startswith(f"/{name.strip('/')}/")]
+            what = f"no array {name!r}, which is a group; in it are" if below else f"no array {name!r}; it has"
+            told = some(below or nearest(name, list(self._infos), 0.6)) or "none"
+            raise KeyError(f"'{self.path}' holds {what} {told}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._infos)
@@ -53,7 +57,8 @@ class Contents(Mapping[str, ArrayInfo]):
         lines = [f"<{self.path}: {len(self)} arrays>"]
         for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
-            lines.append(f"  {info.dataset}  ({', '.join(names)})  {info.refused or info.dtype}")
+            axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
+            lines.append(f"  {info.dataset}  {axes}  {info.refused or info.dtype}")
         return "\n".join(lines)
 
 
@@ -67,7 +72,7 @@ def open(  # a public name: `shardload.open`
     Parameters
     ----------
     path : str or PathLike
-        HDF5, netCDF4 or Zarr.
+        An HDF5, netCDF4 or Zarr file, without the name of an array.
     allow_external, untrusted, allow_filters
         As in `load`.
 
@@ -79,6 +84,8 @@ def open(  # a public name: `shardload.open`
 
     Raises
     ------
+    ConfigError
+        If `path` is no path, or names an array in the file.
     SourceError
         If there is no such file, no format claims it, or it is damaged.
 
@@ -99,6 +106,12 @@ def open(  # a public name: `shardload.open`
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
+    file, name = split_path(os.fspath(path))
+    if name is not None:
+        raise ConfigError(
+            f"open takes the path of a file, found {os.fspath(path)!r}, which names an array too. Type "
+            f"shardload.open({file!r})[{name!r}] for that array"
+        )
     access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
     return read_contents(os.fspath(path), access)
 

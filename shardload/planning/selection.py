@@ -141,6 +141,10 @@ class Near:
     value: float
     within: float | None = None
 
+    def __repr__(self) -> str:
+        """As it is typed."""
+        return f"near({self.value!r})" if self.within is None else f"near({self.value!r}, within={self.within!r})"
+
 
 @dataclass(frozen=True)
 class Between:
@@ -148,6 +152,10 @@ class Between:
 
     low: float
     high: float
+
+    def __repr__(self) -> str:
+        """As it is typed."""
+        return f"between({self.low!r}, {self.high!r})"
 
 
 def near(value: float, within: float | None = None) -> Near:
@@ -161,6 +169,11 @@ def near(value: float, within: float | None = None) -> Near:
         The coordinate, in the units of the file's coordinate variable (times are numbers).
     within : float, optional
         An error if the nearest coordinate is farther away than this.
+
+    Returns
+    -------
+    Near
+        For `select`. A load raises ConfigError if the axis has no coordinate of numbers, or none within the distance.
 
     Examples
     --------
@@ -178,7 +191,13 @@ def between(low: float, high: float) -> Between:
     Parameters
     ----------
     low, high : float
-        The range, in the units of the file's coordinate variable. Coordinates may ascend or descend.
+        The range, in the units of the file's coordinate variable (times are numbers); `low` is the smaller number. Coordinates
+        may ascend or descend.
+
+    Returns
+    -------
+    Between
+        For `select`. A load raises ConfigError if the axis has no coordinate of numbers, or none in the range.
 
     Examples
     --------
@@ -233,7 +252,8 @@ def name_axes(
                 if any(dims)
                 else "has no names of axes"
             )
-            raise ValueError(f"select names the axis {name!r}, but the array {found}; pass positions, as NumPy would index it")
+            other = "positions" if axes or not any(dims) else "one of these, or positions"
+            raise ValueError(f"select names the axis {name!r}, but the array {found}; pass {other}, as NumPy would index it")
         index[axes[0]] = _position(name, part, coordinates.get(name)) if isinstance(part, Near | Between) else part
     return tuple(index)
 
@@ -246,6 +266,17 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
             "pass a position"
         )
     ends = f"it goes from {values[0]} to {values[-1]}"
+    asked = [part.low, part.high] if isinstance(part, Between) else [part.value, 0 if part.within is None else part.within]
+    if not all(isinstance(number, int | float | np.integer | np.floating) for number in asked):
+        raise ValueError(
+            f"select has {part} on the axis {name!r}, but coordinates are numbers, times too, in the file's own units; {ends}. "
+            "Pass numbers"
+        )
+    if isinstance(part, Between) and part.low > part.high:
+        raise ValueError(
+            f"select has {part} on the axis {name!r}, but no coordinate is in that range, because its first number is the "
+            f"larger one; pass between({part.high!r}, {part.low!r}), also where coordinates descend"
+        )
     if isinstance(part, Near):
         distance = np.abs(values.astype("f8") - part.value)
         if np.isnan(distance).all():
