@@ -78,6 +78,11 @@ def test_ends_are_included() -> None:
         ({"lat": near(float("nan"))}, "none of its coordinates is a number"),
         ({"lat": between(41, 42)}, "no coordinate is in that range"),
         ({"lat": between(55, 45)}, "no coordinate is in that range"),
+        ({"lat": between(55, 45)}, r"select has between\(55, 45\) .* pass between\(45, 55\), also where coordinates descend"),
+        ({"tme": 0}, "'time', 'lat', 'lon'; pass one of these, or positions"),
+        ({"lat": near("2000-01-01")}, r"near\('2000-01-01'\) on the axis 'lat', but coordinates are numbers, times too"),
+        ({"lat": near(50, within="1 K")}, r"near\(50, within='1 K'\) .* Pass numbers"),
+        ({"lat": between(40, None)}, r"between\(40, None\) .* it goes from 60.0 to 40.0. Pass numbers"),
     ],
 )
 def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
@@ -86,7 +91,7 @@ def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
 
 
 def test_names_that_are_not_clear() -> None:
-    with pytest.raises(ValueError, match="has 2 axes of that name"):
+    with pytest.raises(ValueError, match="has 2 axes of that name; pass positions"):
         name_axes({"x": 0}, ("x", "x"), {})
     with pytest.raises(ValueError, match="has no names of axes; pass positions"):
         name_axes({"x": 0}, (None, None), {})
