@@ -34,10 +34,14 @@ def write_example(path: str, n: int = 10_007) -> None:
     random = np.random.default_rng(1)
     with h5py.File(path, "w") as file:
         group = file.create_group("PartType1")
-        how: dict[str, Any] = {"chunks": True, "compression": "gzip"}
-        group.create_dataset("Coordinates", data=random.integers(0, 1024, (n, 3)).astype("f4") / 1024, **how)
-        group.create_dataset("Velocities", data=random.normal(0, 100, (n, 3)).astype("f4"), **how)
-        group.create_dataset("ParticleIDs", data=random.permutation(n).astype("u4"), **how)
+        arrays = {
+            "Coordinates": random.integers(0, 1024, (n, 3)).astype("f4") / 1024,
+            "Velocities": random.normal(0, 100, (n, 3)).astype("f4"),
+            "ParticleIDs": random.permutation(n).astype("u4"),
+        }
+        for name, values in arrays.items():
+            chunks = (min(n, 1000), *values.shape[1:])
+            group.create_dataset(name, data=values, chunks=chunks, compression="gzip")
 
 
 @jax.jit

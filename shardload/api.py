@@ -369,11 +369,11 @@ def mask(x: Any, plan: Any = None) -> Any:
 
     Parameters
     ----------
-    x : jax.Array or Plan
+    x : jax.Array, Plan or TreePlan
         An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
-    plan : Plan or tuple of int, optional
+    plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
-        tree: the same tree of these.
+        tree: the same tree of these, or the TreePlan.
 
     Returns
     -------
@@ -424,9 +424,9 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
     x : jax.Array
         An array that `load`, `scatter` or `Plan.execute` returned, or one that was computed from it and has its shape. Or a
         tree of them (lists, dicts, any pytree).
-    plan : Plan or tuple of int, optional
+    plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
-        tree: the same tree of these.
+        tree: the same tree of these, or the TreePlan.
     sharding : NamedSharding, optional
         The sharding of the result. By default that of `x`.
     numpy : bool
