@@ -483,7 +483,7 @@ def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
         try:
             given = tree.flatten_up_to(plan)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"x and plan are trees that do not match: {error}") from None
+            raise ConfigError(f"x and plan are trees that do not match: {error} Pass the plan that loaded x") from None
     return tree.unflatten([one(name, leaf, what) for name, (_, leaf), what in zip(names, leaves, given, strict=True)])
 
 

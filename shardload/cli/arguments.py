@@ -111,7 +111,8 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
             else:
                 parts.append(int(part))
         except (ValueError, TypeError):
-            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\""
+            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\", "
+            fix += 'or "time=-1,lat=10:50" by names of axes'
             raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
     return tuple(parts)
 

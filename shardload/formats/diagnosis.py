@@ -110,6 +110,9 @@ def _what_is_there_instead(path: str) -> str:
     """The message about a file that does not exist, with similar names from the same folder."""
     if os.path.islink(path):
         return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
+    file, colon, array = path.rpartition(":")
+    if colon and os.path.exists(file):  # a name in the path is read from it if there is none in dataset=
+        return f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=."
     folder, name = os.path.split(os.path.normpath(path))
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."

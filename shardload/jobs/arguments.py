@@ -405,11 +405,25 @@ class ToScatter:
         self._sources, told = [], []
         for where, value in leaves:
             with naming_errors(where):
-                source = MemorySource(np.asarray(value))
+                source = MemorySource(self._one_array(value))
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
         return json.dumps([outline, told]).encode()
+
+    def _one_array(self, value: Any) -> np.ndarray[Any, Any]:
+        """What the root has, as NumPy makes an array of it."""
+        if value is None:
+            raise ConfigError(
+                f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
+            )
+        try:
+            return np.asarray(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
+                "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
+            ) from None
 
     def make(self, request: Request, calls: list[Call], text: bytes) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""

@@ -225,7 +225,9 @@ class ArrayTree:
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:  # keys that cannot be sorted
-            raise ConfigError(f"dataset or path is a tree that JAX cannot read: {error}") from None
+            raise ConfigError(
+                f"dataset or path is a tree that JAX cannot read: {error} The keys of a dict must be of one type"
+            ) from None
         if not made.places:
             raise ConfigError(
                 f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, MissingChunksWarning, SourceError, VerifyError
+from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5 import source as hdf5_source
@@ -207,6 +207,13 @@ def test_scatter_a_tree(comm: Any) -> None:
     check(stacked, np.stack([two[0], two[0]]), mesh, P(None, "a"))
     bad = {"x": np.zeros(2, "f4"), "y": np.zeros(2, "S3")}
     same_error(comm, lambda: shardload.scatter(bad, mesh, P()), SourceError, "array ['y']", "strings")
+    ragged = [np.zeros(2, "f4"), np.zeros(3, "f4")]
+    same_error(
+        comm, lambda: shardload.scatter(ragged, mesh, P()), ConfigError, "array is a list on rank 0", "pass a dict of arrays"
+    )
+    same_error(
+        comm, lambda: shardload.scatter({"x": None}, mesh, P()), ConfigError, "array ['x']: array is None on rank 0, the root"
+    )
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
@@ -281,6 +288,13 @@ def test_the_plan_of_a_tree_is_not_that_of_one_array(snap: tuple[str, str]) -> N
             call()
     with pytest.raises(ConfigError, match=r"Pass the plan of that array: plan.plans\['p'\]"):
         shardload.to_xarray(x["p"], made)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[str, str]) -> None:
+    names = {"p": "stars/pos", "v": "stars/vel", **({"r": "gas/rho"} if comm.rank == 1 else {})}
+    call = lambda: shardload.load(snap[0], mesh_of(), P(), dataset=names)  # noqa: E731
+    same_error(comm, call, PeerError, "(3 arrays: ['p'], ['r'], ['v'])", "(2 arrays: ['p'], ['v'])")
 
 
 # --- one of everything

@@ -116,8 +116,9 @@ def test_select(text: str, index: tuple[slice | int | EllipsisType, ...]) -> Non
 
 @pytest.mark.parametrize("text", ["", "x", "0,,1", "1:2:3:4", "1.5", "a:b"])
 def test_select_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="0,:,10:20"):
+    with pytest.raises(typer.BadParameter, match="0,:,10:20") as raised:
         parse_select(text)
+    assert '"time=-1,lat=10:50" by names of axes' in str(raised.value)
 
 
 def test_pad() -> None:
