@@ -495,6 +495,10 @@ class OpenFile(abc.ABC):
     def open(self, dataset: str) -> Source:
         """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
 
+    def only_name(self) -> str | None:
+        """The name of the only array, if one look tells that there is no other one and no group; else None."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close the file. Close its arrays first. May be called again."""

@@ -189,8 +189,8 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
 
 
-def nearest(name: str, names: Sequence[str], least: float = 0) -> list[str]:
-    """Full names of arrays, those that are most like `name` first; those whose likeness is below `least` as they are.
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Full names of arrays, those that are most like `name` first.
 
     >>> nearest("velocity", ["/gas/density", "/gas/Velocities"])
     ['/gas/Velocities', '/gas/density']
@@ -198,8 +198,7 @@ def nearest(name: str, names: Sequence[str], least: float = 0) -> list[str]:
 
     def likeness(other: str) -> float:
         pairs = (other, name), (other.rpartition("/")[2], name.rpartition("/")[2])
-        found = max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
-        return found if found >= least else 0
+        return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
 
     return sorted(names, key=likeness, reverse=True)
 

@@ -411,7 +411,7 @@ def _checked(source: Source) -> Source:
 
 def find_small(
     path_or_object: Any, dataset: str | None, access: Access, needs_numbers: bool = False
-) -> tuple[ArrayInfo, bytes | None]:
+) -> tuple[ArrayInfo, bytes | memoryview | None]:
     """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
     if access.untrusted is None:
         info = find_array(path_or_object, dataset, access, needs_numbers)
@@ -421,16 +421,18 @@ def find_small(
         return find(path, file, dataset, access, values=True, needs_numbers=needs_numbers)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> bytes | None:
+def read_small(
+    path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None
+) -> memoryview | None:
     """All values of an array that `find_array` found, if it is small: in C order and native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
 
     Returns
     -------
-    bytes or None
-        None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also None if it
-        cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
+    memoryview or None
+        Of bytes. None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also
+        None if it cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
     """
     if _as_path(path_or_object) is None or not _is_small(info, tuning or default_tuning()):
         return None
@@ -457,12 +459,12 @@ def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
     return one_reader_seconds(nbytes, n_chunks, info.codec) <= START_SECONDS
 
 
-def _values_of(source: Source) -> bytes | None:
+def _values_of(source: Source) -> memoryview | None:
     """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
     before, whole = source.state(), Region.whole(source.info.shape)
     values = np.empty(whole.shape, dtype=source.dtype)
     source.read_into(whole, values)
-    return None if source.missing(whole) or source.state() != before else values.tobytes()
+    return None if source.missing(whole) or source.state() != before else values.reshape(-1).view(np.uint8).data
 
 
 class Finder:
@@ -485,6 +487,7 @@ class Finder:
         cap = 0 if tuning is None else tuning.small_total_nbytes
         self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
         self._files: dict[str, OpenFile] = {}
+        self._places: dict[str, str] = {}  # of each path as written, because looking it up asks the file system
 
     def __enter__(self) -> Finder:
         return self
@@ -493,7 +496,9 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
-    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False) -> tuple[ArrayInfo, bytes | None]:
+    def find(
+        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False
+    ) -> tuple[ArrayInfo, bytes | memoryview | None]:
         """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
@@ -504,6 +509,9 @@ class Finder:
             info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
             return info, values if values is not None and self._takes(len(values)) else None
         if dataset is None:
+            found = self._find_only(path)
+            if found is not None:
+                return found
             info = find_array(path_or_object, None, self._access, needs_numbers)
             return info, self._small(path, info)
         name = _full_name(dataset)
@@ -517,7 +525,22 @@ class Finder:
         finally:
             source.close()
 
-    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, bytes | None]], list[ArrayInfo]]:
+    def _find_only(self, path: str) -> tuple[ArrayInfo, bytes | memoryview | None] | None:
+        """What `find` returns, if the file has one array and it can be loaded: then it is opened once."""
+        try:
+            name = self._file(path).only_name()
+            source = None if name is None else self._file(path).open(name)
+        except Exception as error:  # `find_array` says what is wrong
+            let_interruption_pass(error)
+            return None
+        if source is None:
+            return None
+        try:
+            return (source.info, self._values(source)) if candidates([source.info]) else None
+        finally:
+            source.close()
+
+    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, memoryview | None]], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
         Links are not followed.
@@ -548,7 +571,7 @@ class Finder:
             raise no_arrays_below(path, group, infos)
         return [(info, self._small(path, info)) for info in found], left_out
 
-    def _small(self, path: str, info: ArrayInfo) -> bytes | None:
+    def _small(self, path: str, info: ArrayInfo) -> memoryview | None:
         if self._tuning is None or self._access.untrusted is not None or not _is_small(info, self._tuning):
             return None
         try:
@@ -562,7 +585,7 @@ class Finder:
         finally:
             source.close()
 
-    def _values(self, source: Source) -> bytes | None:
+    def _values(self, source: Source) -> memoryview | None:
         nbytes = nbytes_of(source.info)
         if self._tuning is None or not _is_small(source.info, self._tuning) or not self._takes(nbytes):
             return None
@@ -579,7 +602,9 @@ class Finder:
         return takes
 
     def _file(self, path: str) -> OpenFile:
-        key = _place_of(path)
+        if path not in self._places:
+            self._places[path] = _place_of(path)
+        key = self._places[path]
         file = self._files.get(key)
         if file is None:
             file_format = format_of(path)

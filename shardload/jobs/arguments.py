@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -150,11 +150,13 @@ class Arguments:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
             self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
+        tuning = calls[0].tuning.for_many(len(calls))
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
                 with naming_errors(target.where):
-                    loads.append(replace(_plan_found(call, place.path, one, values), where=target.where))
+                    planned = _plan_found(replace(call, tuning=tuning), place.path, one, values)
+                    loads.append(replace(planned, where=target.where))
             except ConfigError as error:
                 self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
                 raise
@@ -205,14 +207,11 @@ class Arguments:
         That is a spec which fits an array of another shape, or a dict of selections that was taken for one by names of axes.
         """
         target, info = self.targets[k], infos[k]
-        keys = {where[0].key: where[0] for where in self.tree.where if where and isinstance(where[0], jax.tree_util.DictKey)}
-        select = target.options.get("select")
-        if isinstance(select, Mapping) and keys.keys() & select.keys() and "names the axis" in str(error):
-            lacks = ", ".join(str(keys[key]) for key in keys if key not in select)
-            if lacks:
-                error.args = (f"{error}. Or, if each array is to have its own selection: select has none for {lacks}",)
         if str(info) not in str(error):
             error.args = (str(error).replace(f"{target.where}:", f"{target.where}, {info}:", 1),)
+        if is_by_name(target.options.get("select")) and "select names the axis" in str(error):
+            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
+            return
         is_too_long = "entries, but" in str(error)  # elsewhere the spec may be right, and padding be all that is missing
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
         same = [j for j in same if _fits(self.targets[j], infos[j], is_too_long)]
@@ -249,10 +248,10 @@ class _Values:
     """Metadata as text, and the values of small arrays after it as they are, in one message."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._n = 0
 
-    def add(self, info: ArrayInfo, values: bytes | None) -> list[Any]:
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent)."""
         if values is None:
             return [info.to_json(), None]

@@ -8,16 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
-from shardload.formats.diagnosis import nearest
+from shardload.formats.diagnosis import no_such_array
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import list_labelled, read_labels, split_path
-from shardload.options import filter_names
+from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
 
@@ -43,9 +44,11 @@ class Contents(Mapping[str, ArrayInfo]):
             return self._infos["/" + name.strip("/")]
         except KeyError:
             below = [other for other in self._infos if other.startswith(f"/{name.strip('/')}/")]
-            what = f"no array {name!r}, which is a group; in it are" if below else f"no array {name!r}; it has"
-            told = some(below or nearest(name, list(self._infos), 0.6)) or "none"
-            raise KeyError(f"'{self.path}' holds {what} {told}") from None
+            if below:
+                raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
+            near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
+            hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
+            raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._infos)
@@ -54,7 +57,7 @@ class Contents(Mapping[str, ArrayInfo]):
         return len(self._infos)
 
     def __repr__(self) -> str:
-        lines = [f"<{self.path}: {len(self)} arrays>"]
+        lines = [f"<{self.path}: {len(self)} {'array' if len(self) == 1 else 'arrays'}>"]
         for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
@@ -72,7 +75,7 @@ def open(  # a public name: `shardload.open`
     Parameters
     ----------
     path : str or PathLike
-        An HDF5, netCDF4 or Zarr file, without the name of an array.
+        HDF5, netCDF4 or Zarr. With the name of an array or a group (``"data.nc:/group"``): that array, or all below.
     allow_external, untrusted, allow_filters
         As in `load`.
 
@@ -84,10 +87,10 @@ def open(  # a public name: `shardload.open`
 
     Raises
     ------
-    ConfigError
-        If `path` is no path, or names an array in the file.
     SourceError
         If there is no such file, no format claims it, or it is damaged.
+    ConfigError
+        If the file has no array or group of that name.
 
     Examples
     --------
@@ -106,20 +109,22 @@ def open(  # a public name: `shardload.open`
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
-    file, name = split_path(os.fspath(path))
-    if name is not None:
-        raise ConfigError(
-            f"open takes the path of a file, found {os.fspath(path)!r}, which names an array too. Type "
-            f"shardload.open({file!r})[{name!r}] for that array"
-        )
+    for name, value in (("allow_external", allow_external), ("untrusted", untrusted)):
+        OPTIONS[name].check(value)
     access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
     return read_contents(os.fspath(path), access)
 
 
 def read_contents(path: str, access: Access) -> Contents:
     """What `open` returns, for a checked `Access`."""
-    file = split_path(path)[0]
+    file, name = split_path(path)
     infos = list_labelled(file, access, _MOST_LABELLED)
+    if name is not None:
+        full = "/" + name.strip("/")
+        below = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{full.rstrip('/')}/")]
+        if not below:
+            raise no_such_array(file, full, infos, has_more=False)
+        infos = below
     return Contents(file, [_on_demand(file, info, access) for info in infos])
 
 

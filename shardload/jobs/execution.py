@@ -138,22 +138,24 @@ class Outcome:
             let_interruption_pass(found)
             self.error = self.error or found
 
+    @cached_property
     def report(self) -> LoadReport:
-        """The report of this rank alone, before the sums over all ranks."""
+        """The report of this rank alone, before the sums over all ranks. Ask for it when this rank has done all it does."""
         counters, device = Counters(), Phase(0.0, 0)
         for own in self.arrays:
             counters.add(own.counters)
             device = Phase(device.seconds + own.device.seconds, device.nbytes + own.device.nbytes)
         return make_report(counters, self.moved, device)
 
-    def counts(self) -> list[int]:
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        own_report = self.report()
+        own_report = self.report
         counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
         for own in self.arrays:
             cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
-        return counts
+        return tuple(counts)
 
     @property
     def is_loaded(self) -> bool:
@@ -218,7 +220,7 @@ class Job:
     def finish(self, mine: Outcome, sums: list[int] | None = None, started: float | None = None) -> Loaded:
         """Agree on what the ranks have done. `sums`: of `Outcome.counts` over the ranks, if they have agreed already."""
         self.group.watch.enter("agree")
-        loaded = self._agree(mine, self.group.agree(mine.error, mine.counts()) if sums is None else sums)
+        loaded = self._agree(mine, self.group.agree(mine.error, list(mine.counts)) if sums is None else sums)
         self.group.watch.close()
         if started is not None:
             loaded = replace(loaded, report=replace(loaded.report, seconds=time.perf_counter() - started))
@@ -383,7 +385,7 @@ class Job:
 
     def _agree(self, mine: Outcome, totals: list[int]) -> Loaded:
         """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `Outcome.counts`."""
-        own_report = mine.report()
+        own_report = mine.report
         n_chunks, nbytes, n_parts, *sums = totals
         if not mine.is_loaded:
             raise ConfigError("nothing was loaded")

@@ -29,14 +29,14 @@ def to_xarray(tree: Any, plan: Any) -> Any:
 
     The values are not copied, and stay sharded. Coordinates are those that the plan knows (at most 64 KiB each), cut as the
     array was selected. Attributes that were applied by `decode` are in ``encoding``, as xarray has them. Along an axis with
-    padding, floating point coordinates go on with NaN; other coordinates are left out.
+    padding, floating point coordinates go on with NaN; others are left out, and so are all along an axis with a halo.
 
     Collective: no.
 
     Parameters
     ----------
     tree : jax.Array, or a tree of them
-        What `load` or `Plan.execute` returned.
+        What `load`, `Plan.execute` or `unpad` returned.
     plan : Plan, TreePlan, or a tree of Plan
         The plan that was executed, or that `plan` makes of the same arguments.
 
@@ -80,14 +80,14 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
     children, of_plan = node_of(tree), node_of(plan)
     here = f" at {text_of(where)}" if where else ""
     if children is None or of_plan is None:
-        if isinstance(tree, jax.Array) and isinstance(plan, Plan):
+        if isinstance(tree, (jax.Array, np.ndarray)) and isinstance(plan, Plan):
             return _wrap(xarray, tree, plan)
         if isinstance(tree, jax.Array) and of_plan:
             key = text_of((*where, of_plan[0][0]))
             raise ConfigError(f"found one array{here} and the plan of a tree. Pass the plan of that array: plan.plans{key}")
         raise ConfigError(
-            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found a "
-            f"{type(tree).__name__} and a {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
+            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
+            f"{type(tree).__name__} and {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
             "the same arguments"
         )
     plans = dict(of_plan)
@@ -148,7 +148,7 @@ def _dataset(xarray: Any, wrapped: dict[str, Any], infos: Mapping[str, ArrayInfo
     return found.assign_coords(xarray.Coordinates(plain, indexes={})) if plain else found
 
 
-def _wrap(xarray: Any, array: jax.Array, plan: Plan) -> Any:
+def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     if array.shape not in (plan.shape, plan.shape_global):
         raise ConfigError(
             f"the array has shape {array.shape}, but this plan of {plan.info} gives {plan.shape_global}. Pass the plan "
@@ -160,9 +160,15 @@ def _wrap(xarray: Any, array: jax.Array, plan: Plan) -> Any:
         raise ConfigError(f"{info} has the axes {dims}, and xarray takes each name once only. Pass the array as it is")
     kept = [dims[axis] for axis in selection.kept]
     n = dict(zip(kept, array.shape, strict=True))
+    # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
+    haloed = {
+        dim
+        for dim, padded, held, found in zip(kept, plan.shape_padded, plan.shape_global, array.shape, strict=True)
+        if padded != held == found
+    }
     coords: dict[str, Any] = {}
     for name, one in info.coords.items():
-        if one.values is not None and set(one.dims) <= set(dims):
+        if one.values is not None and set(one.dims) <= set(dims) - haloed:
             cut = _cut(one.values, tuple(str(dim) for dim in one.dims), dims, selection, n)
             if cut is not None:
                 attrs, encoding = _split(one.attrs)

@@ -397,7 +397,7 @@ class Request:
         asked = self.asked.also(**planned)
         job = None if group is None or made is None or not loads else Job(group, made, asked.values, self._checked()[0].tuning)
         mine = job.fill() if job is not None and job.is_here else None
-        sums = [] if mine is None else mine.counts()
+        sums = [] if mine is None else list(mine.counts)
         fits = mine is not None and len(sums) <= MOST_COUNTS
         is_fine = made is not None and (mine is None or mine.error is None)
         if group is None or not group.all_same(asked, is_fine, sums if fits else None):

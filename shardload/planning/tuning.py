@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardload.planning.blocks import BLOCKS_PER_OWNER
+
 __all__ = ["Tuning", "default_tuning", "tuned"]
 
 
@@ -46,6 +48,8 @@ class Tuning:
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay in the
         cores' caches; between machines there should be few messages.
+    blocks_per_owner : int
+        Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
     """
 
     inline_nbytes: int = 1 << 14
@@ -59,6 +63,17 @@ class Tuning:
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     block_between_nodes_nbytes: int = 16 << 20
+    blocks_per_owner: int = BLOCKS_PER_OWNER
+
+    def for_many(self, n_arrays: int) -> Tuning:
+        """The sizes for each array of a job that has so many.
+
+        Reading one array overlaps sending another one, so each needs fewer blocks, and each block costs Python.
+
+        >>> [Tuning().for_many(n).blocks_per_owner for n in (1, 2, 3, 40)]
+        [4, 2, 2, 1]
+        """
+        return replace(self, blocks_per_owner=-(-self.blocks_per_owner // max(1, n_arrays)))
 
 
 _default = Tuning()

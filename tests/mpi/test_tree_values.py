@@ -386,6 +386,19 @@ def test_what_cannot_share_a_dataset(comm: Any, file: str) -> None:
         shardload.to_xarray(plan.execute(), plan)
 
 
+def test_an_axis_with_a_halo_has_no_coordinates(file: str) -> None:
+    """Wrong if coordinates stood beside other rows: the array has the neighbours' rows between its own."""
+    made = climate()
+    plan = shardload.plan(file, mesh_of(), P(("a", "b")), dataset={"t": "t"}, decode=True, halo=1)
+    x = plan.execute()
+    found = shardload.to_xarray(x, plan)["t"]
+    assert found.dims == ("time", "lat", "lon") and set(found.coords) == {"lat", "lon"}
+    np.testing.assert_array_equal(found["lat"].values, made["lat"].values)
+    back = shardload.to_xarray(shardload.unpad(x, plan, numpy=True), plan)["t"]
+    np.testing.assert_array_equal(back.values, made["t"].values, strict=True)
+    np.testing.assert_array_equal(back["time"].values, made["time"].values)
+
+
 def test_a_coordinate_that_is_too_large_for_a_plan(comm: Any, shared_tmp_path: Path) -> None:
     n = 4 * unit() * -(-20_000 // (4 * unit()))
     path = str(shared_tmp_path / "long.nc")

@@ -245,7 +245,7 @@ BAD = [
      ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "with array ['r'], '/gas/rho'")),
     ({"dataset": {"i": "stars/more/id", "r": "gas/rho"}, "spec": P(None, "a")}, ("but the array has 1 axis. Give",)),
     ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "select": {"p": 0}},
-     ("select names the axis 'p'", "if each array is to have its own selection: select has none for ['r']")),
+     ("select names the axis 'p'", "pass a tree of selections, with one for each")),
 ]  # fmt: skip
 
 
