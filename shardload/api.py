@@ -59,8 +59,8 @@ def load(
 ) -> Any:
     """Load arrays of HDF5, netCDF4 or Zarr files into sharded `jax.Array`s, and check that each shard is where it belongs.
 
-    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype` and `pad` are single
-    values or prefix trees, as `jax.jit` takes for ``in_shardings``. docs/many-arrays.md has examples.
+    One array, or a tree of them in one job: see `dataset`. For a tree, `mesh`, `spec`, `select`, `dtype`, `decode`, `pad`,
+    `halo` and `edge` are single values or prefix trees, as `jax.jit` takes for ``in_shardings``: docs/many-arrays.md.
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
@@ -380,11 +380,11 @@ def mask(x: Any, plan: Any = None) -> Any:
 
     Parameters
     ----------
-    x : jax.Array or Plan
+    x : jax.Array, Plan or TreePlan
         An array that `load`, `scatter` or `Plan.execute` returned, or a plan. Or a tree of them (lists, dicts, any pytree).
-    plan : Plan or tuple of int, optional
+    plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
-        tree: the same tree of these.
+        tree: the same tree of these, or the TreePlan.
 
     Returns
     -------
@@ -435,9 +435,9 @@ def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False
     x : jax.Array
         An array that `load`, `scatter` or `Plan.execute` returned, or one that was computed from it and has its shape. Or a
         tree of them (lists, dicts, any pytree).
-    plan : Plan or tuple of int, optional
+    plan : Plan, TreePlan or tuple of int, optional
         For an array that was computed from a loaded one: the plan that it was loaded by, or its shape without padding. For a
-        tree: the same tree of these.
+        tree: the same tree of these, or the TreePlan.
     sharding : NamedSharding, optional
         The sharding of the result. By default that of `x`.
     numpy : bool
@@ -494,7 +494,7 @@ def _each(one: Callable[[str, Any, Any], Any], x: Any, plan: Any) -> Any:
         try:
             given = tree.flatten_up_to(plan)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"x and plan are trees that do not match: {error}") from None
+            raise ConfigError(f"x and plan are trees that do not match: {error} Pass the plan that loaded x") from None
     return tree.unflatten([one(name, leaf, what) for name, (_, leaf), what in zip(names, leaves, given, strict=True)])
 
 

@@ -55,7 +55,9 @@ def _is_integer(value: Any) -> bool:
 
 def _dataset(dataset: Any) -> str | None:
     if dataset is not None and (not isinstance(dataset, str) or not dataset):
-        raise ConfigError(f"dataset is {dataset!r}; expected a name inside the file such as '/density'")
+        raise ConfigError(
+            f"dataset is {dataset!r}; expected a name inside the file such as '/density', or a dict or list of names"
+        )
     return dataset
 
 

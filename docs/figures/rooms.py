@@ -24,7 +24,7 @@ ROOMS = {
     "__main__": "python -m shardload",
     "cli": "the commands: what is typed in a shell, and what is printed",
     "testing": "does a format behave as a format must?",
-    "api": "the functions: load, plan, scatter, verify",
+    "api": "the functions: load, plan, scatter, verify, mask, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
     "arrays": "JAX's side: shardings, pieces to jax.Array, verification",
     "transfer": "blocks of the file ↔ pieces of shards, between ranks",
@@ -41,9 +41,10 @@ ROOMS = {
 VALUES = {"arrays": "shards on devices", "transfer": "pieces ↔ blocks", "formats": "chunks in a file"}
 # Where an extension goes.
 PLACES = {
+    "cli": "a new command: one module",
     "api": "save (the opposite direction): one more function",
-    "jobs": "a list of arrays: one job",
     "transfer": "save: pieces → blocks; a new transport: one channel",
+    "options": "a new option: one declaration",
     "formats": "a new format: one package",
 }
 INK, LINE, GREEN, BLUE = "#333333", "#999999", "#44aa88", "#4477aa"
@@ -105,7 +106,8 @@ def main() -> None:
         y = middles[room] - (0.17 if room in VALUES else 0)
         ax.text(way + 0.75, y, f"+ {text}", va="center", fontsize=8.3, color=GREEN)
     ax.text(LEFT, total + 0.3, "the call", fontsize=9.5, color=INK, weight="bold")
-    ax.text(way + 0.75, total + 0.3, "values, and where an extension goes (+)", fontsize=9.5, color=INK, weight="bold")
+    title = "where the values are, and where an extension goes (+)"
+    ax.text(way + 0.75, total + 0.3, title, fontsize=9.5, color=INK, weight="bold")
     fig.savefig(HERE / "rooms.svg", bbox_inches="tight", metadata={"Date": None})
     plt.close(fig)
 

@@ -149,7 +149,11 @@ def _extent_of_shape(array: jax.Array, given: Any, name: str) -> Extent:
     numbers = given if isinstance(given, (tuple, list)) else None
     is_shape = numbers is not None and all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in numbers)
     if numbers is None or not is_shape:
-        raise ConfigError(f"plan is {given!r}; expected the Plan of {name}, or its shape without padding, such as (1000, 3)")
+        what = "a tree" if isinstance(given, (dict, list)) else repr(given)
+        raise ConfigError(
+            f"plan is {what}; expected the Plan of {name}, or its shape without padding, such as (1000, 3). If it is "
+            "the plan of a tree, pass the Plan of this array: plan.plans['name']"
+        )
     shape = tuple(int(n) for n in numbers)
     if len(shape) != array.ndim or any(not 0 <= n <= m for n, m in zip(shape, array.shape, strict=True)):
         raise ConfigError(

@@ -137,7 +137,7 @@ def read_spec(sharding: NamedSharding, ndim: int) -> Axes:
     spec = sharding.spec
     if len(spec) > ndim:
         raise ConfigError(
-            f"{_spec_text(spec)} has {len(spec)} entries, but the array has {ndim} axes. "
+            f"{_spec_text(spec)} has {len(spec)} entries, but the array has {ndim} {'axis' if ndim == 1 else 'axes'}. "
             "Give one entry per axis (None for an axis that is not cut); trailing ones may be left out"
         )
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):

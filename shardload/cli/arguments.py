@@ -111,7 +111,8 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
             else:
                 parts.append(int(part))
         except (ValueError, TypeError):
-            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\""
+            fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\", "
+            fix += 'or "time=-1,lat=10:50" by names of axes'
             raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
     return tuple(parts)
 
@@ -183,6 +184,7 @@ def as_typed(message: str) -> str:
     """
     message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
     message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
+    message = message.replace("pass a tree of specs, with one for each", "give each a command of its own")
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 

@@ -64,7 +64,7 @@ _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
 Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
-Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=_HELP["decode"])]
+Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=f"{_HELP['decode'].partition(':')[0]}.")]
 Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
 Readers = Annotated[str, typer.Option(help=_HELP["readers"], autocompletion=completes(*OPTIONS["readers"].choices))]
 AllowExternal = Annotated[bool, typer.Option("--allow-external", help=_HELP["allow_external"])]
@@ -132,7 +132,9 @@ def main() -> None:
 
 @app.command()
 def info(
-    file: Annotated[str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr, one array or all.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE[:/DATASET]", help="HDF5, netCDF4 or Zarr: all, a group (/group/*), or one array.")
+    ],
     allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = DEFAULTS.untrusted,
@@ -149,6 +151,8 @@ def info(
 
       shardload info run.h5:/fields/density
 
+      shardload info "run.h5:/fields/*"
+
       shardload info run.zarr --json
     """
     with _one_message(info_as_typed):
@@ -159,14 +163,18 @@ def info(
         path, dataset = split_path(file)
         access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
         arrays = list_labelled(path, access, _MOST_LABELLED)
-        if dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
+        is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
+        if dataset is not None and is_group:
+            group = f"/{dataset[:-1].strip('/')}".rstrip("/")
+            arrays = [array for array in arrays if array.dataset.startswith(f"{group}/")] or [find_array(path, dataset, access)]
+        elif dataset is not None:  # list_arrays also has what find_array refuses, and find_array what is behind links
             named = [array for array in arrays if array.dataset == "/" + dataset.strip("/")]
             arrays = named or [find_array(path, dataset, access)]
             if arrays[0].labels is None and not arrays[0].refused:
                 arrays = [replace(arrays[0], labels=read_labels(path, arrays[0], access))]
     if as_json:
         typer.echo(_to_json([_describe(array) for array in arrays]))
-    elif dataset is None:
+    elif dataset is None or is_group:
         _print_arrays(path, arrays)
     else:
         _print_array(arrays[0])

@@ -85,7 +85,9 @@ def _as_text(made: Plan, n_devices: int, width: int) -> str:
 
 def _lines(made: Plan, n_devices: int, width: int, proven: str) -> list[str]:
     shape = " x ".join(map(str, made.shape)) or "scalar"
-    what = f"{shape} {made.dtype} as {made.decomposition} on {n_devices} devices of {made.n_ranks} ranks"
+    what = (
+        f"{shape} {made.dtype} as {made.decomposition} on {n_devices} devices of {made.n_ranks} rank{'s' * (made.n_ranks != 1)}"
+    )
     lines = wrap(f"{printable(str(made.info))}: {what}", width, "", "  ")
     return [*lines, *wrap_parts(proven.split("; "), width, "", "  ")]
 

@@ -19,7 +19,16 @@ from shardload.formats.containment import NotAFileError, OutsideError, kind_of, 
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["as_source_error", "candidates", "check_readable", "no_arrays_below", "no_such_array", "only_array", "unclaimed"]
+__all__ = [
+    "as_source_error",
+    "candidates",
+    "check_readable",
+    "nearest",
+    "no_arrays_below",
+    "no_such_array",
+    "only_array",
+    "unclaimed",
+]
 
 # Other kinds of files that scientists have: the mark's offset, the mark, what the file is, and what to do.
 _OTHERS = (
@@ -101,6 +110,9 @@ def _what_is_there_instead(path: str) -> str:
     """The message about a file that does not exist, with similar names from the same folder."""
     if os.path.islink(path):
         return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
+    file, colon, array = path.rpartition(":")
+    if colon and os.path.exists(file):  # a name in the path is read from it if there is none in dataset=
+        return f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=."
     folder, name = os.path.split(os.path.normpath(path))
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
@@ -168,12 +180,27 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     if not infos:
         return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
 
-    def likeness(info: ArrayInfo) -> float:
-        pairs = (info.dataset, name), (info.dataset.rpartition("/")[2], name.rpartition("/")[2])
+    by_name = {info.dataset: info for info in infos}
+    near = some([_told(by_name[other]) for other in nearest(name, list(by_name))], more)
+    hint = ""
+    if "*" in name and not name.endswith("/*"):
+        group = name.rpartition("/")[0].strip("/")
+        hint = f" (A '*' stands for all arrays below a group, and is all of the last part: '{f'{group}/*'.lstrip('/')}'.)"
+    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
+
+
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Full names of arrays, those that are most like `name` first.
+
+    >>> nearest("velocity", ["/gas/density", "/gas/Velocities"])
+    ['/gas/Velocities', '/gas/density']
+    """
+
+    def likeness(other: str) -> float:
+        pairs = (other, name), (other.rpartition("/")[2], name.rpartition("/")[2])
         return max(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs)
 
-    near = some([_told(info) for info in sorted(infos, key=likeness, reverse=True)], more)
-    return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.")
+    return sorted(names, key=likeness, reverse=True)
 
 
 def no_arrays_below(path: str, group: str, infos: Sequence[ArrayInfo]) -> ConfigError:

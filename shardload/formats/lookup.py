@@ -695,7 +695,8 @@ def _loadable(info: ArrayInfo, needs_numbers: bool = False) -> ArrayInfo:
     """Return `info`; SourceError if the array is refused."""
     if needs_numbers and info.refused is not None and info.dtype in _NO_NUMBERS:
         raise ConfigError(
-            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded either. Leave out decode="
+            f"decode needs numbers, but {info} holds {info.refused}, which cannot be loaded without decode= "
+            "either. Leave out this array"
         )
     if info.refused is not None:
         raise SourceError(

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
@@ -210,12 +211,19 @@ class Arguments:
                 )
 
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
-        """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
+        """Add to the error about the k-th array, which cannot be planned, what it shares with others.
+
+        That is a spec which fits an array of another shape, or a dict of selections that was taken for one by names of axes.
+        """
         target, info = self.targets[k], infos[k]
+        if str(info) not in str(error):
+            error.args = (str(error).replace(f"{target.where}:", f"{target.where}, {info}:", 1),)
         if is_by_name(target.options.get("select")) and "select names the axis" in str(error):
             error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
             return
+        is_too_long = "entries, but" in str(error)  # elsewhere the spec may be right, and padding be all that is missing
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
+        same = [j for j in same if _fits(self.targets[j], infos[j], is_too_long)]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where
             error.args = (
@@ -239,6 +247,19 @@ def _share_staging(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
     staging = max(one.options.staging_nbytes for one in loads)
     staging = staging_together(list({id(one.layout): one.layout for one in loads}.values()), staging, most_nbytes)
     return [one.with_staging(staging) for one in loads]
+
+
+def _fits(target: Target, info: ArrayInfo, with_padding: bool) -> bool:
+    """True if the mesh and spec of an array can cut it, as it is or padded."""
+    is_sharding = isinstance(target.mesh, NamedSharding)
+    spec = PartitionSpec(*(target.mesh.spec if is_sharding else target.spec or ()))
+    if len(spec) > len(info.shape):
+        return False
+    try:
+        NamedSharding(target.mesh.mesh if is_sharding else target.mesh, spec).shard_shape(info.shape)
+    except (ValueError, TypeError):
+        return with_padding
+    return True
 
 
 def _whole(target: Target) -> dict[str, Any]:
@@ -330,6 +351,13 @@ class ToVerify(Arguments):
         def what(place: Place) -> dict[str, str]:
             return {"path": describe_path(place.path), "x": told, "seed": str(seed)}
 
+        if error is None:
+            with suppress(ConfigError):  # `of` raises it, too
+                tree = ArrayTree.join(path, dataset)
+                try:
+                    tree.spread("x", x)
+                except ConfigError as unlike:
+                    error = unlike
         mesh = None if error else jax.tree_util.tree_map(_sharding_of, x)
         made = cls.of("verify", path, mesh, None, options, dataset, what)
         made.error = error or made.error
@@ -403,11 +431,25 @@ class ToScatter:
         self._sources, told = [], []
         for where, value in leaves:
             with naming_errors(where):
-                source = MemorySource(np.asarray(value))
+                source = MemorySource(self._one_array(value))
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
         return json.dumps([outline, told]).encode()
+
+    def _one_array(self, value: Any) -> np.ndarray[Any, Any]:
+        """What the root has, as NumPy makes an array of it."""
+        if value is None:
+            raise ConfigError(
+                f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
+            )
+        try:
+            return np.asarray(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
+                "array by itself; to scatter several, pass a dict of arrays, or a list of specs"
+            ) from None
 
     def make(self, request: Request, calls: list[Call], text: bytes) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""

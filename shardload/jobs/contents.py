@@ -43,6 +43,9 @@ class Contents(Mapping[str, ArrayInfo]):
         try:
             return self._infos["/" + name.strip("/")]
         except KeyError:
+            below = [other for other in self._infos if other.startswith(f"/{name.strip('/')}/")]
+            if below:
+                raise KeyError(f"{name!r} in '{self.path}' is a group, not an array; in it are {some(below)}") from None
             near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
             hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
             raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
@@ -57,7 +60,8 @@ class Contents(Mapping[str, ArrayInfo]):
         lines = [f"<{self.path}: {len(self)} {'array' if len(self) == 1 else 'arrays'}>"]
         for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
-            lines.append(f"  {info.dataset}  ({', '.join(names)})  {info.refused or info.dtype}")
+            axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
+            lines.append(f"  {info.dataset}  {axes}  {info.refused or info.dtype}")
         return "\n".join(lines)
 
 

@@ -82,6 +82,9 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
     if children is None or of_plan is None:
         if isinstance(tree, (jax.Array, np.ndarray)) and isinstance(plan, Plan):
             return _wrap(xarray, tree, plan)
+        if isinstance(tree, jax.Array) and of_plan:
+            key = text_of((*where, of_plan[0][0]))
+            raise ConfigError(f"found one array{here} and the plan of a tree. Pass the plan of that array: plan.plans{key}")
         raise ConfigError(
             f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
             f"{type(tree).__name__} and {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "

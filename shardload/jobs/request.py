@@ -524,7 +524,7 @@ def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | No
         names = [target.where.removeprefix("array ") for target in targets]
         kind = json.dumps([kind, *names])
         told = ", ".join(names[:_MOST_TOLD]) + (", ..." if len(names) > _MOST_TOLD else "")
-        title = f"{title} and {len(targets) - 1} more arrays: {told}"
+        title = f"{title} ({len(targets)} arrays: {told})"
     return Invocation(kind, title, values)
 
 

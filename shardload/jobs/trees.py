@@ -225,7 +225,9 @@ class ArrayTree:
         except ConfigError:
             raise
         except (TypeError, ValueError) as error:  # keys that cannot be sorted
-            raise ConfigError(f"dataset or path is a tree that JAX cannot read: {error}") from None
+            raise ConfigError(
+                f"dataset or path is a tree that JAX cannot read: {error} The keys of a dict must be of one type"
+            ) from None
         if not made.places:
             raise ConfigError(
                 f"dataset is {dataset!r}, a tree without a name: there is nothing to load. Pass a name, a dict or list of "
@@ -359,7 +361,8 @@ def _spread(
     if is_dict and not is_tree_here(value, children):
         found += [value] * sum(1 for _ in _places(outline))
         return
-    values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, "the arrays")
+    other = "dataset" if name == "x" else "the arrays"
+    values = [value] * len(children) if of_value is None else _matching(name, of_value[0], children, where, other)
     for (key, child), one in zip(children, values, strict=True):
         _spread(child, one, (*where, key), name, is_one, may_be_dict, found)
 
@@ -398,8 +401,8 @@ def _matching(name: str, values: list[tuple[Any, Any]], children: list[tuple[Any
             if keys
         )
         raise ConfigError(
-            f"{name}{text_of(where)} does not match {other}{text_of(where)}: {what}. Pass one value for all, or a tree "
-            "with the same keys"
+            f"{name}{text_of(where)} does not match {other}{text_of(where)}: {what}. Pass "
+            f"{'a tree' if name == 'x' else 'one value for all, or a tree'} with the same keys"
         )
     return [by_key[key] for key in wanted]
 

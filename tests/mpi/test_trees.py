@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, MissingChunksWarning, SourceError, VerifyError
+from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5 import source as hdf5_source
@@ -182,7 +182,7 @@ def test_verify_a_tree(comm: Any, snap: tuple[str, str]) -> None:
     same_error(comm, lambda: shardload.verify(y, snap[0], **other), ConfigError, "array 0")
     wrong = {**x, "vel": jax.device_put(x["vel"] + 1, x["vel"].sharding)}
     same_error(comm, call(wrong), VerifyError, "array ['vel']", "'/stars/vel'")
-    same_error(comm, call({"vel": x["vel"]}), ConfigError, "mesh does not match", "mesh has no ['gas']")
+    same_error(comm, call({"vel": x["vel"]}), ConfigError, "x does not match dataset", "x has no ['gas']")
     same_error(comm, call({**x, "id": "no array"}), ConfigError, "x['id'] is a str; expected a jax.Array")
 
 
@@ -207,6 +207,13 @@ def test_scatter_a_tree(comm: Any) -> None:
     check(stacked, np.stack([two[0], two[0]]), mesh, P(None, "a"))
     bad = {"x": np.zeros(2, "f4"), "y": np.zeros(2, "S3")}
     same_error(comm, lambda: shardload.scatter(bad, mesh, P()), SourceError, "array ['y']", "strings")
+    ragged = [np.zeros(2, "f4"), np.zeros(3, "f4")]
+    same_error(
+        comm, lambda: shardload.scatter(ragged, mesh, P()), ConfigError, "array is a list on rank 0", "pass a dict of arrays"
+    )
+    same_error(
+        comm, lambda: shardload.scatter({"x": None}, mesh, P()), ConfigError, "array ['x']: array is None on rank 0, the root"
+    )
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
@@ -233,6 +240,12 @@ BAD = [
     ({"dataset": {"p": "gas/*"}, "spec": {"p": {"rho": P()}}}, ("spec['p'] does not match", "spec has no ['mask']")),
     ({"dataset": {"p": "gas/*"}, "pad": {"p": {"rho": 0, "mask": 300}}}, ("array ['p']['mask']", "pad is 300")),
     ({"dataset": {}}, ("a tree without a name",)),
+    ({"dataset": "stars/v*"}, ("no array '/stars/v*'", "first): '/stars/vel'", "(A '*' stands for", "'stars/*'.)")),
+    ({"dataset": {"m": "gas/mask", "r": "gas/rho"}, "spec": P(None, None, "a")},
+     ("array ['m'], '/gas/mask' in", "has 3 entries, but the array has 2 axes", "with array ['r'], '/gas/rho'")),
+    ({"dataset": {"i": "stars/more/id", "r": "gas/rho"}, "spec": P(None, "a")}, ("but the array has 1 axis. Give",)),
+    ({"dataset": {"p": "gas/mask", "r": "gas/rho"}, "select": {"p": 0}},
+     ("select names the axis 'p'", "pass a tree of selections, with one for each")),
 ]  # fmt: skip
 
 
@@ -249,6 +262,39 @@ def test_bad_trees(
     monkeypatch.setattr(array_load, "open_file", read)
     call = lambda: shardload.load(snap[0], mesh_of(), **{"spec": P(), **how})  # noqa: E731
     same_error(comm, call, ConfigError, *parts)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_spec_that_fits_no_other_array_is_not_said_to_be_shared(comm: Any, snap: tuple[str, str]) -> None:
+    """Padding is all that is missing there, and a tree of specs would not help."""
+    names = {"p": "stars/pos", "i": "stars/more/id"}
+    error = same_error(
+        comm, lambda: shardload.load(snap[0], mesh_of(), P(("a", "b")), dataset=names), ConfigError, "array ['i']", "Pass pad=0"
+    )
+    assert "shares its spec" not in str(error)
+
+
+def test_a_tree_to_verify_has_the_names_keys(comm: Any, snap: tuple[str, str]) -> None:
+    x = shardload.load(snap[0], mesh_of(), P(), dataset={"p": "stars/pos", "v": "stars/vel"})
+    call = lambda: shardload.verify(x, snap[0], dataset={"p": "stars/pos"})  # noqa: E731
+    same_error(comm, call, ConfigError, "x does not match dataset: only x has ['v']. Pass a tree with the same keys")
+
+
+def test_the_plan_of_a_tree_is_not_that_of_one_array(snap: tuple[str, str]) -> None:
+    made = shardload.plan(snap[0], mesh_of(), P(), dataset={"p": "stars/pos"})
+    x = made.execute()
+    for call in (lambda: shardload.mask(2 * x["p"], made), lambda: shardload.unpad(2 * x["p"], made, numpy=True)):
+        with pytest.raises(ConfigError, match=r"plan is a tree; .* pass the Plan of this array: plan.plans\['name'\]"):
+            call()
+    with pytest.raises(ConfigError, match=r"Pass the plan of that array: plan.plans\['p'\]"):
+        shardload.to_xarray(x["p"], made)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[str, str]) -> None:
+    names = {"p": "stars/pos", "v": "stars/vel", **({"r": "gas/rho"} if comm.rank == 1 else {})}
+    call = lambda: shardload.load(snap[0], mesh_of(), P(), dataset=names)  # noqa: E731
+    same_error(comm, call, PeerError, "(3 arrays: ['p'], ['r'], ['v'])", "(2 arrays: ['p'], ['v'])")
 
 
 # --- one of everything

@@ -1,11 +1,15 @@
-"""Do the files exist that the pages name? Every link, and every `path.py` in backticks."""
+"""Do the files exist that the pages name (every link, and every `path.py` in backticks), and is their output real?"""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from shardload.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,3 +31,27 @@ def test_what_a_page_names_exists(page: Path, modules: list[str]) -> None:
     assert [link for link in links if link and not (page.parent / link).exists()] == []
     named = set(re.findall(r"`([\w/.-]+\.py)(?:::\w+)?`", text)) - MADE_BY_THE_READER
     assert [name for name in sorted(named) if not any(module.endswith(f"/{name}") for module in modules)] == []
+
+
+def test_the_index_names_every_page() -> None:
+    """Wrong if a page were added that no reader would find."""
+    links = set(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "docs" / "README.md").read_text()))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages - links == set()
+
+
+def test_the_plan_of_many_arrays_is_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command on the page, for the file of the example. Estimated seconds depend on the machine."""
+    page = (ROOT / "docs" / "many-arrays.md").read_text()
+    shown = re.search(r"    shardload (plan snap[^\n]*)\n\n<!-- plan[^\n]*-->\n```text\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    spec = importlib.util.spec_from_file_location("many_arrays", ROOT / "examples" / "many_arrays.py")
+    assert spec and spec.loader
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.chdir(tmp_path)
+    example.write_example("snap.h5")
+    made = CliRunner().invoke(app, [word.strip('"') for word in shown[1].split()], env={"COLUMNS": "80"})
+    assert made.exit_code == 0, made.stderr
+    printed, promised = (re.sub(r"about \S+ s", "about ... s", text) for text in (made.stdout, shown[2]))
+    assert printed == promised

@@ -116,8 +116,9 @@ def test_select(text: str, index: tuple[slice | int | EllipsisType, ...]) -> Non
 
 @pytest.mark.parametrize("text", ["", "x", "0,,1", "1:2:3:4", "1.5", "a:b"])
 def test_select_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="0,:,10:20"):
+    with pytest.raises(typer.BadParameter, match="0,:,10:20") as raised:
         parse_select(text)
+    assert '"time=-1,lat=10:50" by names of axes' in str(raised.value)
 
 
 def test_pad() -> None:
@@ -480,6 +481,27 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("staging is what it is; padding=0", "staging is what it is; padding=0"),
     ):
         assert as_typed(said) == typed
+
+
+def test_info_of_a_group_lists_its_arrays(file: str) -> None:
+    code, out, _ = run("info", f"{file}:/fields/*")
+    assert code == 0 and "HDF5, 1 array" in out and "/fields/density" in out and "/words" not in out
+    names = [array["dataset"] for array in json.loads(run("info", f"{file}:*", "--json")[1])]
+    assert sorted(names) == ["/big", "/fields/density", "/words", "/x"]
+    code, _, err = run("info", f"{file}:/nothing/*")
+    assert code == 1 and "holds no array '/nothing/*'" in err
+
+
+def test_help_of_decode_says_what_can_be_typed() -> None:
+    out = unwrapped(run("plan", "--help", columns=200)[1])
+    assert "Apply scale_factor, add_offset and fill values. " in out and "'valid'" not in out
+
+
+def test_a_spec_for_arrays_of_several_shapes(file: str) -> None:
+    """Wrong if it told the reader to pass a tree, which cannot be typed."""
+    how = ("--dataset", "x", "--dataset", "big", "--mesh", "a=2", "--spec=-,a", "--dtype", "float32")
+    code, _, err = run("plan", file, *how)
+    assert code == 1 and "array 0, '/x' in" in err and "array 1, '/big' in" in err and "give each a command of its own" in err
 
 
 def test_info_names_no_flag_that_it_lacks(file: str) -> None:

@@ -170,10 +170,21 @@ def test_arrays_without_names(tmp_path: Path) -> None:
     assert found["/labelled"].dims == (None, "energy") and not found["labelled"].coords
     assert found["text"].refused is not None
     assert "/labelled  (-=2, energy=3)  float32" in repr(found)
+    assert "/plain  (2, 3)  float32" in repr(found)
     zarr.create_array(str(tmp_path / "a.zarr"), shape=(2, 3), dtype="f4", attributes={"_ARRAY_DIMENSIONS": "no list"})
     assert shardload.open(tmp_path / "a.zarr")["/"].dims == (None, None)
     with pytest.raises(KeyError, match="holds no array 'x'; it has /labelled, /plain, /text"):
         found["x"]
+    with pytest.raises(KeyError, match="Did you mean '/plain'"):
+        found["plane"]
+
+
+def test_a_group_is_not_an_array(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["gas/rho"] = np.ones(2, "f4")
+        file["time"] = 0.5
+    with pytest.raises(KeyError, match=r"'gas' in '.*a\.h5' is a group, not an array; in it are /gas/rho"):
+        shardload.open(tmp_path / "a.h5")["gas"]
 
 
 def test_large_coordinates_are_named_only(tmp_path: Path) -> None:
