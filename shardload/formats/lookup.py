@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,9 @@ __all__ = [
     "read_small",
     "split_path",
 ]
+
+State = tuple[int, ...] | None
+Small = tuple[bytes | None, State]  # the values of a small array, and the file's state if it is the first of that file
 
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
@@ -372,6 +375,9 @@ class _Opened(OpenFile):
         self._held.callback(source.close)
         return source
 
+    def state(self) -> State:
+        return None if self._file is None else self._file.state()
+
     def close(self) -> None:
         self._held.close()
 
@@ -458,6 +464,15 @@ def _values_of(source: Source) -> bytes | None:
     return None if source.missing(whole) or source.state() != before else values.tobytes()
 
 
+@dataclass(eq=False)
+class _Read:
+    """What a `Finder` read from a file: the state of the file before that, and how many arrays."""
+
+    path: str
+    before: State
+    n: int = 0
+
+
 class Finder:
     """Finds many arrays, and reads the small ones of them. Each file is opened once. A context manager.
 
@@ -474,6 +489,7 @@ class Finder:
     def __init__(self, access: Access, tuning: Tuning | None = None) -> None:
         self._access, self._tuning = access, tuning
         self._files: dict[str, OpenFile] = {}
+        self._read: dict[str, _Read] = {}
 
     def __enter__(self) -> Finder:
         return self
@@ -482,15 +498,16 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
-    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False) -> tuple[ArrayInfo, bytes | None]:
-        """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
+    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False) -> tuple[ArrayInfo, Small]:
+        """The array's metadata, as from `find_array`, and its values, as from `read_small`, with the file's state."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
         if path is None or dataset is None or self._access.untrusted is not None:
             if self._tuning is None:
-                return find_array(path_or_object, dataset, self._access, needs_numbers), None
-            return find_small(path_or_object, dataset, self._access, needs_numbers)
+                return find_array(path_or_object, dataset, self._access, needs_numbers), (None, None)
+            info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
+            return info, (values, None)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
@@ -498,11 +515,18 @@ class Finder:
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return _loadable(source.info, needs_numbers), self._values(source)
+            return _loadable(source.info, needs_numbers), self._values(path, source)
         finally:
             source.close()
 
-    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, bytes | None]], list[ArrayInfo]]:
+    def states(self) -> Iterator[tuple[str, State, State]]:
+        """Of each file from which values of several arrays were read: its path, and its state then and now."""
+        for key, read in self._read.items():
+            if read.n > 1:
+                with as_source_error(read.path):
+                    yield key, read.before, self._file(read.path).state()
+
+    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, Small]], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
         Links are not followed.
@@ -533,27 +557,35 @@ class Finder:
             raise no_arrays_below(path, group, infos)
         return [(info, self._small(path, info)) for info in found], left_out
 
-    def _small(self, path: str, info: ArrayInfo) -> bytes | None:
+    def _small(self, path: str, info: ArrayInfo) -> Small:
         if self._tuning is None or self._access.untrusted is not None or not _is_small(info, self._tuning):
-            return None
+            return None, None
         try:
             source = self._file(path).open(info.dataset)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
-            return None
+            return None, None
         try:
-            return self._values(source)
+            is_same = (source.info.shape, source.info.dtype) == (info.shape, info.dtype)
+            return self._values(path, source) if is_same else (None, None)
         finally:
             source.close()
 
-    def _values(self, source: Source) -> bytes | None:
+    def _values(self, path: str, source: Source) -> Small:
         if self._tuning is None or not _is_small(source.info, self._tuning):
-            return None
+            return None, None
+        key = _place_of(path)
+        read = self._read.get(key) or _Read(path, self._file(path).state())
         try:
-            return _values_of(source)
+            values = _values_of(source)
         except Exception as error:
             let_interruption_pass(error)
-            return None
+            return None, None
+        if values is None:
+            return None, None
+        self._read[key] = read
+        read.n += 1
+        return values, read.before if read.n == 1 else None
 
     def _file(self, path: str) -> OpenFile:
         key = _place_of(path)

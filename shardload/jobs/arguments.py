@@ -24,6 +24,7 @@ from shardload.formats.labels import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Labeller, find_array, find_small, read_small
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.planner import check_together
 from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
 from shardload.jobs.trees import (
@@ -126,16 +127,18 @@ class Arguments:
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
-                        found.append(_as_text(label(place.path, info), of_array))
+                        info, small = finder.find(place.path, place.dataset, bool(call.options.decode))
+                        found.append(_as_text(label(place.path, info), *small))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
                 found.append(
                     {
-                        "all": [_as_text(label(place.path, info), one) for info, one in infos],
+                        "all": [_as_text(label(place.path, info), *small) for info, small in infos],
                         "left_out": [info.to_json() for info in left_out],
                     }
                 )
+            for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
+                check_unchanged(f"'{path}'", before, now, path, "")
         return json.dumps(found)
 
     def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
@@ -216,8 +219,9 @@ def _whole(target: Target) -> dict[str, Any]:
     return {"spec": PartitionSpec()}
 
 
-def _as_text(info: ArrayInfo, values: bytes | None) -> list[str | None]:
-    return [info.to_json(), None if values is None else b64encode(values).decode()]
+def _as_text(info: ArrayInfo, values: bytes | None, state: State = None) -> list[Any]:
+    """Metadata, values if there are any, and the state of the file from which they were read."""
+    return [info.to_json(), None if values is None else b64encode(values).decode(), state]
 
 
 def _what_of_path(place: Place) -> dict[str, str]:
@@ -250,13 +254,13 @@ def _find_with_values(path: Any, call: Call) -> tuple[ArrayInfo, bytes | None]:
     return info, values
 
 
-def _plan_found(call: Call, path: Any, found: list[str | None]) -> ArrayLoad:
-    text, values = found
+def _plan_found(call: Call, path: Any, found: list[Any]) -> ArrayLoad:
+    text, values, state = found
     info = ArrayInfo.from_json(text or "")
     if values is None:
         return plan_file(call, info, path)
     array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info), path)
+    return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path)
 
 
 def _find(path: Any, call: Call) -> ArrayInfo:

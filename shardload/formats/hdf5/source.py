@@ -230,8 +230,7 @@ class Hdf5Source(Source):
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None."""
         try:
-            descriptor = plain_descriptor(self._dataset.file)
-            return None if descriptor is None else state_of(descriptor)
+            return _state_of(self._dataset.file)
         except (RuntimeError, ValueError):  # it was closed
             return None
 
@@ -326,8 +325,20 @@ class _Hdf5File(OpenFile):
     def open(self, dataset: str) -> Source:
         return _open_dataset(self._file, self._path, dataset, self._access, is_own=False)
 
+    def state(self) -> tuple[int, ...] | None:
+        """As `Hdf5Source.state`."""
+        try:
+            return _state_of(self._file)
+        except (RuntimeError, ValueError):  # it was closed
+            return None
+
     def close(self) -> None:
         close_all([self._file])
+
+
+def _state_of(file: h5py.File) -> tuple[int, ...] | None:
+    descriptor = plain_descriptor(file)
+    return None if descriptor is None else state_of(descriptor)
 
 
 def _open_dataset(file: h5py.File, path: str, name: str, access: Access, is_own: bool) -> Hdf5Source:
