@@ -337,7 +337,7 @@ def replaced_at(monkeypatch: pytest.MonkeyPatch, comm: Any, replace: Callable[[]
 def version(path: Path, k: int) -> None:
     """A file, or store, of a number and two arrays, whose values are all `k`, in place of the one before."""
     new = path.with_name(f"{k}{path.name}")
-    arrays = {"time": np.float32(k), "x": np.full((4 * unit(), 3), k, "f4"), "y": np.full((4 * unit(), 5), k, "f4")}
+    arrays = {"time": np.float32(k), "x": np.full((16, 3), k, "f4"), "y": np.full((16, 5), k, "f4")}
     if path.suffix == ".zarr":
         root = zarr.open_group(new, mode="w")
         for name, data in arrays.items():
