@@ -363,6 +363,8 @@ class ToScatter:
         array = self._array() if callable(self._array) else self._array
         leaves: list[tuple[str, Any]] = []
         outline = _outline_of(array, self._has_tree, (), leaves)
+        if not leaves:
+            raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
         self._sources, told = [], []
         for where, value in leaves:
             with naming_errors(where):

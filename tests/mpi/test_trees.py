@@ -211,6 +211,7 @@ def test_scatter_a_tree(comm: Any) -> None:
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
+    same_error(comm, lambda: shardload.scatter({"x": {}}, mesh, P()), ConfigError, "a tree without an array")
 
 
 # --- what is wrong with the call
