@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cases import cells as c
-from benchmarks.cases.layouts import default_folder, field, make
+from benchmarks.cases.layouts import default_folder, field, make, many
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
@@ -17,7 +17,7 @@ from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
-from benchmarks.runs.extras import measure_memory, measure_scatter, measure_small
+from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
 from shardload.units import parse_nbytes
@@ -104,6 +104,25 @@ def small_chunks(
     chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
     measure(wanted, files, chosen, repeats=repeats, out=out, say=say, kind="chunks")
+
+
+@app.command("many")
+def many_command(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "4,8",
+    cells: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(c.MANY),
+    ways: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(c.MANY_WAYS),
+    series: Annotated[int, typer.Option(min=1, help="Arrays of 6 MiB.")] = 40,
+    tiny: Annotated[int, typer.Option(min=1, help="Arrays of 4 KiB.")] = 1000,
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    results: Results = RESULTS,
+) -> None:
+    """Time many arrays in one call (40 of 6 MiB, 1,000 of 4 KiB), and small ones: a real field of 1.7 MB, and 1 KiB."""
+    files = many(data, series, tiny)
+    chosen = {name: files[name] for name in _known(cells.split(","), tuple(c.MANY))}
+    numbers = [int(n) for n in ranks.split(",")]
+    record = measure_many(chosen, numbers, _known(ways.split(","), c.MANY_WAYS), repeats, say)
+    write_record(results / "many.json", record)
 
 
 @app.command()
@@ -236,6 +255,7 @@ def everything(
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
+        (many_command, {"repeats": repeats, "data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),

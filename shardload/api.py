@@ -518,6 +518,4 @@ def load_many(arrays: Sequence[tuple[Any, Any, Any, dict[str, Any]]], comm: Any 
 
 def _load(asked: Arguments, comm: Any) -> Loaded:
     with Request.open("load", asked.targets, comm, error=asked.error) as request:
-        job = request.job(request.plan(asked.find, partial(asked.make, request)))
-        job.begin()
-        return job.run()
+        return request.load(asked.find, partial(asked.make, request))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral, Number, Real
+from operator import attrgetter
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -335,6 +336,7 @@ _NAMES = frozenset(option.name for option in _KEPT)
 # Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
+_shared = attrgetter(*(option.kept_as for option in _KEPT if option.is_shared))
 # Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _ALL}
@@ -441,6 +443,8 @@ class Options:
 
     def check_shared(self, other: Options) -> None:
         """Raise ConfigError if `other`, the options of another array of this call, differs in an option of the whole call."""
+        if self is other or _shared(self) == _shared(other):
+            return
         for option in _KEPT:
             mine, theirs = getattr(self, option.kept_as), getattr(other, option.kept_as)
             if option.is_shared and mine != theirs:

@@ -22,6 +22,9 @@ SMALL_CHUNK_EDGES = (16, 32)
 SMALL_CHUNK_LAYOUTS = tuple(
     f"{kind}-{edge}" for edge in SMALL_CHUNK_EDGES for kind in ("hdf5-gzip", "zarr-zstd", "zarr-sharded")
 )
+# Many arrays, and small ones: what is done once for a call, and once for an array. Each with its sharding.
+MANY = {"series-of-40": "-,a,b", "many-tiny": "a,b", "real-field": "a", "one-kib": "a,b"}
+MANY_WAYS = ("shardload", "shardload-loop", "slice", "scatter")
 # "-" is an axis that is not cut: "-,a,b" is P(None, "a", "b").
 SPECS = ("a", "a,b", "-,a,b", "-,-,a")
 RANKS = (2, 4, 8)
@@ -84,6 +87,10 @@ MUSTS = (
     Must(Cell("zarr-zstd-cubes", "a,b", 4), (("tensorstore", 1.0),)),
     Must(Cell("zarr-sharded", "-,a,b", 4), (("tensorstore", 1.0),)),
 )
+SERIES_AT_LEAST = 4.0  # times slicing
+FIELD_AT_LEAST = 1.0  # times slicing
+TINY_AT_MOST_SECONDS = 1.0
+KIB_AT_MOST_SECONDS = 0.005
 SMALL_CHUNKS_AT_LEAST = 1.3  # of the best peer, in cells with small chunks
 BEST_PEER_AT_LEAST = 0.95  # of every other cell
 FLOOR_AT_MOST = 1.3  # of every cell with chunks

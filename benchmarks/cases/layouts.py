@@ -126,6 +126,42 @@ def field(folder: Path) -> File:
     return File("hdf5-field", path, FIELD[1], reference)
 
 
+def many(folder: Path, n_series: int = 40, n_tiny: int = 1000) -> dict[str, dict[str, Any]]:
+    """Files of many arrays, and of one small one, by the names in `cells.MANY`: what a job needs to load all of them.
+
+    A series of float32 arrays of 6 MiB in gzip planes, tiny ones of 4 KiB, the real field, and one of 1 KiB.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    base = np.stack([plane(128, i) for i in range(96)])
+
+    def series(file: h5py.File) -> None:
+        for k in range(n_series):
+            file.create_dataset(f"v{k:02d}", data=base + np.float32(k), chunks=(1, 128, 128), compression="gzip", shuffle=True)
+
+    def tiny(file: h5py.File) -> None:
+        for k in range(n_tiny):
+            file[f"g{k % 10}/v{k:04d}"] = np.arange(1024, dtype=np.float32).reshape(32, 32) + np.float32(k)
+
+    def kib(file: h5py.File) -> None:
+        file["x"] = np.arange(256, dtype=np.float32).reshape(16, 16)
+
+    found: dict[str, dict[str, Any]] = {}
+    writers = {"series-of-40": (series, n_series), "many-tiny": (tiny, n_tiny), "one-kib": (kib, 1)}
+    for name, (write, n) in writers.items():
+        path = folder / f"{name}-{n}-recipe-{RECIPE}.h5"
+        if not path.exists():
+            part = path.with_suffix(".part")
+            with h5py.File(part, "w") as file:
+                write(file)
+            part.rename(path)
+        found[name] = {"path": str(path)}
+    found["real-field"] = {"path": str(Path(iris_sample_data.path) / FIELD[0]), "names": [FIELD[1]]}
+    found["series-of-40"]["names"] = [f"v{k:02d}" for k in range(n_series)]
+    found["many-tiny"]["names"] = [f"g{k % 10}/v{k:04d}" for k in range(n_tiny)]
+    found["one-kib"]["names"] = ["x"]
+    return found
+
+
 def _write_reference(path: Path, size: int) -> None:
     part = path.with_suffix(".part")
     out = np.lib.format.open_memmap(part, mode="w+", dtype=np.float32, shape=(size, size, size))

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import h5py
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -22,6 +23,7 @@ from mpi4py import MPI
 
 import shardload
 from benchmarks.cases.cells import box, mesh_shape
+from benchmarks.peers.many import MANY
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
 
@@ -39,7 +41,7 @@ def sharding_of(spec: str) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices).reshape(mesh_shape(spec, len(devices))), axes), P(*names))
 
 
-def timed(load: Any) -> tuple[jax.Array, dict[str, float]]:
+def timed(load: Any) -> tuple[Any, dict[str, float]]:
     """All ranks start together; the clock is the machine's, so that the conductor may compare ranks."""
     gc.collect()
     comm.Barrier()
@@ -83,6 +85,21 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     del array  # before the next load, on every rank
     comm.Barrier()
     return {**times, "report": report}
+
+
+def many(request: dict[str, Any]) -> dict[str, Any]:
+    """Load all arrays of a file once; return start and end, or compare each with what h5py reads instead."""
+    file, sharding = request["file"], sharding_of(request["spec"])
+    way = MANY[request["way"]]
+    arrays, times = timed(lambda: way(file, sharding, comm))
+    if request.get("verify"):
+        with h5py.File(file["path"]) as opened:
+            for array, name in zip(arrays, file["names"], strict=True):
+                verify(array, request["spec"], opened[name][...])
+    nbytes = sum(array.nbytes for array in arrays)
+    del arrays
+    comm.Barrier()
+    return {**times, "nbytes": nbytes}
 
 
 def scatter(request: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +154,7 @@ def verification(request: dict[str, Any]) -> dict[str, Any]:
     return {**times, "report": dataclasses.asdict(made[0].report) if made[0].report else {}}
 
 
-HANDLERS = {"run": run, "scatter": scatter, "memory": memory, "verification": verification}
+HANDLERS = {"run": run, "many": many, "scatter": scatter, "memory": memory, "verification": verification}
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:

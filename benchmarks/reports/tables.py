@@ -12,15 +12,20 @@ from typing import Any
 
 from benchmarks.cases.cells import (
     BEST_PEER_AT_LEAST,
+    FIELD_AT_LEAST,
     FLOOR,
     FLOOR_AT_MOST,
+    KIB_AT_MOST_SECONDS,
     LAYOUTS,
+    MANY_WAYS,
     MODES,
     MUSTS,
     OURS,
     PEERS,
+    SERIES_AT_LEAST,
     SMALL_CHUNKS_AT_LEAST,
     SPECS,
+    TINY_AT_MOST_SECONDS,
     Cell,
     spec_text,
 )
@@ -29,7 +34,7 @@ from benchmarks.runs.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.runs.measure import median
 from benchmarks.runs.verification import verification_table
 
-KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "memory", "verify", "devices")
+KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "many", "memory", "verify", "devices")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -78,7 +83,8 @@ def write_report(folder: Path, records: dict[str, Record]) -> Path:
     for kind in ("run", "cold", "field", "chunks"):
         if kind in records:
             parts += run_table(records[kind])
-    parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small")), *memory_table(records.get("memory"))]
+    parts += [*scatter_table(records.get("scatter")), *small_table(records.get("small"))]
+    parts += [*many_table(records.get("many")), *memory_table(records.get("memory"))]
     parts += verification_table(records.get("verify"))
     parts += devices_table(records.get("devices"))
     parts += failures(records)
@@ -156,6 +162,7 @@ def must_table(records: dict[str, Record]) -> list[str]:
     lines += [
         *_scatter_musts(records.get("scatter")),
         *_small_musts(records.get("small")),
+        *_many_musts(records.get("many")),
         *_memory_musts(records.get("memory")),
     ]
     return [*lines, ""]
@@ -194,6 +201,21 @@ def _small_musts(record: Record | None) -> list[str]:
     return [_must("1 KiB, 4 ranks, second call", promised, "", None)]
 
 
+def _many_musts(record: Record | None) -> list[str]:
+    lines = []
+    for cell in (record or {}).get("cells", []):
+        name, ours = f"{cell['layout']}, {cell['ranks']} ranks", seconds(cell, OURS)
+        least = {"series-of-40": SERIES_AT_LEAST, "real-field": FIELD_AT_LEAST}.get(cell["layout"])
+        most = {"many-tiny": TINY_AT_MOST_SECONDS, "one-kib": KIB_AT_MOST_SECONDS}.get(cell["layout"])
+        if least is not None:
+            found = ratio(cell, "slice")
+            lines.append(_must(name, f"{least:g}x slice", _times(found), None if found is None else found >= least))
+        if most is not None:
+            text = "" if ours is None else f"{ours * 1e3:.1f} ms"
+            lines.append(_must(name, f"at most {most * 1e3:g} ms", text, None if ours is None else ours <= most))
+    return lines
+
+
 def _memory_musts(record: Record | None) -> list[str]:
     promised = f"pieces + staging + {ALLOWANCE_NBYTES // MIB} MiB"
     cells = (record or {}).get("cells", [])
@@ -228,6 +250,24 @@ def small_table(record: Record | None) -> list[str]:
         lines.append(
             f"| {cell['way']} | {cell['first'] * 1e3:.1f} | {cell['second'] * 1e3:.1f} | {median(cell['seconds']) * 1e3:.1f} |"
         )
+    return [*lines, ""]
+
+
+def many_table(record: Record | None) -> list[str]:
+    """A row per cell: milliseconds of each way."""
+    if record is None:
+        return []
+    lines = [
+        f"## Many arrays in one call, and small ones, warm, {record['repeats']} repeats",
+        "",
+        "| arrays | sharding | ranks | " + " | ".join(f"{way}, ms" for way in MANY_WAYS) + " | slice / shardload |",
+        "|---|---|--:|" + "--:|" * len(MANY_WAYS) + "--:|",
+    ]
+    for cell in record["cells"]:
+        name = f"{cell['layout']}: {cell['n_arrays']}, {cell['nbytes'] / MIB:.3g} MiB"
+        found = [seconds(cell, way) for way in MANY_WAYS]
+        row = [name, f"`{spec_text(cell['spec'])}`", cell["ranks"], *("" if s is None else f"{s * 1e3:.1f}" for s in found)]
+        lines.append("| " + " | ".join(map(str, [*row, _times(ratio(cell, "slice"))])) + " |")
     return [*lines, ""]
 
 

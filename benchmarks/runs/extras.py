@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from benchmarks.cases.cells import OURS, spec_text
+from benchmarks.cases.cells import MANY, OURS, spec_text
 from benchmarks.cases.layouts import File, make
 from benchmarks.remote import RemoteError
 from benchmarks.runs.measure import Jobs, Say, median, new_record, turns, without_folders
@@ -62,6 +62,37 @@ def measure_small(folder: Path, ranks: int, repeats: int, say: Say) -> dict[str,
             f"1 KiB, {ranks} ranks, {way}: first {first * 1e3:.1f} ms, second {seconds[0] * 1e3:.1f} ms, "
             f"later {median(seconds) * 1e3:.1f} ms"
         )
+    return record
+
+
+def measure_many(
+    files: dict[str, dict[str, Any]], ranks: Sequence[int], ways: Sequence[str], repeats: int, say: Say
+) -> dict[str, Any]:
+    """Many arrays in one call, and small ones: a loop of calls and the peers take turns with it. All are warm."""
+    record = new_record("many", {}, repeats=repeats)
+    for n in ranks:
+        with Jobs(n) as jobs:
+            for name, file in files.items():
+                request = {"spec": MANY[name], "file": file}
+                took: dict[str, dict[str, Any]] = {way: {"seconds": [], "cpu_seconds": []} for way in ways}
+                for way in ways:
+                    try:
+                        found = jobs.ask(way, "many", verify=True, **request)[0]
+                        took[way]["verified"] = True
+                    except RemoteError as error:
+                        took[way]["error"] = without_folders(error)
+                        say(f"{name}, {n} ranks: {way} failed: {error}")
+                for repeat in range(repeats):
+                    for way in turns(ways, repeat):
+                        if "error" not in took[way]:
+                            found_now = jobs.time(way, "many", **request)
+                            took[way]["seconds"].append(found_now["seconds"])
+                            took[way]["cpu_seconds"].append(found_now["cpu_seconds"])
+                told = ", ".join(f"{w} {median(t['seconds']) * 1e3:.1f}" for w, t in took.items() if t["seconds"])
+                say(f"{name}, {n} ranks, ms: {told}")
+                cell = {"layout": name, "spec": MANY[name], "ranks": n, "n_arrays": len(file["names"])}
+                record["cells"].append({**cell, "nbytes": found["nbytes"], "ways": took})
+            record["versions"] |= jobs.versions
     return record
 
 

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, AnyStr
 
 import numpy as np
 
@@ -23,9 +23,18 @@ from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["Agreement", "Invocation", "digest_of"]
+__all__ = ["MOST_COUNTS", "Agreement", "Invocation", "digest_of"]
 
+MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
+_TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed that should have told something: its error as JSON."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,13 @@ class Agreement:
     size: int
     _collectives: Collectives
 
-    def begin(self, asked: Invocation, find: Callable[[], str]) -> str | None:
+    def begin(self, asked: Invocation, find: Callable[[], AnyStr]) -> AnyStr | None:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
-        Returns that text. If `find` raises on rank 0, every rank raises that error. Returns None if rank 0 made another call;
-        the next message (`all_same`) tells all ranks.
+        Returns that text, or those bytes if `find` returns bytes. If `find` raises on rank 0, every rank raises that error.
+        Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
-        found = self._tell(find, 0, f"{asked.digest:016x}")
+        found = self._tell(find, 0, f"{asked.digest:016x}".encode())
         return None if found is None else self._told(found, 0)
 
     def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -103,8 +112,12 @@ class Agreement:
         """Send a text of `root` to every rank. Collective."""
         if self.size == 1:
             return text or ""
-        # The first message has the length and, if it fits, the whole text: most texts take one broadcast.
-        data = np.frombuffer((text or "").encode("utf-8", "surrogatepass") if self.rank == root else b"", dtype=np.uint8)
+        return _to_text(self._send_bytes(_to_bytes(text or ""), root))
+
+    def _send_bytes(self, given: bytes | bytearray, root: int) -> memoryview:
+        """Send bytes of `root` to every rank. Collective."""
+        # The first message has the length and, if they fit, all bytes: most texts take one broadcast.
+        data = np.frombuffer(given if self.rank == root else b"", dtype=np.uint8)
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
         room = _HEAD_NBYTES - 8
         if self.rank == root:
@@ -113,51 +126,61 @@ class Agreement:
         self._collectives.broadcast(head, root)
         length = int(head[:8].view("<i8")[0])
         if length <= room:
-            return head[8 : 8 + length].tobytes().decode("utf-8", "surrogatepass")
-        whole = data.copy() if self.rank == root else np.empty(length, dtype=np.uint8)
+            return head[8 : 8 + length].data
+        whole = np.empty(length, dtype=np.uint8) if self.rank != root else data if data.flags.writeable else data.copy()
         self._collectives.broadcast(whole, root)
-        return whole.tobytes().decode("utf-8", "surrogatepass")
+        return whole.data
 
     def gather_text(self, text: str) -> list[str]:
         """Gather a text from every rank, on every rank. Collective."""
         return [self.send_text(text, root) for root in range(self.size)]
 
-    def tell(self, make: Callable[[], str], root: int) -> str:
+    def tell(self, make: Callable[[], AnyStr], root: int) -> AnyStr:
         """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
-        found = self._tell(make, root, "")
-        return "" if found is None else self._told(found, root)
+        found = self._tell(make, root, b"")
+        if found is None:
+            raise ValueError("a message without a mark has none that could differ")
+        return self._told(found, root)
 
-    def _tell(self, make: Callable[[], str], root: int, mark: str) -> tuple[str, BaseException | None] | None:
-        """The text and, on `root`, the exception; None if the mark of `root` differs."""
+    def _tell(
+        self, make: Callable[[], AnyStr], root: int, mark: bytes
+    ) -> tuple[AnyStr | _Failure, BaseException | None] | None:
+        """What `root` made or how it failed and, on `root`, the exception; None if the mark of `root` differs."""
         if self.size == 1:
             try:
-                return "+" + make(), None
+                return make(), None
             except ShardloadError as found:
                 let_interruption_pass(found)
                 raise
             except Exception as found:  # the same type as with more ranks
                 let_interruption_pass(found)
                 raise as_shardload(found, None) from found
-        text, error = None, None
+        framed, error = bytearray(mark), None
         if self.rank == root:
             try:
-                text = "+" + make()
+                made = make()
+                framed += _TEXT if isinstance(made, str) else _BYTES
+                framed += _to_bytes(made) if isinstance(made, str) else made
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-                text = "-" + to_json(as_shardload(found, root))
-        text = self.send_text(None if text is None else mark + text, root)
-        return (text[len(mark) :], error) if text.startswith(mark) else None
+                framed += _FAILED + _to_bytes(to_json(as_shardload(found, root)))
+        came, n = self._send_bytes(framed, root), len(mark)
+        if came[:n] != mark:
+            return None
+        kind, body = bytes(came[n : n + 1]), came[n + 1 :]
+        told: Any = _Failure(_to_text(body)) if kind == _FAILED else body if kind == _BYTES else _to_text(body)
+        return told, error
 
-    def _told(self, found: tuple[str, BaseException | None], root: int) -> str:
-        text, error = found
-        if text[0] == "-":
+    def _told(self, found: tuple[AnyStr | _Failure, BaseException | None], root: int) -> AnyStr:
+        made, error = found
+        if isinstance(made, _Failure):
             # Wrong arguments are wrong on every rank, though only `root` has checked them.
-            n_failed = self.size if json.loads(text[1:])["kind"] == "ConfigError" else 1
-            shared = from_json(text[1:], root, n_failed, self.size)
+            n_failed = self.size if json.loads(made.text)["kind"] == "ConfigError" else 1
+            shared = from_json(made.text, root, n_failed, self.size)
             shared.__cause__ = error
             raise self.shared(shared)
-        return text[1:]
+        return made
 
     def agree(self, error: BaseException | None, counts: list[int] | None = None) -> list[int]:
         """Raise the same error on every rank if any rank has one; else return the sums of `counts` over the ranks. Collective.
@@ -183,12 +206,24 @@ class Agreement:
         share(error, self.rank, self.size)
         return error
 
-    def all_same(self, asked: Invocation, is_fine: bool) -> bool:
-        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call."""
+    def all_same(self, asked: Invocation, is_fine: bool, counts: list[int] | None = None) -> bool:
+        """True if no rank has an error and all ranks make the same call. Collective; the second message of every call.
+
+        `counts`, at most `MOST_COUNTS`, are replaced by their sums over the ranks. The message has one length for all calls: a
+        rank that makes another call may have other counts, or none; then the sums mean nothing.
+        """
+        mine = [] if counts is None else counts
         if self.size == 1:
             return is_fine
-        all_fine, differs = self._compare([asked.digest], is_fine)
-        return all_fine and not differs.size
+        # If each of n ranks has a number h, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal. So one sum
+        # carries the comparison and the counts, and every rank gets the same answer. h has 16 bits: the sums do not overflow.
+        numbers = [asked.digest >> 16 * k & 0xFFFF for k in range(4)]
+        sent = [int(not is_fine), *numbers, *(h * h for h in numbers), *mine, *[0] * (MOST_COUNTS - len(mine))]
+        n_failed, *sums = self.sum_ints(sent)
+        firsts, seconds = sums[:4], sums[4:8]
+        same = all(self.size * second == first * first for first, second in zip(firsts, seconds, strict=True))
+        mine[:] = sums[8 : 8 + len(mine)]
+        return same and not n_failed
 
     def settle(self, asked: Invocation, error: BaseException | None) -> None:
         """Send both messages that every call begins with, if rank 0 has no text to send. Raises as `agree_same`. Collective."""
@@ -247,6 +282,14 @@ class Agreement:
         return other, self.send_text(text, other), self.send_text(text, 0)
 
 
+def _to_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _to_text(data: memoryview) -> str:
+    return bytes(data).decode("utf-8", "surrogatepass")
+
+
 def digest_of(text: str) -> int:
     """64-bit digest of a text."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_to_bytes(text), digest_size=8).digest(), "little")

@@ -502,6 +502,10 @@ class OpenFile(abc.ABC):
         """
         return None
 
+    def only_name(self) -> str | None:
+        """The name of the only array, if one look tells that there is no other one and no group; else None."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close the file. Close its arrays first. May be called again."""

@@ -11,10 +11,11 @@ whatever the library below raised. `diagnosis` has the messages.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from shardload.formats.diagnosis import (
 )
 from shardload.formats.labels import SMALL_NBYTES, Labels, complete
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
+from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass
@@ -55,7 +57,6 @@ __all__ = [
 ]
 
 State = tuple[int, ...] | None
-Small = tuple[bytes | None, State]  # the values of a small array, and the file's state if it is the first of that file
 
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
@@ -415,7 +416,7 @@ def _checked(source: Source) -> Source:
 
 def find_small(
     path_or_object: Any, dataset: str | None, access: Access, needs_numbers: bool = False
-) -> tuple[ArrayInfo, bytes | None]:
+) -> tuple[ArrayInfo, bytes | memoryview | None]:
     """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
     if access.untrusted is None:
         info = find_array(path_or_object, dataset, access, needs_numbers)
@@ -425,16 +426,18 @@ def find_small(
         return find(path, file, dataset, access, values=True, needs_numbers=needs_numbers)
 
 
-def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None) -> bytes | None:
+def read_small(
+    path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tuning: Tuning | None = None
+) -> memoryview | None:
     """All values of an array that `find_array` found, if it is small: in C order and native byte order.
 
     Collective: no. One rank runs it, so that the others need not open the file.
 
     Returns
     -------
-    bytes or None
-        None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also None if it
-        cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
+    memoryview or None
+        Of bytes. None if the array is large, empty or already open, or if its chunks (which are decoded whole) are large. Also
+        None if it cannot be read, has missing chunks, or changes meanwhile; the normal load then reports that.
     """
     if _as_path(path_or_object) is None or not _is_small(info, tuning or default_tuning()):
         return None
@@ -452,25 +455,21 @@ def read_small(path_or_object: Any, info: ArrayInfo, access: Access = STRICT, tu
 
 def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
     """True if the array is small, and so are its chunks."""
-    is_small = 0 < nbytes_of(info) <= tuning.small_nbytes
-    return is_small and nbytes_of(info, info.shards or info.chunks or ()) <= tuning.small_chunk_nbytes
+    nbytes, unit = nbytes_of(info), info.shards or info.chunks
+    if not 0 < nbytes <= tuning.small_nbytes or nbytes_of(info, unit or ()) > tuning.small_chunk_nbytes:
+        return False
+    if nbytes <= tuning.tiny_nbytes:
+        return True
+    n_chunks = 0 if info.chunks is None else math.prod(-(-n // c) for n, c in zip(info.shape, info.chunks, strict=True))
+    return one_reader_seconds(nbytes, n_chunks, info.codec) <= START_SECONDS
 
 
-def _values_of(source: Source) -> bytes | None:
+def _values_of(source: Source) -> memoryview | None:
     """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
     before, whole = source.state(), Region.whole(source.info.shape)
     values = np.empty(whole.shape, dtype=source.dtype)
     source.read_into(whole, values)
-    return None if source.missing(whole) or source.state() != before else values.tobytes()
-
-
-@dataclass(eq=False)
-class _Read:
-    """What a `Finder` read from a file: the state of the file before that, and how many arrays."""
-
-    path: str
-    before: State
-    n: int = 0
+    return None if source.missing(whole) or source.state() != before else values.reshape(-1).view(np.uint8).data
 
 
 class Finder:
@@ -484,12 +483,22 @@ class Finder:
         What the caller allows.
     tuning : Tuning, optional
         Which arrays are small; None to read no values.
+    most_nbytes : int, optional
+        Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
+    keeps_states : bool
+        True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
     """
 
-    def __init__(self, access: Access, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self, access: Access, tuning: Tuning | None = None, most_nbytes: int | None = None, keeps_states: bool = False
+    ) -> None:
         self._access, self._tuning = access, tuning
+        self._keeps_states = keeps_states and tuning is not None
+        self._states: dict[str, State] = {}
+        cap = 0 if tuning is None else tuning.small_total_nbytes
+        self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
         self._files: dict[str, OpenFile] = {}
-        self._read: dict[str, _Read] = {}
+        self._places: dict[str, str] = {}  # of each path as written, because looking it up asks the file system
 
     def __enter__(self) -> Finder:
         return self
@@ -498,16 +507,35 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
-    def find(self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False) -> tuple[ArrayInfo, Small]:
-        """The array's metadata, as from `find_array`, and its values, as from `read_small`, with the file's state."""
+    def state_of(self, path_or_object: Any) -> State:
+        """The state of a file when it was opened; None if it was not kept."""
+        path = _as_path(path_or_object) if self._keeps_states else None
+        return None if path is None else self._states.get(_place_of(split_path(path)[0]))
+
+    def states(self) -> Iterator[tuple[str, State, State]]:
+        """Of each file that was opened: its place, and its state then and now."""
+        for place, before in self._states.items():
+            with as_source_error(place):
+                yield place, before, self._file(place).state()
+
+    def find(
+        self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False
+    ) -> tuple[ArrayInfo, bytes | memoryview | None]:
+        """The array's metadata, as from `find_array`, and its values, as from `read_small`."""
         path = _as_path(path_or_object)
         if path is not None and dataset is None:
             path, dataset = split_path(path)
-        if path is None or dataset is None or self._access.untrusted is not None:
-            if self._tuning is None:
-                return find_array(path_or_object, dataset, self._access, needs_numbers), (None, None)
+        if path is None or self._access.untrusted is not None:
+            if self._tuning is None or path is None:
+                return find_array(path_or_object, dataset, self._access, needs_numbers), None
             info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
-            return info, (values, None)
+            return info, values if values is not None and self._takes(len(values)) else None
+        if dataset is None:
+            found = self._find_only(path)
+            if found is not None:
+                return found
+            info = find_array(path_or_object, None, self._access, needs_numbers)
+            return info, self._small(path, info)
         name = _full_name(dataset)
         try:
             with as_source_error(path, name):
@@ -515,18 +543,26 @@ class Finder:
         except KeyError:
             raise no_such_array(path, name, *_sketch(format_of(path), path, self._access, name)) from None
         try:
-            return _loadable(source.info, needs_numbers), self._values(path, source)
+            return _loadable(source.info, needs_numbers), self._values(source)
         finally:
             source.close()
 
-    def states(self) -> Iterator[tuple[str, State, State]]:
-        """Of each file from which values of several arrays were read: its path, and its state then and now."""
-        for key, read in self._read.items():
-            if read.n > 1:
-                with as_source_error(read.path):
-                    yield key, read.before, self._file(read.path).state()
+    def _find_only(self, path: str) -> tuple[ArrayInfo, bytes | memoryview | None] | None:
+        """What `find` returns, if the file has one array and it can be loaded: then it is opened once."""
+        try:
+            name = self._file(path).only_name()
+            source = None if name is None else self._file(path).open(name)
+        except Exception as error:  # `find_array` says what is wrong
+            let_interruption_pass(error)
+            return None
+        if source is None:
+            return None
+        try:
+            return (source.info, self._values(source)) if candidates([source.info]) else None
+        finally:
+            source.close()
 
-    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, Small]], list[ArrayInfo]]:
+    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, memoryview | None]], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
         Links are not followed.
@@ -557,44 +593,48 @@ class Finder:
             raise no_arrays_below(path, group, infos)
         return [(info, self._small(path, info)) for info in found], left_out
 
-    def _small(self, path: str, info: ArrayInfo) -> Small:
+    def _small(self, path: str, info: ArrayInfo) -> memoryview | None:
         if self._tuning is None or self._access.untrusted is not None or not _is_small(info, self._tuning):
-            return None, None
+            return None
         try:
             source = self._file(path).open(info.dataset)
         except Exception as error:  # the normal load reports it
             let_interruption_pass(error)
-            return None, None
+            return None
         try:
-            is_same = (source.info.shape, source.info.dtype) == (info.shape, info.dtype)
-            return self._values(path, source) if is_same else (None, None)
+            # Opened once more, so it may be another one. Compared as text, because a NaN is not equal to itself.
+            return self._values(source) if source.info.to_json() == info.to_json() else None
         finally:
             source.close()
 
-    def _values(self, path: str, source: Source) -> Small:
-        if self._tuning is None or not _is_small(source.info, self._tuning):
-            return None, None
-        key = _place_of(path)
-        read = self._read.get(key) or _Read(path, self._file(path).state())
+    def _values(self, source: Source) -> memoryview | None:
+        nbytes = nbytes_of(source.info)
+        if self._tuning is None or not _is_small(source.info, self._tuning) or not self._takes(nbytes):
+            return None
         try:
-            values = _values_of(source)
+            return _values_of(source)
         except Exception as error:
             let_interruption_pass(error)
-            return None, None
-        if values is None:
-            return None, None
-        self._read[key] = read
-        read.n += 1
-        return values, read.before if read.n == 1 else None
+            return None
+
+    def _takes(self, nbytes: int) -> bool:
+        """True if so many bytes more may be sent with the metadata."""
+        takes = nbytes <= self._left_nbytes
+        self._left_nbytes -= nbytes * takes
+        return takes
 
     def _file(self, path: str) -> OpenFile:
-        key = _place_of(path)
+        if path not in self._places:
+            self._places[path] = _place_of(path)
+        key = self._places[path]
         file = self._files.get(key)
         if file is None:
             file_format = format_of(path)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[key] = file_format.open_file(path, self._access)
+            if self._keeps_states and key not in self._states:
+                self._states[key] = file.state()
         return file
 
 

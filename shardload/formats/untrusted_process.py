@@ -25,6 +25,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 __all__ = ["main"]
@@ -156,11 +157,13 @@ class _Server:
     ) -> Answer:
         """Find the array that the caller means; also read its values, if `values` and the array is small."""
         from shardload.formats.lookup import find_array, read_small
+        from shardload.planning.tuning import default_tuning
 
         self._prepare(path)
         access = _access(allow_external)
         info = find_array(path, dataset, access, needs_numbers)
-        found = read_small(path, info, access) if values else None
+        tiny = default_tuning().tiny_nbytes  # larger values do not fit into the memory that is shared now
+        found = read_small(path, info, access, replace(default_tuning(), small_nbytes=tiny)) if values else None
         if found is not None:
             self._memory[: len(found)] = found
         return {"info": json.loads(info.to_json()), "nbytes": None if found is None else len(found)}

@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import SMALL_NBYTES
-from shardload.formats.lookup import Finder, Labeller, find_array, find_small, read_small
+from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.consistency import State, check_unchanged
@@ -48,6 +48,8 @@ _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
 Label = Callable[[Any, ArrayInfo], ArrayInfo]
 
 __all__ = ["Arguments", "ToScatter", "ToVerify", "describe_path"]
+
+_SHARE_OF_STAGING = 4  # values that are sent with the metadata: as read, as sent, as received, and as much again in MPI
 
 
 class Arguments:
@@ -99,8 +101,8 @@ class Arguments:
         """Values for the arrays, in the structure that the caller asked for."""
         return self.tree.build(values)
 
-    def find(self, calls: list[Call], values: bool = True) -> str:
-        """The metadata of all arrays as text, and the values of small ones if `readers` is "auto". Runs on one rank.
+    def find(self, calls: list[Call], values: bool = True) -> bytes:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto". Runs on one rank.
 
         With names of axes and coordinates if a selection may name them.
         """
@@ -116,45 +118,48 @@ class Arguments:
         """The option as the caller passed it."""
         return None if self._given is None else self._given[2].get("select")
 
-    def _find_all(self, calls: list[Call], values: bool, label: Label) -> str:
-        if self.tree.is_single:
-            path = self.tree.places[0].path
-            info, found_values = _find_with_values(path, calls[0]) if values else (_find(path, calls[0]), None)
-            return json.dumps([_as_text(label(path, info), found_values)])
-        options = calls[0].options
+    def _find_all(self, calls: list[Call], values: bool, label: Label) -> bytes:
+        options, tuning = calls[0].options, calls[0].tuning
+        if calls[0].is_alone:  # there is no other rank that would have to open the file
+            tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
         found: list[Any] = []
-        with Finder(options.access, calls[0].tuning if values and options.readers == AUTO else None) as finder:
+        sent = _Values()
+        most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
+        is_many = not self.tree.is_single
+        with Finder(options.access, tuning if values and options.readers == AUTO else None, most_nbytes, is_many) as finder:
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
-                        info, small = finder.find(place.path, place.dataset, bool(call.options.decode))
-                        found.append(_as_text(label(place.path, info), *small))
+                        info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
+                        found.append(sent.add(label(place.path, info), of_array, finder.state_of(place.path)))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
                 found.append(
                     {
-                        "all": [_as_text(label(place.path, info), *small) for info, small in infos],
+                        "all": [sent.add(label(place.path, info), one, finder.state_of(place.path)) for info, one in infos],
                         "left_out": [info.to_json() for info in left_out],
                     }
                 )
             for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
                 check_unchanged(f"'{path}'", before, now, path, "")
-        return json.dumps(found)
+        return sent.join(found)
 
-    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+    def make(self, request: Request, calls: list[Call], told: bytes) -> list[ArrayLoad]:
         """Plan all arrays from their metadata. Runs on every rank."""
-        found = json.loads(text)
+        found, values = _Values.split(told)
         if self.tree.has_patterns:
             calls, found = self._grow(request, calls, found)
         if self.tree.is_single:
-            return [_plan_found(calls[0], self.tree.places[0].path, found[0])]
+            return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
             self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
+        tuning = calls[0].tuning.for_many(len(calls))
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
                 with naming_errors(target.where):
-                    loads.append(replace(_plan_found(call, place.path, one), where=target.where))
+                    planned = _plan_found(replace(call, tuning=tuning), place.path, one, values)
+                    loads.append(replace(planned, where=target.where))
             except ConfigError as error:
                 self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
                 raise
@@ -202,6 +207,9 @@ class Arguments:
     def _explain(self, error: ConfigError, k: int, infos: list[ArrayInfo]) -> None:
         """Add to the error about the k-th array, which cannot be planned, an array of another shape with the same spec."""
         target, info = self.targets[k], infos[k]
+        if is_by_name(target.options.get("select")) and "select names the axis" in str(error):
+            error.args = (f"{error}. The selection counts for several arrays: pass a tree of selections, with one for each",)
+            return
         same = [j for j, one in enumerate(self.targets) if one.spec is target.spec and infos[j].shape != info.shape]
         if same and "P(" in str(error):
             other, where = infos[same[0]], self.targets[same[0]].where
@@ -219,9 +227,38 @@ def _whole(target: Target) -> dict[str, Any]:
     return {"spec": PartitionSpec()}
 
 
-def _as_text(info: ArrayInfo, values: bytes | None, state: State = None) -> list[Any]:
-    """Metadata, values if there are any, and the state of the file from which they were read."""
-    return [info.to_json(), None if values is None else b64encode(values).decode(), state]
+class _Values:
+    """Metadata as text, and the values of small arrays after it as they are, in one message."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes | memoryview] = []
+        self._n = 0
+        self._stated: set[str] = set()
+
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None, state: State = None) -> list[Any]:
+        """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
+
+        With the first values of each file, also the state of the file in which they were read.
+        """
+        if values is None:
+            return [info.to_json(), None, None]
+        start, self._n = self._n, self._n + len(values)
+        self._parts.append(values)
+        is_first = info.path not in self._stated
+        self._stated.add(info.path)
+        return [info.to_json(), start, state if is_first else None]
+
+    def join(self, found: list[Any]) -> bytes:
+        """The message."""
+        text = json.dumps(found).encode()
+        return b"".join([len(text).to_bytes(8, "little"), text, *self._parts])
+
+    @staticmethod
+    def split(told: bytes) -> tuple[list[Any], memoryview]:
+        """What was found, and the bytes of all values."""
+        whole = memoryview(told)
+        end = 8 + int.from_bytes(whole[:8], "little")
+        return json.loads(bytes(whole[8:end])), whole[end:]
 
 
 def _what_of_path(place: Place) -> dict[str, str]:
@@ -242,30 +279,13 @@ def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
     return info
 
 
-def _find_with_values(path: Any, call: Call) -> tuple[ArrayInfo, bytes | None]:
-    """The array's metadata, and its values if it is small and `readers` is "auto"."""
-    options, access = call.options, call.options.access
-    is_auto = options.readers == AUTO
-    if is_auto and access.untrusted is not None:  # one helper process for both
-        info, values = find_small(path, options.dataset, access, bool(options.decode))
-    else:
-        info = _find(path, call)
-        values = read_small(path, info, access, call.tuning) if is_auto else None
-    return info, values
-
-
-def _plan_found(call: Call, path: Any, found: list[Any]) -> ArrayLoad:
-    text, values, state = found
-    info = ArrayInfo.from_json(text or "")
-    if values is None:
+def _plan_found(call: Call, path: Any, found: list[Any], values: memoryview) -> ArrayLoad:
+    text, start, state = found
+    info = ArrayInfo.from_json(text)
+    if start is None:
         return plan_file(call, info, path)
-    array = np.frombuffer(b64decode(values), dtype=info.dtype).reshape(info.shape)
+    array = np.frombuffer(values, dtype=info.dtype, count=math.prod(info.shape), offset=start).reshape(info.shape)
     return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path)
-
-
-def _find(path: Any, call: Call) -> ArrayInfo:
-    options = call.options
-    return find_array(path, options.dataset, options.access, needs_numbers=bool(options.decode))
 
 
 class ToVerify(Arguments):
@@ -312,9 +332,9 @@ class ToVerify(Arguments):
             )
         return found
 
-    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+    def make(self, request: Request, calls: list[Call], told: bytes) -> list[ArrayLoad]:
         """Plan the loads that would give these arrays."""
-        loads = super().make(request, calls, text)
+        loads = super().make(request, calls, told)
         for x, load in zip(self.arrays(), loads, strict=True):
             if (load.plan.shape_global, load.plan.dtype) != (x.shape, x.dtype):
                 error = ConfigError(
@@ -358,7 +378,7 @@ class ToScatter:
         """Values for the arrays, in the structure of the root's tree."""
         return self._tree.build(values)
 
-    def find(self, calls: list[Call]) -> str:
+    def find(self, calls: list[Call]) -> bytes:
         """Make the arrays, and describe them as text. Runs on the root."""
         array = self._array() if callable(self._array) else self._array
         leaves: list[tuple[str, Any]] = []
@@ -372,11 +392,11 @@ class ToScatter:
             self._sources.append(source)
             view = source.view(Region.whole(source.info.shape))
             told.append([source.info.to_json(), view is not None and sendable(view), str(source.dtype)])
-        return json.dumps([outline, told])
+        return json.dumps([outline, told]).encode()
 
-    def make(self, request: Request, calls: list[Call], text: str) -> list[ArrayLoad]:
+    def make(self, request: Request, calls: list[Call], text: bytes) -> list[ArrayLoad]:
         """Plan the scatter of all arrays. Runs on every rank."""
-        outline, told = json.loads(text)
+        outline, told = json.loads(bytes(text))
         mesh, spec, options = self._given
         self._tree = ArrayTree(_tree_of(outline))
         self.targets = targets_of(self._tree, mesh, spec, options, self._what)

@@ -24,7 +24,7 @@ from shardload.arrays.padding import remember
 from shardload.arrays.verification import Found, Verifier, VerifyHow
 from shardload.errors import SourceError, StallError, printable
 from shardload.formats.access import Access
-from shardload.formats.base import ArrayInfo, OpenFile, Source
+from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
@@ -102,6 +102,11 @@ class ArrayLoad:
     def naming_errors(self) -> AbstractContextManager[None]:
         """Let errors that are raised inside name this array."""
         return naming_errors(self.where, f"'{printable(self.info.dataset)}'") if self.where else _UNNAMED
+
+    @property
+    def is_here(self) -> bool:
+        """True if every rank has all values in memory, as they are to be loaded: they came with the metadata."""
+        return self.origin is not None and not self.layout.source.casts
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
@@ -232,6 +237,7 @@ class OwnArray:
         self.device = Phase(0.0, 0)
         self.checked = Found()
         self._reader: SourceReader | None = None
+        self._filled = Counters()
         self._source: Source | None = None
         self._state: State = None
         self._early: EarlyPieces | None = None
@@ -272,6 +278,8 @@ class OwnArray:
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
         """Make the reader of this rank's blocks. `opened` waits for the reads that it has begun."""
         layout = self.load.layout
+        if isinstance(self._source, MemorySource) and tuning.inline_nbytes > 0:  # a copy: not worth a thread
+            tuning = replace(tuning, inline_nbytes=max(tuning.inline_nbytes, tuning.small_nbytes))
         self._reader = SourceReader(
             self._source or _nothing_to_read(self.load.info),
             layout.source,
@@ -295,7 +303,7 @@ class OwnArray:
     @property
     def counters(self) -> Counters:
         """What this rank's reader counted: seconds, bytes, chunks."""
-        return Counters() if self._reader is None else self._reader.counters
+        return self._filled if self._reader is None else self._reader.counters
 
     @property
     def nbytes(self) -> int:
@@ -307,6 +315,25 @@ class OwnArray:
         flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
         name = self.load.name if is_named else ""
         return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
+
+    def fill(self) -> None:
+        """Fill the pieces from values that this process has in memory: no rank sends any (`ArrayLoad.is_here`)."""
+        layout, source = self.load.layout, self._source
+        if source is None:
+            return
+        started = time.perf_counter()
+        for shard, piece in self.pieces.items():
+            region = layout.schedule.true_region(shard)
+            if region is not None and region.size:
+                place, target = layout.source.selection.to_file(region), piece.view(region)
+                view = source.view(place)
+                values = source.plain(place) if view is None else view
+                np.copyto(target, values.reshape(region.shape), casting="no")
+                settle_bools(target)
+                self._filled.nbytes_read += target.nbytes
+                self._filled.chunks_decoded += layout.source.has_chunks and layout.source.chunks.n_meeting(region)
+            self._start_early(piece)
+        self._filled.read_seconds += time.perf_counter() - started
 
     def _start_early(self, piece: Piece) -> None:
         """Start to copy a complete piece to its device."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from shardload.errors import ConfigError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
+from shardload.formats.diagnosis import no_such_array
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import list_labelled, read_labels, split_path
-from shardload.options import filter_names
+from shardload.options import OPTIONS, filter_names
 
 __all__ = ["Contents", "open", "read_contents"]
 
@@ -41,7 +43,9 @@ class Contents(Mapping[str, ArrayInfo]):
         try:
             return self._infos["/" + name.strip("/")]
         except KeyError:
-            raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}") from None
+            near_it = get_close_matches("/" + name.strip("/"), self._infos, 1)
+            hint = f". Did you mean {near_it[0]!r}?" if near_it else ""
+            raise KeyError(f"'{self.path}' holds no array {name!r}; it has {some(list(self._infos)) or 'none'}{hint}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._infos)
@@ -50,7 +54,7 @@ class Contents(Mapping[str, ArrayInfo]):
         return len(self._infos)
 
     def __repr__(self) -> str:
-        lines = [f"<{self.path}: {len(self)} arrays>"]
+        lines = [f"<{self.path}: {len(self)} {'array' if len(self) == 1 else 'arrays'}>"]
         for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             lines.append(f"  {info.dataset}  ({', '.join(names)})  {info.refused or info.dtype}")
@@ -67,7 +71,7 @@ def open(  # a public name: `shardload.open`
     Parameters
     ----------
     path : str or PathLike
-        HDF5, netCDF4 or Zarr.
+        HDF5, netCDF4 or Zarr. With the name of an array or a group (``"data.nc:/group"``): that array, or all below.
     allow_external, untrusted, allow_filters
         As in `load`.
 
@@ -81,6 +85,8 @@ def open(  # a public name: `shardload.open`
     ------
     SourceError
         If there is no such file, no format claims it, or it is damaged.
+    ConfigError
+        If the file has no array or group of that name.
 
     Examples
     --------
@@ -99,14 +105,22 @@ def open(  # a public name: `shardload.open`
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"open takes the path of a file, found {type(path).__name__}. Pass the path, such as 'data.nc'")
+    for name, value in (("allow_external", allow_external), ("untrusted", untrusted)):
+        OPTIONS[name].check(value)
     access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
     return read_contents(os.fspath(path), access)
 
 
 def read_contents(path: str, access: Access) -> Contents:
     """What `open` returns, for a checked `Access`."""
-    file = split_path(path)[0]
+    file, name = split_path(path)
     infos = list_labelled(file, access, _MOST_LABELLED)
+    if name is not None:
+        full = "/" + name.strip("/")
+        below = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{full.rstrip('/')}/")]
+        if not below:
+            raise no_such_array(file, full, infos, has_more=False)
+        infos = below
     return Contents(file, [_on_demand(file, info, access) for info in infos])
 
 

@@ -49,7 +49,7 @@ from shardload.transfer.missing import describe_missing, fold_first, settle_miss
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
 
-__all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded"]
+__all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8  # arrays with missing chunks in one message
@@ -120,7 +120,7 @@ def _execute(comm: Any, loads: list[ArrayLoad], agreed: Mapping[str, str], tunin
         return job.run(started)
 
 
-class _Outcome:
+class Outcome:
     """What one rank has done for a job, and its first error."""
 
     def __init__(self, arrays: list[OwnArray]) -> None:
@@ -128,6 +128,13 @@ class _Outcome:
         self.error: BaseException | None = None
         self.moved = Moved(0.0, 0, 0)
         self.files: dict[str, State] = {}  # by path: files that this rank has open for several arrays
+
+    @cached_property
+    def shared_paths(self) -> list[str]:
+        """The files that hold several of the arrays and are opened here, in the same order on every rank."""
+        is_opened = len(self.arrays) > 1 and not all(own.load.is_here for own in self.arrays)
+        n = Counter(own.load.info.path for own in self.arrays) if is_opened else Counter[str]()
+        return [path for path, count in n.items() if count > 1]
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -147,6 +154,17 @@ class _Outcome:
             counters.add(own.counters)
             device = Phase(device.seconds + own.device.seconds, device.nbytes + own.device.nbytes)
         return make_report(counters, self.moved, device)
+
+    def counts(self) -> list[int]:
+        """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
+        own_report = self.report()
+        counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
+        for own in self.arrays:
+            cost = own.counters
+            counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
+        for path in self.shared_paths:
+            counts += to_sums(self.files.get(path))
+        return counts
 
     @property
     def is_loaded(self) -> bool:
@@ -180,13 +198,46 @@ class Job:
         """Tell the watchdog that this job has begun."""
         self.group.watch.begin(self.name, self._options.timeout)
 
-    def run(self, started: float | None = None) -> Loaded:
-        """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
-        started = time.perf_counter() if started is None else started
-        tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
-        mine = _Outcome([OwnArray(load, self.group.rank) for load in self.loads])
-        self._do_own(mine, tags, segments)
+    @property
+    def is_here(self) -> bool:
+        """True if every rank has all values already: then no rank waits for another one until the last agreement."""
+        return all(load.is_here for load in self.loads)
+
+    def fill(self) -> Outcome:
+        """Load arrays whose values this rank has already, as far as this rank can do it alone. Not collective.
+
+        Errors are kept. `finish` makes the ranks agree on them.
+        """
+        mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
+        sources = OpenSources([], ExitStack())  # these sources need no file
+        self.group.watch.enter("assemble")
+        with mine.keeping_errors(), ExitStack() as opened:
+            for own in mine.arrays:
+                with own.load.naming_errors():
+                    own.open(sources)
+                    own.make_room()
+            total = sum(own.nbytes for own in mine.arrays)
+            advance = opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
+            for own in mine.arrays:
+                with own.load.naming_errors():
+                    own.fill()
+                    own.assemble()
+                advance(own.nbytes)
+        self._verify(mine)
+        return mine
+
+    def finish(self, mine: Outcome, sums: list[int] | None = None, started: float | None = None) -> Loaded:
+        """Agree on what the ranks have done. `sums`: of `Outcome.counts` over the ranks, if they have agreed already."""
+        self.group.watch.enter("agree")
+        loaded = self._agree(mine, self.group.agree(mine.error, mine.counts()) if sums is None else sums)
+        self.group.watch.close()
+        if started is not None:
+            loaded = replace(loaded, report=replace(loaded.report, seconds=time.perf_counter() - started))
+        _log.info("loaded %s: %s", self.name, loaded.report)
+        return loaded
+
+    def _verify(self, mine: Outcome) -> None:
+        """Verify what the devices of this process hold, if all was loaded."""
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors(), ExitStack() as opened:
@@ -194,12 +245,16 @@ class Job:
                 for own in mine.arrays:
                     with own.load.naming_errors():
                         own.verify(sources)
-        self.group.watch.enter("agree")
-        loaded = self._agree(mine)
-        self.group.watch.close()
-        loaded = replace(loaded, report=replace(loaded.report, seconds=time.perf_counter() - started))
-        _log.info("loaded %s: %s", self.name, loaded.report)
-        return loaded
+
+    def run(self, started: float | None = None) -> Loaded:
+        """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
+        started = time.perf_counter() if started is None else started
+        tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
+        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
+        mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
+        self._do_own(mine, tags, segments)
+        self._verify(mine)
+        return self.finish(mine, started=started)
 
     def verify(self, arrays: Sequence[jax.Array], seed: int) -> list[VerifyReport]:
         """Compare arrays with their files. The job has them in the same order."""
@@ -248,12 +303,6 @@ class Job:
         n_threads = max(layout.n_threads for layout in layouts)
         return plan_staging([(made.schedule, made.source) for made in layouts], self._options.staging_nbytes, n_threads)
 
-    @cached_property
-    def _shared_paths(self) -> list[str]:
-        """The files that hold several of the arrays, in the same order on every rank."""
-        n = Counter(load.info.path for load in self.loads) if len(self.loads) > 1 else Counter[str]()
-        return [path for path, count in n.items() if count > 1]
-
     @property
     def _is_direct(self) -> bool:
         """True if no rank sends values to another."""
@@ -283,7 +332,7 @@ class Job:
             Bell() if segment is None else segment.bell,
         )
 
-    def _do_own(self, mine: _Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
+    def _do_own(self, mine: Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
         opened = ExitStack()
         try:
@@ -304,7 +353,7 @@ class Job:
         with mine.keeping_errors():  # the other ranks still wait for this rank in the last agreement
             opened.close()
 
-    def _get_ready(self, mine: _Outcome, opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
+    def _get_ready(self, mine: Outcome, opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
         """Open the sources and make what the exchange needs; returns the function to call with its progress."""
         arrays = mine.arrays
         here = {own.load.info.path for own in arrays if own.reads}
@@ -312,7 +361,7 @@ class Job:
         for own in arrays:
             with own.load.naming_errors():
                 own.open(sources)
-        mine.files = sources.states(self._shared_paths, self.loads)
+        mine.files = sources.states(mine.shared_paths, self.loads)
         for own in arrays:
             with own.load.naming_errors():
                 own.make_room()
@@ -326,7 +375,7 @@ class Job:
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
     def _fill(
-        self, mine: _Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
+        self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
     ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
         seed = crc32(json.dumps([*self._agreed.items(), *tags]).encode())
@@ -346,19 +395,13 @@ class Job:
 
     # --- what all ranks do together
 
-    def _agree(self, mine: _Outcome) -> Loaded:
-        """The last agreement: one reduction of the error, the counts, and the sums that compare the files of all ranks."""
+    def _agree(self, mine: Outcome, totals: list[int]) -> Loaded:
+        """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `Outcome.counts`."""
         own_report = mine.report()
-        counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
-        for own in mine.arrays:
-            cost = own.counters
-            counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
-        for path in self._shared_paths:
-            counts += to_sums(mine.files.get(path))
-        n_chunks, nbytes, n_parts, *sums = self.group.agree(mine.error, counts)
+        n_chunks, nbytes, n_parts, *sums = totals
         if not mine.is_loaded:
             raise ConfigError("nothing was loaded")
-        n_files = len(self._shared_paths) * N_SUMS
+        n_files = len(mine.shared_paths) * N_SUMS
         of_files, sums = sums[len(sums) - n_files :], sums[: len(sums) - n_files]
         n_each = len(sums) // len(mine.arrays)
         n_missing, verified, costs = [], [], []
@@ -369,7 +412,7 @@ class Job:
             load = own.load
             check_same(load.name, of_array[:N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
             verified.append(of_array[N_SUMS:])
-        for k, path in enumerate(self._shared_paths):  # also if each array was read by one rank, but not all by the same
+        for k, path in enumerate(mine.shared_paths):  # also if each array was read by one rank, but not all by the same
             check_same(f"'{path}'", of_files[k * N_SUMS : (k + 1) * N_SUMS], path, "")
         proven = agree_all(
             self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified

@@ -83,8 +83,8 @@ def _wrap_tree(xarray: Any, tree: Any, plan: Any, where: Where) -> Any:
         if isinstance(tree, jax.Array) and isinstance(plan, Plan):
             return _wrap(xarray, tree, plan)
         raise ConfigError(
-            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found a "
-            f"{type(tree).__name__} and a {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
+            f"expected arrays and the plan that loaded them{here}, both alone or both in a tree with the same keys; found "
+            f"{type(tree).__name__} and {type(plan).__name__}. Pass what load returned, and what shardload.plan returns for "
             "the same arguments"
         )
     plans = dict(of_plan)

@@ -101,7 +101,7 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     shards = _lay_out(ask, source.selection.shape, source.dtype, name)
     _check_staging(info, source, ask.options.staging_nbytes)
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
-    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners)
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
     schedules = plan_schedules(source, shards, ask.ranks.n, modes=_possible_modes(ask), **caps)
     return _choose(ask, info, source, schedules, decoding)
 
@@ -151,7 +151,7 @@ def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
 def _source_layout(options: Options, info: ArrayInfo, decoding: Decoding | None) -> SourceLayout:
     """How the selected array lies in its file."""
     try:
-        selection = select_axes(options.select, info.shape)
+        selection = select_axes(options.select, info.shape, info.dims)
     except (ValueError, IndexError) as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     found = np.dtype(info.dtype)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
+from shardload.comm.agreement import MOST_COUNTS
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
@@ -32,13 +34,14 @@ from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Execution, ExecutionOfMany, Job
+from shardload.jobs.execution import Execution, ExecutionOfMany, Job, Loaded
 from shardload.jobs.plan import Plan
 from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
 from shardload.planning.selection import is_by_name, name_axes
+from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
@@ -65,6 +68,11 @@ class Call:
     tuning: Tuning
     group: Group | None = None
     devices_per_rank: int = 1
+
+    @property
+    def is_alone(self) -> bool:
+        """True if a single rank makes the call."""
+        return self.group is not None and self.group.size == 1
 
     def ask(self) -> Ask:
         """The same arguments for the planner, with the ranks as plain numbers.
@@ -258,6 +266,8 @@ class Request:
         What must be the same on every rank. After `plan` it includes the plan.
     calls : list of Call or None
         The checked arguments for each array; None if `error` says what is wrong.
+    loaded : Loaded or None
+        After `plan`: the arrays, if they are loaded already.
     """
 
     group: Group | None
@@ -266,6 +276,7 @@ class Request:
     calls: list[Call] | None
     error: ConfigError | None
     _processes: Any = None
+    loaded: Loaded | None = None
 
     @classmethod
     @contextmanager
@@ -341,7 +352,11 @@ class Request:
         return self._checked()
 
     def plan(
-        self, find: Callable[[list[Call]], str], make: Callable[[list[Call], str], list[ArrayLoad]], root: int | None = None
+        self,
+        find: Callable[[list[Call]], bytes],
+        make: Callable[[list[Call], bytes], list[ArrayLoad]],
+        root: int | None = None,
+        loads: bool = False,
     ) -> list[ArrayLoad]:
         """Run `find` on one rank and `make` on every rank, and check that all ranks plan the same. Collective.
 
@@ -352,43 +367,70 @@ class Request:
         Parameters
         ----------
         find : callable
-            Takes the checked arguments; returns the metadata as text. Runs on one rank.
+            Takes the checked arguments; returns the metadata as bytes. Runs on one rank.
         make : callable
-            Takes the checked arguments and that text; returns the planned arrays. Runs on every rank.
+            Takes the checked arguments and these bytes; returns the planned arrays. Runs on every rank.
         root : int, optional
             The rank that runs `find`; call `settle` first. Without it, rank 0 runs `find`, and this begins the call.
+        loads : bool
+            True to load arrays whose values `find` has sent too (`loaded`).
         """
-        group, text, made = self.group, None, None
+        started = time.perf_counter()
+        group, told, made = self.group, None, None
         self._enter("metadata")
         unfound: ShardloadError | None = None
         error: BaseException | None = None
         try:
-            text = self._find(find, root)
+            told = self._find(find, root)
         except StallError:
             raise  # the ranks can compare nothing any more
         except ShardloadError as found:  # the same on every rank
             unfound = error = found
         self._enter("plan")
-        if text is not None and self.calls is not None:
+        if told is not None and self.calls is not None:
             try:
-                made = make(self.calls, text)
+                made = make(self.calls, told)
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
         planned = {_PLAN: "" if made is None else _describe_jobs(made)}
         asked = self.asked.also(**planned)
-        if group is None or not group.all_same(asked, made is not None):
+        job = None if group is None or made is None or not loads else Job(group, made, asked.values, self._checked()[0].tuning)
+        mine = job.fill() if job is not None and job.is_here else None
+        sums = [] if mine is None else mine.counts()
+        fits = mine is not None and len(sums) <= MOST_COUNTS
+        is_fine = made is not None and (mine is None or mine.error is None)
+        if group is None or not group.all_same(asked, is_fine, sums if fits else None):
             self.agree()
             if unfound is not None:
                 raise unfound
             if group is not None:
                 group.agree_same(Invocation(_PLAN, asked.title, planned), error)
-        if group is not None:
+                if mine is not None:
+                    group.agree(mine.error)
+        if group is not None and mine is None:
             group.watch.close()
         if made is None:
             raise error or ConfigError("nothing was planned")
         self.asked = asked
+        if job is not None and mine is not None:
+            self.loaded = job.finish(mine, sums if fits else None, started)
         return made
+
+    def load(
+        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
+    ) -> Loaded:
+        """Do `plan`, and load what is planned. Collective.
+
+        If rank 0 sends the values with the metadata, each rank makes its arrays before the ranks compare their plans, and the
+        same message tells whether all ranks have made them: one broadcast and one reduction are all messages of the call.
+        """
+        loads = self.plan(find, make, root, loads=True)
+        if self.loaded is not None:
+            return self.loaded
+        job = self.job(loads)
+        job.begin()
+        return job.run()
 
     def job(self, loads: list[ArrayLoad]) -> Job:
         """The job that loads the planned arrays, inside this call."""
@@ -427,8 +469,8 @@ class Request:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[list[Call]], str], root: int | None) -> str | None:
-        def run() -> str:
+    def _find(self, find: Callable[[list[Call]], bytes], root: int | None) -> bytes | None:
+        def run() -> bytes:
             return find(self._checked())
 
         if self.group is None:
@@ -483,10 +525,13 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     """
     if is_by_name(call.options.select):
         call = replace(call, options=_with_positions(call.options, info))
-    if call.group is None:
+    group = call.group
+    if group is None:
         return ArrayLoad(plan_array(call.ask(), info), call.options, path)
+    if origin is not None:  # every rank has the values, so none needs to send any
+        call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
-    known = _recent.setdefault(call.group, OrderedDict())
+    known = _recent.setdefault(group, OrderedDict())
     kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     if call.options.decode:
         kind = (*kind, json.dumps(dict(info.packing)))  # with the types

@@ -3,5 +3,5 @@
 Open `schedule` first. It is made of `grid` (an array cut into equal cells), `shards` (which rank holds which shard, from
 `rank_tables`), `blocks` (groups of chunks), `strategies` (which rank owns which block) and `parts` (where blocks and shards
 meet). `region` and `selection` are coordinates, `source_layout` is how the array lies in its file. `traffic` counts what a
-schedule moves, `cost` compares schedules, `staging` divides the memory. Imports only NumPy and the standard library.
+schedule moves, `cost` compares schedules by `rates`, `staging` divides the memory. Imports only NumPy and the standard library.
 """

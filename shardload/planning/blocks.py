@@ -66,6 +66,7 @@ def plan_blocks(
     n_owners: int | None = None,
     within: Sequence[int] | None = None,
     max_cells: int = 1 << 62,
+    per_owner: int = BLOCKS_PER_OWNER,
 ) -> Grid:
     """Group chunks into blocks, which a rank reads or writes at once.
 
@@ -86,31 +87,47 @@ def plan_blocks(
         Shape of the shards, if only the part of a block inside a shard is wanted: the caps then count only that part.
     max_cells : int
         Cap on the number of chunks that one block meets, because each chunk has a cost beside its bytes.
+    per_owner : int
+        Fewest blocks for each owner. With fewer than `BLOCKS_PER_OWNER` all owners have equally many blocks, or there are as
+        many blocks as otherwise.
 
     Examples
     --------
     >>> planes = Grid((512, 512, 512), (1, 512, 512), (0, 0, 0))
     >>> plan_blocks(planes, 4, max_nbytes=16 << 20, n_owners=8).cell
     (16, 512, 512)
+    >>> plan_blocks(planes, 4, max_nbytes=64 << 20, n_owners=8, per_owner=1).cell
+    (64, 512, 512)
     """
     counts = chunks.counts
     extent = chunks.shape if within is None else [min(n, w) for n, w in zip(chunks.shape, within, strict=True)]
     cell_size = [min(c, e) for c, e in zip(chunks.cell, extent, strict=True)]
     room = max(1, min(max_cells, max_nbytes // max(1, math.prod(cell_size) * itemsize)))
-    if n_owners is not None:
-        room = max(1, min(room, chunks.n_cells // (BLOCKS_PER_OWNER * n_owners)))
+    reach = list(counts)  # chunks along each axis that one block can meet: all of them, or those that one shard meets
+    if within is not None:
+        reach = [min(n, -(-e // c) + 1) for n, e, c in zip(counts, extent, chunks.cell, strict=True)]
+    if n_owners is None:
+        grouped = _group(counts, reach, room)
+    else:
+        for n in range(min(per_owner, BLOCKS_PER_OWNER), BLOCKS_PER_OWNER + 1):
+            grouped = _group(counts, reach, max(1, min(room, chunks.n_cells // (n * n_owners))))
+            if math.prod(-(-n // g) for n, g in zip(counts, grouped, strict=True)) % n_owners == 0:
+                break
+    cell = tuple(g * c for g, c in zip(grouped, chunks.cell, strict=True))
+    return Grid(chunks.shape, cell, chunks.phase)
+
+
+def _group(counts: Sequence[int], reach: Sequence[int], room: int) -> list[int]:
+    """How many chunks along each axis form a block that meets at most `room` of them: contiguous in the file's order."""
     grouped = [1] * len(counts)
     for axis in reversed(range(len(counts))):
-        # Chunks along this axis that one block can meet: all of them, or those that one shard meets.
-        reach = counts[axis] if within is None else min(counts[axis], -(-extent[axis] // chunks.cell[axis]) + 1)
-        if reach > room:
+        if reach[axis] > room:
             n_groups = -(-counts[axis] // room)
             grouped[axis] = -(-counts[axis] // n_groups)  # even groups instead of full ones and a small last one
             break
         grouped[axis] = max(1, counts[axis])
-        room //= max(1, reach)
-    cell = tuple(g * c for g, c in zip(grouped, chunks.cell, strict=True))
-    return Grid(chunks.shape, cell, chunks.phase)
+        room //= max(1, reach[axis])
+    return grouped
 
 
 def count_runs(shape: Sequence[int], extent: Sequence[int]) -> int:

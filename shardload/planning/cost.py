@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
+from shardload.planning.rates import CHUNK_SECONDS, WIRE_RATE, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
@@ -24,16 +25,11 @@ from shardload.units import format_nbytes
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
 
-# All constants of the model, with a warm page cache. Rates are (decoded) bytes per second of one core.
-_CONTIGUOUS_RATE = 8e9  # positional reads
-_CODEC_RATES = {"none": 4e9, "zstd": 1.2e9, "blosc": 2e9, "lz4": 2e9, "lzf": 6e8, "gzip": 6.5e8, "zlib": 6.5e8}
-_OTHER_CODEC_RATE = 3e8  # through h5py or zarr-python
-_CHUNK_SECONDS = 1e-5  # to find and fetch a chunk, however small
+# The constants of the model, with those in `rates`; with a warm page cache.
 _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
 _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied out
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
-_WIRE_RATE = 1.5e9  # between nodes, into or out of one rank
 _PART_SECONDS = 3e-5  # per part between nodes, at each end
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
@@ -149,7 +145,7 @@ def plan_cost(schedule: Schedule, layout: SourceLayout, nodes: Nodes | None = No
     traffic = count_traffic(schedule, per_node)
     takes_apart = schedule.strategy == Direct(is_merged=False)  # each shard is read by itself
     is_staged = layout.casts or not takes_apart or _has_gaps(schedule)
-    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, _decode_rate(layout.codec, layout.has_chunks))
+    seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, decode_rate(layout.codec, layout.has_chunks))
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
     seconds += _traffic_seconds(traffic, reading.n_readers, n_holders)
@@ -206,7 +202,7 @@ def _read_seconds(reading: _Reading, n_ranks: int, per_node: int, cores: int, ra
     """Seconds of the busiest reader, which shares the cores of its node with the other readers there."""
     busy = min(per_node, -(-reading.n_readers * per_node // n_ranks))
     threads = max(1, cores // per_node)  # decoding threads of one rank
-    calls = reading.reader_chunks * _CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
+    calls = reading.reader_chunks * CHUNK_SECONDS + reading.runs * (_RUN_SECONDS if reading.span_nbytes else _CALL_SECONDS)
     nbytes = max(reading.reader_nbytes, reading.runs * reading.span_nbytes)
     share = cores / max(1, busy)
     # Calls are made one after the other (h5py has one lock); only decoding runs in several threads.
@@ -219,7 +215,7 @@ def _traffic_seconds(traffic: Traffic, n_readers: int, n_holders: int) -> float:
     between = traffic.moved_nbytes * (1 - traffic.same_node)
     if not traffic.is_exact:
         between *= 1 - traffic.stays
-    return (between / _WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
+    return (between / WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * _PART_SECONDS) / end
 
 
 class Costs(Mapping[str, Cost]):
@@ -281,16 +277,6 @@ def choose_mode(costs: Mapping[str, Cost], n_ranks: int) -> tuple[str, str]:
 def _sent(cost: Cost) -> str:
     near = "" if cost.same_node == 1 else f" ({cost.same_node:.0%} inside nodes)"
     return f"{format_nbytes(cost.moved_nbytes)} sent between ranks{near}"
-
-
-def _decode_rate(codec: str, has_chunks: bool) -> float:
-    if not has_chunks:
-        return _CONTIGUOUS_RATE
-    names = codec.lower().split("+")
-    return min(
-        (next((r for known, r in _CODEC_RATES.items() if known in n), _OTHER_CODEC_RATE) for n in names if n != "shuffle"),
-        default=_CODEC_RATES["none"],
-    )
 
 
 def _has_gaps(schedule: Schedule) -> bool:

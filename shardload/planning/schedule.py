@@ -22,7 +22,15 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.blocks import NEAR_NBYTES, count_runs, most_chunks, plan_blocks, plan_row_chunks, run_stride
+from shardload.planning.blocks import (
+    BLOCKS_PER_OWNER,
+    NEAR_NBYTES,
+    count_runs,
+    most_chunks,
+    plan_blocks,
+    plan_row_chunks,
+    run_stride,
+)
 from shardload.planning.grid import Grid
 from shardload.planning.parts import Block, Part, Parts
 from shardload.planning.region import Region
@@ -206,6 +214,7 @@ def plan_schedules(
     *,
     max_nbytes: int,
     n_owners: int | None = None,
+    per_owner: int = BLOCKS_PER_OWNER,
     modes: Sequence[str] = MODES,
 ) -> dict[str, Schedule]:
     """The schedule of each strategy, by the strategy's name, in the order of `modes`.
@@ -216,13 +225,15 @@ def plan_schedules(
         As for `plan_direct`.
     n_owners : int, optional
         Number of ranks that own blocks in mode ``"parallel"``; default: all.
+    per_owner : int
+        Fewest blocks for each of them, as for `plan_blocks`.
     modes : sequence of str
         Names of strategies: ``"root"``, ``"parallel"``, ``"direct"``.
     """
     owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks))
 
     def shared(strategy: Root | Parallel) -> Schedule:
-        blocks = _cut_blocks(layout, max_nbytes, n_owners=strategy.n_owners)
+        blocks = _cut_blocks(layout, max_nbytes, n_owners=strategy.n_owners, per_owner=per_owner)
         return Schedule(blocks, shards, layout.dtype.itemsize, n_ranks, strategy)
 
     return {

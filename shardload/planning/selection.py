@@ -9,6 +9,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from numbers import Integral, Real
 from types import EllipsisType
 from typing import Any, SupportsIndex
 
@@ -74,11 +76,13 @@ class Selection:
 Index = slice | SupportsIndex | EllipsisType
 
 
-def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -> Selection:
+def select_axes(
+    index: Index | tuple[Index, ...] | None, shape: Sequence[int], dims: Sequence[str | None] | None = None
+) -> Selection:
     """Make a selection from a NumPy-style basic index (slices with step 1, integers, one ``...``) of an array of `shape`.
 
     As in NumPy, negative numbers count from the end, a slice that reaches past the end stops there, and an integer out of range
-    is an error. Other NumPy indices (steps, masks, lists, new axes) are refused.
+    is an error. Other NumPy indices (steps, masks, lists, new axes) are refused. `dims` are the names of the axes, for errors.
 
     Raises
     ------
@@ -108,13 +112,14 @@ def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -
 
     start, stop, kept = [], [], []
     for axis, (part, size) in enumerate(zip(parts, shape, strict=True)):
+        name = axis if dims is None or dims[axis] is None else f"{axis}, {dims[axis]!r}"
         if isinstance(part, slice):
             if part.step not in (None, 1):
-                raise ValueError(f"select has step {part.step} on axis {axis}; only step 1 is possible: load all and slice")
+                raise ValueError(f"select has step {part.step} on axis {name}; only step 1 is possible: load all and slice")
             try:
                 low, high, _ = part.indices(size)
             except TypeError:
-                raise ValueError(f"select has {part} on axis {axis}; the bounds of a slice are integers") from None
+                raise ValueError(f"select has {part} on axis {name}; the bounds of a slice are integers") from None
             start.append(low)
             stop.append(max(low, high))
             kept.append(axis)
@@ -124,30 +129,38 @@ def select_axes(index: Index | tuple[Index, ...] | None, shape: Sequence[int]) -
         except TypeError:
             if isinstance(part, Near | Between):
                 raise ValueError(
-                    f"select has {part!r} on axis {axis}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
+                    f"select has {part!r} on axis {name}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
                 ) from None
-            raise ValueError(f"select has {part!r} on axis {axis}; each axis takes a slice with step 1 or an integer") from None
+            raise ValueError(f"select has {part!r} on axis {name}; each axis takes a slice with step 1 or an integer") from None
         if not -size <= i < size:
-            raise IndexError(f"select has {part!r} on axis {axis}, which has {size} elements")
+            raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")
         start.append(i % size)
         stop.append(i % size + 1)
     return Selection(Region(tuple(start), tuple(stop)), tuple(kept))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Near:
     """The position whose coordinate is nearest to `value`; an error if it is farther away than `within`. See `near`."""
 
     value: float
     within: float | None = None
 
+    def __repr__(self) -> str:
+        """As it is typed."""
+        return f"near({self.value!r})" if self.within is None else f"near({self.value!r}, within={self.within!r})"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Between:
     """All positions whose coordinates are from `low` to `high`, both included. See `between`."""
 
     low: float
     high: float
+
+    def __repr__(self) -> str:
+        """As it is typed."""
+        return f"between({self.low!r}, {self.high!r})"
 
 
 def near(value: float, within: float | None = None) -> Near:
@@ -221,25 +234,43 @@ def name_axes(
     ValueError
         If there is no such axis, no such coordinate, or it has no such values. The text says what there is.
     """
-    told = ", ".join(repr(name) for name in dims if name) or "no names"
     index: list[Any] = [slice(None)] * len(dims)
     for name, part in select.items():
         axes = [axis for axis, dim in enumerate(dims) if dim == name]
         if len(axes) != 1:
-            found = (
-                f"has {len(axes)} axes of that name"
-                if axes
-                else f"has the axes {told}"
-                if any(dims)
-                else "has no names of axes"
+            raise ValueError(f"select names the axis {name!r}, but the array {_what_axes(name, len(axes), dims)}")
+        if isinstance(part, (str, Real)) and not isinstance(part, Integral):
+            raise ValueError(
+                f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
+                "coordinate pass shardload.near() of a number, for a range shardload.between()"
             )
-            raise ValueError(f"select names the axis {name!r}, but the array {found}; pass positions, as NumPy would index it")
         index[axes[0]] = _position(name, part, coordinates.get(name)) if isinstance(part, Near | Between) else part
     return tuple(index)
 
 
+def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
+    """Which axes an array has, and what to pass instead of a name that is not one of them."""
+    names = [dim for dim in dims if dim]
+    if n_found or not names:
+        found = f"has {n_found} axes of that name" if n_found else "has no names of axes"
+        return f"{found}; pass positions, as NumPy would index it"
+    near_it = get_close_matches(str(name), names, 1)
+    hint = f". Did you mean {near_it[0]!r}?" if near_it else "; pass one of these, or positions, as NumPy would index it"
+    return f"has the {'axis' if len(names) == 1 else 'axes'} {', '.join(map(repr, names))}{hint}"
+
+
 def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | None) -> int | slice:
     """The position, or range of positions, of a coordinate."""
+    numbers = [part.value, 0 if part.within is None else part.within] if isinstance(part, Near) else [part.low, part.high]
+    if not all(isinstance(number, Real) for number in numbers):
+        raise ValueError(
+            f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (times are numbers, too: "
+            "shardload.open(path) shows units and values)"
+        )
+    if isinstance(part, Between) and part.low > part.high:
+        raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")
+    if numbers[1] < 0 and isinstance(part, Near):
+        raise ValueError(f"select has {part} on the axis {name!r}: within is a distance, 0 or more")
     if values is None or values.ndim != 1 or not values.size or values.dtype.kind not in "iuf":
         raise ValueError(
             f"select has {part} on the axis {name!r}, which has no coordinate of that name with numbers that can be searched; "

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardload.planning.blocks import BLOCKS_PER_OWNER
+
 __all__ = ["Tuning", "default_tuning", "tuned"]
 
 
@@ -32,8 +34,13 @@ class Tuning:
         Larger chunks are read one by one: decoding one takes so long that the rest does not count.
     worth_sharing_nbytes : int
         Smaller blocks go to ranks of the same machine as messages: MPI delivers them in microseconds.
-    small_nbytes : int
+    tiny_nbytes : int
         The values of an array up to this size are sent to all ranks with its metadata: that is faster than opening a file.
+    small_nbytes : int
+        So are the values of an array up to this size, if there are several ranks, and rank 0 reads them in less time than it
+        takes to open the file on all ranks and to start an exchange (`planning.rates.one_reader_seconds`).
+    small_total_nbytes : int
+        Cap on the values of all arrays of a call that are sent so.
     small_chunk_nbytes : int
         Exception to `small_nbytes`: not if the array lies in a larger chunk or shard than this, because a chunk is decoded
         whole, before the staging cap is checked.
@@ -41,6 +48,8 @@ class Tuning:
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay in the
         cores' caches; between machines there should be few messages.
+    blocks_per_owner : int
+        Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
     """
 
     inline_nbytes: int = 1 << 14
@@ -48,10 +57,23 @@ class Tuning:
     batch_nbytes: int = 1 << 20
     batched_chunk_nbytes: int = 1 << 17
     worth_sharing_nbytes: int = 1 << 16
-    small_nbytes: int = 1 << 14
+    tiny_nbytes: int = 1 << 14
+    small_nbytes: int = 2 << 20
+    small_total_nbytes: int = 4 << 20
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     block_between_nodes_nbytes: int = 16 << 20
+    blocks_per_owner: int = BLOCKS_PER_OWNER
+
+    def for_many(self, n_arrays: int) -> Tuning:
+        """The sizes for each array of a job that has so many.
+
+        Reading one array overlaps sending another one, so each needs fewer blocks, and each block costs Python.
+
+        >>> [Tuning().for_many(n).blocks_per_owner for n in (1, 2, 3, 40)]
+        [4, 2, 2, 1]
+        """
+        return replace(self, blocks_per_owner=-(-self.blocks_per_owner // max(1, n_arrays)))
 
 
 _default = Tuning()

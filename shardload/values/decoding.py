@@ -243,7 +243,8 @@ class _Rules:
         """The number of an attribute; None if it is absent."""
         found = self.numbers(key)
         if len(found) > 1 or (found and np.asarray(found[0]).dtype.kind not in "iuf"):
-            raise ConfigError(f"{self._name} cannot be decoded: its attribute {key} is {found}, expected one number. {_STORED}")
+            told = np.asarray(found).tolist()
+            raise ConfigError(f"{self._name} cannot be decoded: its attribute {key} is {told}, expected one number. {_STORED}")
         return found[0] if found else None
 
     def settle(self) -> tuple[np.dtype[Any], list[Any], bool]:
@@ -272,7 +273,8 @@ class _Rules:
         """
         pair = self.numbers("valid_range")
         if pair and len(pair) != 2:
-            raise ConfigError(f"{self._name} cannot be decoded: its attribute valid_range is {pair}, expected two. {_STORED}")
+            told = np.asarray(pair).tolist()
+            raise ConfigError(f"{self._name} cannot be decoded: its attribute valid_range is {told}, expected two. {_STORED}")
         low, high = pair or (self.one("valid_min"), self.one("valid_max"))
         kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
         self.is_valid_decoded = is_scaled and self._dtype.kind in "iu" and "f" in kinds

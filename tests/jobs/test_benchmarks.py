@@ -67,6 +67,7 @@ def test_the_other_commands(tmp_path: Path) -> None:
     places = ["--data", str(tmp_path / "data"), "--results", str(tmp_path)]
     command("scatter", "--size", "16", "--ranks", "2", "--repeats", "1", "--results", str(tmp_path))
     command("small", "--ranks", "2", "--repeats", "2", *places)
+    command("many", "--ranks", "2", "--series", "3", "--tiny", "5", "--repeats", "1", *places)
     command("memory", "--size", "64", "--ranks", "2", "--layouts", "hdf5-gzip-planes", *places)
     command("verify", "--sizes", "64", "--ranks", "2", "--specs", "a,b", "--repeats", "1", *places)
     options = ["--size", "64", "--layouts", "hdf5-gzip-planes", "--specs", "-,a,b", "--jobs", "1x2", "--repeats", "1"]
@@ -83,6 +84,13 @@ def test_the_other_commands(tmp_path: Path) -> None:
     for cell in memory["cells"]:
         assert [rank["pieces_nbytes"] for rank in cell["ranks"]] == [64**3 * 4 // 2] * 2
         assert all(rank["peak_nbytes"] > 0 for rank in cell["ranks"])
+    many = json.loads((tmp_path / "many.json").read_text())["cells"]
+    assert [(cell["layout"], cell["n_arrays"]) for cell in many] == [
+        ("series-of-40", 3), ("many-tiny", 5), ("real-field", 1), ("one-kib", 1)
+    ]  # fmt: skip
+    for cell in many:
+        assert all(took["verified"] and len(took["seconds"]) == 1 for took in cell["ways"].values()), cell
+    assert "| many-tiny: 5, 0.0195 MiB |" in table
     assert len(json.loads((tmp_path / "small.json").read_text())["cells"]) == 2
 
 

@@ -7,8 +7,10 @@ import importlib
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, SourceError
+from shardload.comm.group import Invocation, group_of
+from shardload.planning.tuning import Tuning
 from tests.mpi.sources import CHUNKS, NAME
-from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share
+from tests.mpi.support import DECOMPOSITIONS, READERS, check, cube, mesh_of, on_root, padded, ramp, same_error, share, unit
 from tests.ports import catches_sigterm, listeners
 
 GROUP = importlib.import_module("shardload.comm.group")
@@ -83,6 +87,121 @@ def test_small_array_comes_with_its_metadata(
     same_error(comm, lambda: load(P("b", "a"), readers="direct"), PeerError, "nobody but rank 0 opens it")
     tune(small_nbytes=16)
     same_error(comm, lambda: load(P("b", "a")), PeerError, "nobody but rank 0 opens it")
+
+
+@pytest.fixture
+def as_it_is(tune: Any) -> None:
+    """Small arrays travel as small ones do, whatever the other tests here do with them."""
+    tune(**asdict(Tuning()))
+
+
+@pytest.mark.usefixtures("as_it_is")
+@pytest.mark.parametrize("verify", ["index", "checksum", "file", "full"])
+def test_small_arrays_are_everywhere(shared_tmp_path: Path, comm: Any, verify: str) -> None:
+    """Wrong if a rank cut its piece out of the values by another rank's region, or padding were read from them."""
+    shape = (2 * unit(), 3 * unit(), 80 * unit())  # more than comes without an estimate
+    values = ramp(shape)
+
+    def write() -> str:
+        path = shared_tmp_path / f"{verify}.h5"
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=values, chunks=(3, 5, 80))
+        return str(path)
+
+    path = on_root(comm, write)
+    for mesh in (mesh_of(), mesh_of(jax.devices()[::-1])):
+        for spec in DECOMPOSITIONS.values():
+            check(shardload.load(path, mesh, spec, verify=verify), values, mesh, spec, spec)
+        odd = values[:, 1:, :7]
+        x = shardload.load(path, mesh, P(None, "b", "a"), select=(slice(None), slice(1, None), slice(7)), pad=3, verify=verify)
+        check(x, padded(odd, mesh, P(None, "b", "a"), 3), mesh, P(None, "b", "a"))
+
+
+class Counted:
+    """The collectives of a group, counted."""
+
+    def __init__(self, right: Any) -> None:
+        self.right, self.names = right, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names[name] += 1
+        return getattr(self.right, name)
+
+
+@pytest.mark.usefixtures("as_it_is")
+def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a load of some bytes took another round, or one of an array that each rank reads by itself took fewer."""
+
+    def write() -> str:
+        with h5py.File(shared_tmp_path / "some.h5", "w") as file:
+            file["tiny"], file["small"] = ramp((unit(), 2 * unit())), ramp((unit(), 2 * unit(), 1000))
+            for k in range(5):
+                file[f"tree/{k}"] = ramp((unit(), 2 * unit())) + k
+        return str(shared_tmp_path / "some.h5")
+
+    path, comm = on_root(comm, write), comm.Dup()
+    group, mesh = group_of(comm, None), mesh_of()
+
+    def messages(load: Callable[[], Any]) -> dict[str, int]:
+        load()
+        counted = Counted(group._collectives)
+        with monkeypatch.context() as patch:
+            patch.setattr(group, "_collectives", counted)
+            load()
+        return dict(counted.names)
+
+    def expected(**counts: int) -> dict[str, int]:
+        return counts if comm.size > 1 else {}
+
+    load = partial(shardload.load, path, mesh, P("a", "b"), comm=comm)
+    assert messages(lambda: load(dataset="tiny")) == expected(broadcast=1, reduce=1)
+    assert messages(lambda: load(dataset="small")) == (expected(broadcast=2, reduce=1) if comm.size > 1 else {})
+    # The counts of so many arrays do not fit beside the comparison.
+    tree = [f"tree/{k}" for k in range(5)]
+    assert messages(lambda: load(dataset=tree)) == expected(broadcast=1 + (unit() > 4), reduce=2)
+    assert messages(lambda: load(dataset="tiny", readers="direct")) == expected(broadcast=1, reduce=2)
+    assert messages(lambda: load(dataset="tiny", readers="parallel")) == expected(broadcast=1, reduce=3)
+    group.forget_shared_memory()
+    comm.Free()
+
+
+@pytest.mark.usefixtures("as_it_is")
+def test_one_rank_that_cannot_make_a_small_array(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the other ranks had gone on with their arrays: they had all they needed."""
+    module = importlib.import_module("shardload.jobs.array_load")
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no room here")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(module, "assemble", fails)
+    for names in (NAME, [NAME, NAME]):
+        call = partial(shardload.load, files["contiguous"], mesh_of(), P("a"), dataset=names)
+        same_error(comm, call, PeerError, f"on rank {comm.size - 1}" if comm.size > 1 else "", "no room here")
+    monkeypatch.undo()
+    check(shardload.load(files["contiguous"], mesh_of(), P("a"), dataset=NAME), ramp(cube()), mesh_of(), P("a"))
+
+
+def test_one_sum_compares_and_counts(comm: Any) -> None:
+    """Wrong if ranks that differ in some bits only, in whichever, were taken for equal; or if the sums were another rank's."""
+    group, same = group_of(comm, None), Invocation("load", "a load", {"path": "a"})
+    counts = [comm.rank + 1, 10]
+    assert group.all_same(same, True, counts)
+    n = comm.size
+    assert counts == ([n * (n + 1) // 2, 10 * n] if n > 1 else [1, 10])
+    for odd in range(n):
+        assert not group.all_same(same, comm.rank != odd)
+        for k in range(64) if n > 1 else ():
+            asked = OfDigest(same.digest ^ 1 << k if comm.rank == odd else same.digest)
+            assert not group.all_same(asked, True), (odd, k)  # type: ignore[arg-type]
+    if n > 2:  # the same sum
+        asked = OfDigest(5 + (comm.rank == 0) - (comm.rank == 1))
+        assert not group.all_same(asked, True)  # type: ignore[arg-type]
+
+
+@dataclass
+class OfDigest:
+    digest: int
 
 
 def test_plans_that_are_kept(files: dict[str, str], comm: Any) -> None:
@@ -365,11 +484,11 @@ def test_a_load_keeps_nothing_of_the_callers(comm: Any, shared_tmp_path: Path) -
 
 def test_load_leaves_no_thread_behind(files: dict[str, str]) -> None:
     """Wrong if each load left its reading thread."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for readers in READERS:
         shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME, readers=readers)
-    assert not [t for t in threading.enumerate() if t.name.startswith("shardload")]
-    assert threading.active_count() <= before + 1  # zarr's and JAX's own may come
+    assert not [t for t in threading.enumerate() if t not in before and t.name.startswith("shardload")]
+    assert threading.active_count() <= len(before) + 1  # zarr's and JAX's own may come
 
 
 # --- what `initialize` leaves behind ----------------------------------------------------------------------------------

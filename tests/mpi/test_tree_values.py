@@ -109,7 +109,7 @@ def test_one_warning_for_the_tree_names_its_packed_arrays(comm: Any, twelve: Pat
 
 
 def small_chunks(comm: Any, folder: Path, kind: str) -> tuple[str, dict[str, tuple[Array, dict[str, Any]]]]:
-    """Three arrays in chunks of 120 bytes or less: one whose values have the type and size of what is stored."""
+    """Arrays in chunks of 120 bytes or less: of two the values have the type and size of what is stored."""
     made = {
         "same": (ramp(cube()), {"_FillValue": np.float32(17)}),
         "wider": (
@@ -117,6 +117,7 @@ def small_chunks(comm: Any, folder: Path, kind: str) -> tuple[str, dict[str, tup
             {"_FillValue": np.int16(11), "scale_factor": np.float32(0.5), "add_offset": np.float32(3)},
         ),
         "plain": (ramp(cube(), "int32"), {}),
+        "row": (ramp((40 * unit(),)), {"_FillValue": np.float32(17)}),
     }
     path = folder / f"small.{kind}"
 
@@ -124,14 +125,14 @@ def small_chunks(comm: Any, folder: Path, kind: str) -> tuple[str, dict[str, tup
         if kind == "h5":
             with h5py.File(path, "w") as file:
                 for name, (data, attributes) in made.items():
-                    file.create_dataset(name, data=data, chunks=(2, 3, 5), compression="gzip", shuffle=True).attrs.update(
-                        attributes
-                    )
+                    file.create_dataset(
+                        name, data=data, chunks=(2, 3, 5)[: data.ndim], compression="gzip", shuffle=True
+                    ).attrs.update(attributes)
         else:
             root = zarr.open_group(path, mode="w")
             for name, (data, attributes) in made.items():
                 told = {key: value.item() for key, value in attributes.items()}
-                root.create_array(name, data=data, chunks=(2, 3, 5), attributes=told)
+                root.create_array(name, data=data, chunks=(2, 3, 5)[: data.ndim], attributes=told)
 
     on_root(comm, write)
     return str(path), made
@@ -162,6 +163,8 @@ def test_small_chunks_are_decoded_in_batches(
                 check(x[key], by_xarray(values, attributes).astype(x[key].dtype), mesh_of(), spec, (name, spec, readers))
             everyone = [one for found in comm.allgather(read) for one in found]
             assert (True, True) in everyone and (False, True) in everyone, "no batch was read"
+            row = shardload.load(path, mesh_of(), P("a"), dataset="row", decode=True, readers=readers)
+            check(row, by_xarray(*made["row"]), mesh_of(), P("a"), "its batches lie in a piece as in the file")
     assert np.isnan(by_xarray(*made["same"])).sum() == 1 and by_xarray(*made["same"]).dtype == np.float32
 
 

@@ -321,9 +321,21 @@ class _Hdf5File(OpenFile):
 
     def __init__(self, file: h5py.File, path: str, access: Access) -> None:
         self._file, self._path, self._access = file, path, access
+        self._fence = Fence.around_file(path, access.allow_external)
 
     def open(self, dataset: str) -> Source:
-        return _open_dataset(self._file, self._path, dataset, self._access, is_own=False)
+        return _open_dataset(self._file, self._path, dataset, self._access, is_own=False, fence=self._fence)
+
+    def only_name(self) -> str | None:
+        names: list[Any] = []
+
+        def keep(name: Any) -> bool | None:
+            names.append(name)
+            return True if len(names) > 1 else None
+
+        self._file.visit(keep)
+        is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
+        return f"/{os.fsdecode(names[0])}" if is_one else None
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""
@@ -341,9 +353,11 @@ def _state_of(file: h5py.File) -> tuple[int, ...] | None:
     return None if descriptor is None else state_of(descriptor)
 
 
-def _open_dataset(file: h5py.File, path: str, name: str, access: Access, is_own: bool) -> Hdf5Source:
-    """Open a dataset of an open file. With `is_own`, the file is closed with the source."""
-    fence, opened = Fence.around_file(path, access.allow_external), list[h5py.File]()
+def _open_dataset(
+    file: h5py.File, path: str, name: str, access: Access, is_own: bool, fence: Fence | None = None
+) -> Hdf5Source:
+    """Open a dataset of an open file. With `is_own`, the file is closed with the source. `fence` is that around the file."""
+    fence, opened = fence or Fence.around_file(path, access.allow_external), list[h5py.File]()
     try:
         found, opened = _look_up(file, path, name, fence)
         others = look_through(found, fence, access)

@@ -352,5 +352,7 @@ def check_zip(array: Any, most_nbytes: int) -> None:
 
 def close_store(store: Any) -> None:
     """Close a store that `open_store` opened."""
-    if isinstance(inner_store(store), zarr.storage.ZipStore):
+    below = inner_store(store)
+    # Zarr opens an archive when it first reads from it, and cannot close one that is not open.
+    if isinstance(below, zarr.storage.ZipStore) and getattr(below, "_is_open", True):
         store.close()

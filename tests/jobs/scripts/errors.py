@@ -247,7 +247,7 @@ def _() -> None:
 
 @case("metadata cannot be read on rank 0")
 def _() -> None:
-    patched("shardload.jobs.arguments", "find_array", gone, load, (0,))
+    patched("shardload.jobs.arguments", "Finder", gone, load, (0,))
 
 
 @case("assembly fails on rank 3")

@@ -41,7 +41,7 @@ BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.array_load")
-as_large()
+as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
 
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
@@ -120,7 +120,7 @@ def on_call(right: Callable[..., Any], k: int, fault: Callable[[], None]) -> Cal
     return call
 
 
-at_fault = [""]  # the path of the array that something happens to
+at_fault = ["good.h5"]  # the path of the array that something happens to
 
 
 def file_of(reader: Any) -> str | None:
@@ -276,7 +276,7 @@ def survive_one(name: str, readers: Any, in_tree: bool) -> None:
 
 # Where a rank is when it dies, or Ctrl-C comes.
 PHASES: dict[str, tuple[Any, str]] = {
-    "metadata": (importlib.import_module("shardload.jobs.arguments"), "find_array"),
+    "metadata": (importlib.import_module("shardload.jobs.arguments"), "Finder"),
     "planning": (importlib.import_module("shardload.jobs.arguments"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),

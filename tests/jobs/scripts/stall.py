@@ -128,7 +128,7 @@ def inline(readers: Any) -> None:
 @case
 def metadata(_: Any) -> None:
     if comm.rank == 0:
-        importlib.import_module("shardload.jobs.arguments").find_array = hold
+        importlib.import_module("shardload.jobs.arguments").Finder = hold
     load()
 
 

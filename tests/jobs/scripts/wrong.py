@@ -51,7 +51,7 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox = 
         "transfer.receiver",
     )
 )
-as_large()
+as_large(batched_chunk_nbytes=0)  # a note then has a tile for each chunk
 SHARES = os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0"  # else all parts travel as messages
 Defect = Callable[[ExitStack], None]
 cases: dict[str, tuple[Defect, dict[str, Any], tuple[str, ...]]] = {}

@@ -19,6 +19,8 @@ from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import from_plain, to_plain
 from shardload.formats.lookup import Labeller, find_array
+from shardload.formats.untrusted import source as untrusted_source
+from shardload.jobs import contents
 from tests.unit.blocked import run_without
 
 WRITERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -99,6 +101,36 @@ def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
         found, expected = asked.label(path, info), here.label(path, info)
     assert repr(to_plain(found.labels)) == repr(to_plain(expected.labels)), "as text, because of NaN"
     assert found.dims == ("time", "lat", "lon") and len(found.coords) >= 4
+
+
+def test_all_of_an_untrusted_file_in_one_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each array started a process of its own, which takes a tenth of a second, or came back as another."""
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    started, right = [], untrusted_source._helper
+    monkeypatch.setattr(untrusted_source, "_helper", lambda *args: (started.append(args), right(*args))[1])
+    here, there = shardload.open(path), shardload.open(path, untrusted=True)
+    assert len(started) == 1 and list(there) == list(here) and repr(there) == repr(here)
+    for name, info in here.items():
+        assert repr(to_plain(there[name].labels)) == repr(to_plain(info.labels)), "as text, because of NaN"
+
+
+def test_names_of_very_many_arrays_are_read_when_they_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    labelled, right = [], Labeller.label
+    monkeypatch.setattr(Labeller, "label", lambda self, at, info: (labelled.append(info.dataset), right(self, at, info))[1])
+    monkeypatch.setattr(contents, "_MOST_LABELLED", 2)
+    found = shardload.open(path)
+    assert len(found) > 2 and not labelled
+    assert found["t"].dims == ("time", "lat", "lon") and found["t"].attrs and labelled == ["/t"]
+
+
+def test_one_array_or_group_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    assert list(shardload.open(f"{path}:/t")) == ["/t"] and set(shardload.open(f"{path}:/")) == set(shardload.open(path))
+    with h5py.File(tmp_path / "g.h5", "w") as file:
+        file["g/h/x"], file["g/y"], file["gg/z"] = 1, 2, 3
+    assert set(shardload.open(f"{tmp_path}/g.h5:/g")) == {"/g/h/x", "/g/y"}
+    assert repr(shardload.open(f"{tmp_path}/g.h5:g/y")).startswith(f"<{tmp_path}/g.h5: 1 array>")
 
 
 def test_through_json(tmp_path: Path) -> None:
@@ -196,3 +228,10 @@ def test_bad_input(tmp_path: Path) -> None:
         shardload.open(tmp_path / "no-such.nc")
     with pytest.raises(ConfigError, match="open takes the path of a file, found list"):
         shardload.open([])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="untrusted is 'yes'"):
+        shardload.open("a.nc", untrusted="yes")  # type: ignore[arg-type]
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    with pytest.raises(ConfigError, match=r"holds no array '/tt'.*nearest first\): '/t'"):
+        shardload.open(f"{path}:/tt")
+    with pytest.raises(KeyError, match="Did you mean '/lat'"):
+        shardload.open(path)["latt"]

@@ -132,12 +132,11 @@ def test_a_file_that_changes_between_small_arrays(kind: str, tmp_path: Path) -> 
     path = write(tmp_path)
     mark = Path(path, "zarr.json") if Path(path).is_dir() else Path(path)
     for is_changed in (False, True):
-        with Finder(Access(), Tuning()) as finder:
-            infos = [finder.find(path, name) for name in ARRAYS]
-            assert [values is not None for _, (values, _) in infos] == [True] * 3
-            assert [state is not None for _, (_, state) in infos] == [True, False, False]
+        with Finder(Access(), Tuning(), keeps_states=True) as finder:
+            values = [finder.find(path, name)[1] for name in ARRAYS]
+            assert [one is not None for one in values] == [True] * 3
             if is_changed:
                 os.utime(mark, ns=(1, 1))
             ((_, before, now),) = finder.states()
-            assert infos[0][1][1] == before
+            assert finder.state_of(path) == before
             assert (before != now) == is_changed

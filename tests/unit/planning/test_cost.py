@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardload.planning import cost as costs
 from shardload.planning import traffic as count
 from shardload.planning.blocks import count_runs, plan_row_chunks, run_stride
 from shardload.planning.cost import Cost, Nodes, choose_mode, plan_cost
+from shardload.planning.rates import decode_rate
 from shardload.planning.region import Region
 from shardload.planning.schedule import Grid, Schedule, plan_schedules, plan_shards
 from shardload.planning.selection import select_axes
@@ -260,11 +260,11 @@ def test_a_simpler_way_wins_unless_another_is_clearly_better() -> None:
 
 
 def test_slower_codecs_cost_more_and_unknown_ones_are_not_free() -> None:
-    rates = {c: costs._decode_rate(c, True) for c in ("none", "zstd", "gzip", "gzip+shuffle", "shuffle+zstd", "new-codec")}
+    rates = {c: decode_rate(c, True) for c in ("none", "zstd", "gzip", "gzip+shuffle", "shuffle+zstd", "new-codec")}
     assert rates["none"] > rates["zstd"] > rates["gzip"] == rates["gzip+shuffle"]
     assert rates["shuffle+zstd"] == rates["zstd"] and 0 < rates["new-codec"] < rates["gzip"]
-    assert costs._decode_rate("shuffle", True) == rates["none"]
-    assert costs._decode_rate("gzip", False) > rates["none"]
+    assert decode_rate("shuffle", True) == rates["none"]
+    assert decode_rate("gzip", False) > rates["none"]
 
 
 def test_a_large_plan_is_counted_within_bounds_at_once() -> None:

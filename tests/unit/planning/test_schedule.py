@@ -357,6 +357,21 @@ def test_blocks_are_whole_chunks_in_file_order_below_the_cap(case: Case, cap: in
 
 
 @settings(max_examples=150)
+@given(cases(), st.integers(1, 4000), st.integers(1, 9), st.integers(1, BLOCKS_PER_OWNER))
+def test_fewer_blocks_are_fair(case: Case, cap: int, n_readers: int, per_owner: int) -> None:
+    """Wrong if, with fewer blocks, one reader had to read more than the others, or a block held more than it may."""
+    usual = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_owners=n_readers)
+    fewer = plan_blocks(case.chunks, case.itemsize, max_nbytes=cap, n_owners=n_readers, per_owner=per_owner)
+    assert fewer == usual or fewer.n_cells % n_readers == 0
+    assert fewer.n_cells <= usual.n_cells or fewer == usual
+    assert fewer.n_cells >= min(case.chunks.n_cells, per_owner * n_readers)
+    nbytes = np.bincount(cell_numbers(fewer).ravel(), minlength=fewer.n_cells) * case.itemsize
+    chunks_in = {(int(b), int(c)) for b, c in zip(cell_numbers(fewer).flat, cell_numbers(case.chunks).flat, strict=True)}
+    n_chunks = np.bincount([b for b, _ in chunks_in], minlength=fewer.n_cells)
+    assert all(n_chunks[nbytes > cap] == 1)
+
+
+@settings(max_examples=150)
 @given(cases(), st.integers(1, 4000), st.booleans())
 def test_direct_reads_stay_below_the_cap(case: Case, cap: int, is_merged: bool) -> None:
     """Wrong if a chunk were decoded twice for one shard or, merged, for two shards of one rank."""

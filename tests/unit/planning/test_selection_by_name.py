@@ -71,13 +71,18 @@ def test_ends_are_included() -> None:
 @pytest.mark.parametrize(
     ("select", "says"),
     [
-        ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
+        ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'; pass one of these"),
+        ({"latt": 0}, "names the axis 'latt', but the array has the axes 'time', 'lat', 'lon'. Did you mean 'lat'"),
+        ({"lat": 52.5}, "has 52.5 on the axis 'lat'; a position is an integer"),
+        ({"time": "2000-01-01"}, "has '2000-01-01' on the axis 'time'; a position is an integer"),
+        ({"lat": near("north")}, r"has near\('north'\) on the axis 'lat'; expected numbers in the units"),
+        ({"lat": near(47, within=-1)}, r"near\(47, within=-1\) on the axis 'lat': within is a distance"),
         ({0: 1}, "names the axis 0"),
         ({"time": near(3)}, "on the axis 'time', which has no coordinate"),
         ({"lat": near(47, within=1)}, r"the nearest coordinate is 45.0 \(position 3\); it goes from 60.0 to 40.0"),
         ({"lat": near(float("nan"))}, "none of its coordinates is a number"),
         ({"lat": between(41, 42)}, "no coordinate is in that range"),
-        ({"lat": between(55, 45)}, "no coordinate is in that range"),
+        ({"lat": between(55, 45)}, r"between\(55, 45\) on the axis 'lat': the lower end comes first"),
     ],
 )
 def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
