@@ -527,8 +527,8 @@ class Finder:
             path, dataset = split_path(path)
         if path is None or self._access.untrusted is not None:
             if self._tuning is None or path is None:
-                return find_array(path_or_object, dataset, self._access, needs_numbers), None
-            info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
+                return find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers), None
+            info, values = find_small(path, dataset, self._access, needs_numbers)
             return info, values if values is not None and self._takes(len(values)) else None
         if dataset is None:
             found = self._find_only(path)
