@@ -287,7 +287,7 @@ _DECLARED = (
     ),
     Option("dtype", None, "Cast to this type: float32", _ALL, _dtype, str, is_shared=False, flag="--dtype"),
     Option(
-        "decode", None, "Apply scale_factor, add_offset and fill values: True, False or 'valid' (also valid_range).", _FILE,
+        "decode", None, "Apply scale_factor, add_offset and fill values.", _FILE,
         _decode, str, is_shared=False, flag="--decode",
     ),
     Option("pad", None, "Pad axes that do not divide evenly with this value: 0", _ALL, is_shared=False, flag="--pad"),

@@ -495,6 +495,13 @@ class OpenFile(abc.ABC):
     def open(self, dataset: str) -> Source:
         """Open one array by its full name, as `Format.open_path` does. It is valid until it or this file is closed."""
 
+    def state(self) -> tuple[int, ...] | None:
+        """The state of the file itself, as `Source.state` has it; None if there is no such thing. Never raises.
+
+        With it a job sees if the arrays of one file were read in different versions of it.
+        """
+        return None
+
     def only_name(self) -> str | None:
         """The name of the only array, if one look tells that there is no other one and no group; else None."""
         return None

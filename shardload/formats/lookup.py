@@ -56,6 +56,8 @@ __all__ = [
     "split_path",
 ]
 
+State = tuple[int, ...] | None
+
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
@@ -374,6 +376,9 @@ class _Opened(OpenFile):
         self._held.callback(source.close)
         return source
 
+    def state(self) -> State:
+        return None if self._file is None else self._file.state()
+
     def close(self) -> None:
         self._held.close()
 
@@ -480,10 +485,16 @@ class Finder:
         Which arrays are small; None to read no values.
     most_nbytes : int, optional
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
+    keeps_states : bool
+        True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
     """
 
-    def __init__(self, access: Access, tuning: Tuning | None = None, most_nbytes: int | None = None) -> None:
+    def __init__(
+        self, access: Access, tuning: Tuning | None = None, most_nbytes: int | None = None, keeps_states: bool = False
+    ) -> None:
         self._access, self._tuning = access, tuning
+        self._keeps_states = keeps_states and tuning is not None
+        self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
         self._left_nbytes = cap if most_nbytes is None else min(cap, most_nbytes)
         self._files: dict[str, OpenFile] = {}
@@ -496,6 +507,17 @@ class Finder:
         while self._files:
             self._files.popitem()[1].close()
 
+    def state_of(self, path_or_object: Any) -> State:
+        """The state of a file when it was opened; None if it was not kept."""
+        path = _as_path(path_or_object) if self._keeps_states else None
+        return None if path is None else self._states.get(_place_of(split_path(path)[0]))
+
+    def states(self) -> Iterator[tuple[str, State, State]]:
+        """Of each file that was opened: its place, and its state then and now."""
+        for place, before in self._states.items():
+            with as_source_error(place):
+                yield place, before, self._file(place).state()
+
     def find(
         self, path_or_object: Any, dataset: str | None, needs_numbers: bool = False
     ) -> tuple[ArrayInfo, bytes | memoryview | None]:
@@ -505,8 +527,8 @@ class Finder:
             path, dataset = split_path(path)
         if path is None or self._access.untrusted is not None:
             if self._tuning is None or path is None:
-                return find_array(path_or_object, dataset, self._access, needs_numbers), None
-            info, values = find_small(path_or_object, dataset, self._access, needs_numbers)
+                return find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers), None
+            info, values = find_small(path, dataset, self._access, needs_numbers)
             return info, values if values is not None and self._takes(len(values)) else None
         if dataset is None:
             found = self._find_only(path)
@@ -611,6 +633,8 @@ class Finder:
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[key] = file_format.open_file(path, self._access)
+            if self._keeps_states and key not in self._states:
+                self._states[key] = file.state()
         return file
 
 

@@ -26,6 +26,8 @@ class MemorySource(Source):
         Not copied, never written.
     info : ArrayInfo, optional
         Metadata of the file that it was read from, for messages.
+    read_in : tuple of int, optional
+        The state of that file (`OpenFile.state`) before it was read.
 
     Raises
     ------
@@ -41,7 +43,10 @@ class MemorySource(Source):
     [[1], [4]]
     """
 
-    def __init__(self, array: np.ndarray[Any, Any], info: ArrayInfo | None = None) -> None:
+    def __init__(
+        self, array: np.ndarray[Any, Any], info: ArrayInfo | None = None, read_in: tuple[int, ...] | None = None
+    ) -> None:
+        self.read_in = read_in
         refused = refusal(array.dtype)
         if refused is not None:
             raise SourceError(

@@ -25,6 +25,7 @@ from shardload.formats.labels import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
+from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.machine_file import machine_for
 from shardload.jobs.planner import staging_together
 from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
@@ -127,20 +128,23 @@ class Arguments:
         found: list[Any] = []
         sent = _Values()
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
-        with Finder(options.access, tuning if values and options.readers == AUTO else None, most_nbytes) as finder:
+        is_many = not self.tree.is_single
+        with Finder(options.access, tuning if values and options.readers == AUTO else None, most_nbytes, is_many) as finder:
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:
                         info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
-                        found.append(sent.add(label(place.path, info), of_array))
+                        found.append(sent.add(label(place.path, info), of_array, finder.state_of(place.path)))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
                 found.append(
                     {
-                        "all": [sent.add(label(place.path, info), one) for info, one in infos],
+                        "all": [sent.add(label(place.path, info), one, finder.state_of(place.path)) for info, one in infos],
                         "left_out": [info.to_json() for info in left_out],
                     }
                 )
+            for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
+                check_unchanged(f"'{path}'", before, now, path, "")
         return sent.join(found, self._told_machine(options))
 
     @staticmethod
@@ -276,14 +280,20 @@ class _Values:
     def __init__(self) -> None:
         self._parts: list[bytes | memoryview] = []
         self._n = 0
+        self._stated: set[str] = set()
 
-    def add(self, info: ArrayInfo, values: bytes | memoryview | None) -> list[Any]:
-        """What the text says of an array: its metadata, and where its values begin (None: they are not sent)."""
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None, state: State = None) -> list[Any]:
+        """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
+
+        With the first values of each file, also the state of the file in which they were read.
+        """
         if values is None:
-            return [info.to_json(), None]
+            return [info.to_json(), None, None]
         start, self._n = self._n, self._n + len(values)
         self._parts.append(values)
-        return [info.to_json(), start]
+        is_first = info.path not in self._stated
+        self._stated.add(info.path)
+        return [info.to_json(), start, state if is_first else None]
 
     def join(self, found: list[Any], figures: Any) -> bytes:
         """The message. `figures` are those of the machine."""
@@ -318,12 +328,12 @@ def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
 
 
 def _plan_found(call: Call, path: Any, found: list[Any], values: memoryview) -> ArrayLoad:
-    text, start = found
+    text, start, state = found
     info = ArrayInfo.from_json(text)
     if start is None:
         return plan_file(call, info, path)
     array = np.frombuffer(values, dtype=info.dtype, count=math.prod(info.shape), offset=start).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info), path)
+    return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path)
 
 
 class ToVerify(Arguments):
@@ -428,6 +438,8 @@ class ToScatter:
         array = self._array() if callable(self._array) else self._array
         leaves: list[tuple[str, Any]] = []
         outline = _outline_of(array, self._has_tree, (), leaves)
+        if not leaves:
+            raise ConfigError(f"array is {array!r}, a tree without an array: there is nothing to scatter")
         self._sources, told = [], []
         for where, value in leaves:
             with naming_errors(where):

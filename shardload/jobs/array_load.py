@@ -28,7 +28,7 @@ from shardload.formats.base import ArrayInfo, OpenFile, Source, settle_bools
 from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
-from shardload.jobs.consistency import State, check_unchanged, contents_of, is_open
+from shardload.jobs.consistency import State, check_same_file, check_unchanged, contents_of, is_open
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
@@ -192,6 +192,27 @@ class OpenSources:
             file = self._files[key] = open_file(handle, self._access(load))
             self._opened.push(partial(_close, file))
         return _as_planned(file.open(load.info.dataset), load)
+
+    def states(self, paths: Sequence[str], loads: Sequence[ArrayLoad]) -> dict[str, State]:
+        """The state of each of some files, by the path in `ArrayInfo`: of those that are open here for several arrays.
+
+        Raises
+        ------
+        SourceError
+            If a file is another one than that from which one rank has read small arrays before it was opened here.
+        """
+        found: dict[str, State] = {}
+        for load in loads if paths else ():
+            path = load.info.path
+            is_small = isinstance(load.handle, MemorySource)
+            file = self._files.get(self._file_of(load, load.origin if is_small else load.handle)) if path in paths else None
+            if file is None:
+                continue
+            if path not in found:
+                found[path] = file.state()
+            if is_small and load.handle.read_in is not None:
+                check_same_file(load.name, load.handle.read_in, found[path], path, load.info.dataset)
+        return found
 
 
 class OwnArray:

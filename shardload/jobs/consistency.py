@@ -30,7 +30,7 @@ from shardload.planning.region import Region
 from shardload.planning.selection import Selection
 from shardload.transfer.checksum import checksum
 
-__all__ = ["N_SUMS", "State", "check_same", "check_unchanged", "contents_of", "is_open", "to_sums"]
+__all__ = ["N_SUMS", "State", "check_same", "check_same_file", "check_unchanged", "contents_of", "is_open", "to_sums"]
 
 State = tuple[int, ...] | None
 _N_COMPARED = 2  # size and time: the numbers after them tell files apart only on one machine
@@ -125,6 +125,12 @@ def check_same(name: str, sums: list[int], path: str, dataset: str, is_open: boo
             f"a mixture. {_FIX}"
         )
     raise SourceError(text, path=path, dataset=dataset)
+
+
+def check_same_file(name: str, before: State, now: State, path: str, dataset: str) -> None:
+    """Raise SourceError if another rank read an array in another file than the one that is open here under the same path."""
+    if before is not None and now is not None:
+        check_unchanged(name, before[:_N_COMPARED], now[:_N_COMPARED], path, dataset)
 
 
 def check_unchanged(name: str, before: State, after: State, path: str, dataset: str) -> None:

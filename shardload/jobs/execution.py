@@ -14,6 +14,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -126,6 +127,14 @@ class Outcome:
         self.arrays = arrays
         self.error: BaseException | None = None
         self.moved = Moved(0.0, 0, 0)
+        self.files: dict[str, State] = {}  # by path: files that this rank has open for several arrays
+
+    @cached_property
+    def shared_paths(self) -> list[str]:
+        """The files that hold several of the arrays and are opened here, in the same order on every rank."""
+        is_opened = len(self.arrays) > 1 and not all(own.load.is_here for own in self.arrays)
+        n = Counter(own.load.info.path for own in self.arrays) if is_opened else Counter[str]()
+        return [path for path, count in n.items() if count > 1]
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -155,6 +164,8 @@ class Outcome:
         for own in self.arrays:
             cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
+        for path in self.shared_paths:
+            counts += to_sums(self.files.get(path))
         return tuple(counts)
 
     @property
@@ -331,7 +342,7 @@ class Job:
             buffers, advance = None, None
             with mine.keeping_errors():
                 buffers = self._make_buffers(segments)
-                advance = self._get_ready(mine.arrays, opened, buffers)
+                advance = self._get_ready(mine, opened, buffers)
             if not self._is_direct:
                 self.group.agree(mine.error)  # a rank that cannot read or receive must say so before anything is sent
             if mine.error is None and buffers is not None:
@@ -344,12 +355,15 @@ class Job:
         with mine.keeping_errors():  # the other ranks still wait for this rank in the last agreement
             opened.close()
 
-    def _get_ready(self, arrays: list[OwnArray], opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
+    def _get_ready(self, mine: Outcome, opened: ExitStack, buffers: Buffers) -> Callable[[int], None] | None:
         """Open the sources and make what the exchange needs; returns the function to call with its progress."""
-        sources = OpenSources([own.load for own in arrays if own.reads], opened)
+        arrays = mine.arrays
+        here = {own.load.info.path for own in arrays if own.reads}
+        sources = OpenSources([own.load for own in arrays if own.load.info.path in here], opened)
         for own in arrays:
             with own.load.naming_errors():
                 own.open(sources)
+        mine.files = sources.states(mine.shared_paths, self.loads)
         for own in arrays:
             with own.load.naming_errors():
                 own.make_room()
@@ -389,6 +403,8 @@ class Job:
         n_chunks, nbytes, n_parts, *sums = totals
         if not mine.is_loaded:
             raise ConfigError("nothing was loaded")
+        n_files = len(mine.shared_paths) * N_SUMS
+        of_files, sums = sums[len(sums) - n_files :], sums[: len(sums) - n_files]
         n_each = len(sums) // len(mine.arrays)
         n_missing, verified, costs = [], [], []
         for k, own in enumerate(mine.arrays):
@@ -398,6 +414,8 @@ class Job:
             load = own.load
             check_same(load.name, of_array[:N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
             verified.append(of_array[N_SUMS:])
+        for k, path in enumerate(mine.shared_paths):  # also if each array was read by one rank, but not all by the same
+            check_same(f"'{path}'", of_files[k * N_SUMS : (k + 1) * N_SUMS], path, "")
         proven = agree_all(
             self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified
         )

@@ -9,6 +9,7 @@ import gc
 import tracemalloc
 import warnings
 from collections import Counter, namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import zarr
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -26,7 +27,7 @@ from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError,
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5 import source as hdf5_source
-from shardload.jobs import array_load
+from shardload.jobs import array_load, execution
 from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
 
 Pair = namedtuple("Pair", "left right")
@@ -217,6 +218,7 @@ def test_scatter_a_tree(comm: Any) -> None:
     good = {"x": two[0], "y": two[1]}
     same_error(comm, lambda: shardload.scatter(good, mesh, {"x": P()}), ConfigError, "spec has no ['y']")
     same_error(comm, lambda: shardload.scatter({2.5: two[0]}, mesh, P()), ConfigError, "keys such as 2.5")
+    same_error(comm, lambda: shardload.scatter({"x": {}}, mesh, P()), ConfigError, "a tree without an array")
 
 
 # --- what is wrong with the call
@@ -364,6 +366,71 @@ def test_missing_chunks_of_several_arrays(comm: Any, shared_tmp_path: Path, monk
         check(x[f"y{k}"], expected, mesh_of(), P())
     call = lambda: shardload.load(path, mesh_of(), P(), dataset=names, missing="error")  # noqa: E731
     same_error(comm, call, SourceError, "array ['y1']", "Nothing was loaded")
+
+
+def replaced_at(monkeypatch: pytest.MonkeyPatch, comm: Any, replace: Callable[[], None], is_early: bool = False) -> None:
+    """Put another version of a file in its place when the arrays are planned, and ranks that are early have opened it."""
+    original = execution.Job._get_ready
+
+    def get_ready(job: Any, *args: Any) -> Any:
+        found = original(job, *args) if is_early else None
+        comm.barrier()
+        on_root(comm, replace)
+        return found if is_early else original(job, *args)
+
+    monkeypatch.setattr(execution.Job, "_get_ready", get_ready)
+
+
+def version(path: Path, k: int) -> None:
+    """A file, or store, of a number and two arrays, whose values are all `k`, in place of the one before."""
+    new = path.with_name(f"{k}{path.name}")
+    arrays = {"time": np.float32(k), "x": np.full((16, 3), k, "f4"), "y": np.full((16, 5), k, "f4")}
+    if path.suffix == ".zarr":
+        root = zarr.open_group(new, mode="w")
+        for name, data in arrays.items():
+            root.create_array(name, data=np.asarray(data), chunks=data.shape)
+        if path.exists():
+            path.rename(path.with_name(f"old{k}"))
+    else:
+        write_arrays(new, arrays)
+    new.rename(path)
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    with h5py.File(path, "w") as file:
+        for name, data in arrays.items():
+            file[name] = data
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a.zarr"])
+def test_a_small_array_of_an_older_file(
+    comm: Any, shared_tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, tune: Any
+) -> None:
+    """Wrong if the values that came with the metadata were of the file before, and the others of the one after it."""
+    path = shared_tmp_path / name
+    on_root(comm, lambda: version(path, 1))
+    tune(small_nbytes=4)
+    load = lambda: shardload.load(path, mesh_of(), P(), dataset={"t": "time", "x": "x", "y": "y"})  # noqa: E731
+    assert [float(one.addressable_data(0).max()) for one in load().values()] == [1, 1, 1]
+    with monkeypatch.context() as changed:
+        replaced_at(changed, comm, lambda: version(path, 2))
+        same_error(comm, load, SourceError, "array ['t'], '/time' in", "changed while it was read")
+    assert [float(one.addressable_data(0).max()) for one in load().values()] == [2, 2, 2]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_rank_reads_another_array_of_a_file_that_is_replaced(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the ranks' files were compared for each array only: each array has one reader, which sees one file."""
+    path, devices = shared_tmp_path / "a.h5", jax.devices()
+    on_root(comm, lambda: version(path, 1))
+    meshes = [NamedSharding(Mesh(np.array([one]), "a"), P()) for one in (devices[0], devices[-1])]
+    load = lambda: shardload.load(path, meshes, dataset=["x", "y"], readers="direct")  # noqa: E731
+    with monkeypatch.context() as changed:
+        replaced_at(changed, comm, lambda: version(path, 2), jax.process_index() == devices[0].process_index)
+        same_error(comm, load, SourceError, str(path), "did not see the same file")
+    assert len(load()) == 2
 
 
 # --- memory

@@ -230,8 +230,7 @@ class Hdf5Source(Source):
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None."""
         try:
-            descriptor = plain_descriptor(self._dataset.file)
-            return None if descriptor is None else state_of(descriptor)
+            return _state_of(self._dataset.file)
         except (RuntimeError, ValueError):  # it was closed
             return None
 
@@ -338,8 +337,20 @@ class _Hdf5File(OpenFile):
         is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
         return f"/{os.fsdecode(names[0])}" if is_one else None
 
+    def state(self) -> tuple[int, ...] | None:
+        """As `Hdf5Source.state`."""
+        try:
+            return _state_of(self._file)
+        except (RuntimeError, ValueError):  # it was closed
+            return None
+
     def close(self) -> None:
         close_all([self._file])
+
+
+def _state_of(file: h5py.File) -> tuple[int, ...] | None:
+    descriptor = plain_descriptor(file)
+    return None if descriptor is None else state_of(descriptor)
 
 
 def _open_dataset(

@@ -316,6 +316,9 @@ class ZarrFormat(Format):
 FORMAT = ZarrFormat()
 
 
+_ROOTS = ("zarr.json", ".zgroup", ".zarray")
+
+
 class _ZarrStore(OpenFile):
     """A store that is opened once; each array has a watch of its own."""
 
@@ -325,6 +328,15 @@ class _ZarrStore(OpenFile):
     def open(self, dataset: str) -> Source:
         _check_name(dataset)
         return _open_array(self._store.another_watch(), self._path, dataset, self._access, is_own=False)
+
+    def state(self) -> tuple[int, ...] | None:
+        """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
+        below = inner_store(self._store)
+        if isinstance(below, zarr.storage.ZipStore):
+            return state_of(os.fspath(below.path))
+        folder = _folder_of(below)
+        states = (state_of(os.path.join(folder, mark)) for mark in _ROOTS) if folder is not None else ()
+        return next((state for state in states if state is not None), None)
 
     def close(self) -> None:
         close_store(self._store)

@@ -176,7 +176,8 @@ def test_mesh_axes_of_each_array_axis(spec: Any, ndim: int, expected: Any) -> No
 
 @pytest.mark.parametrize(("spec", "ndim"), [(P("a"), 0), (P("a", "b"), 1), (P(None, None, None), 2)])
 def test_a_spec_longer_than_the_array_has_axes(spec: Any, ndim: int) -> None:
-    text = f"has {len(spec)} entries, but the array has {ndim} axes. Give one entry per axis (None for an axis that is not cut)"
+    axes = "1 axis" if ndim == 1 else f"{ndim} axes"
+    text = f"has {len(spec)} entries, but the array has {axes}. Give one entry per axis (None for an axis that is not cut)"
     with pytest.raises(ConfigError, match=re.escape(text)):
         read_spec(NamedSharding(MESH, spec), ndim)
 

@@ -16,8 +16,9 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import Access, Region
 from shardload.formats.access import Limits
 from shardload.formats.hdf5 import source as hdf5_module
-from shardload.formats.lookup import open_file, open_source
+from shardload.formats.lookup import Finder, open_file, open_source
 from shardload.formats.zarr import source as zarr_module
+from shardload.planning.tuning import Tuning
 from tests.unit.files import check_source, flat, read_all, write_hdf5, write_zarr
 
 ARRAYS = {"a": flat((5, 7)), "group/b": flat((4, 3), "int32", 100), "group/c": flat((6,), ">f8", 200)}
@@ -122,3 +123,30 @@ def test_open_arrays_and_helpers_open_each(tmp_path: Path) -> None:
             open_file(mine["a"], Access(untrusted=Limits()))
     with pytest.raises(SourceError, match="there is no file"):
         open_file(tmp_path / "none.h5")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_changes_between_small_arrays(kind: str, tmp_path: Path) -> None:
+    """Wrong if the values of two small arrays could be of two versions of a file, each of them complete."""
+    write, *_ = KINDS[kind]
+    path = write(tmp_path)
+    mark = Path(path, "zarr.json") if Path(path).is_dir() else Path(path)
+    for is_changed in (False, True):
+        with Finder(Access(), Tuning(), keeps_states=True) as finder:
+            values = [finder.find(path, name)[1] for name in ARRAYS]
+            assert [one is not None for one in values] == [True] * 3
+            if is_changed:
+                os.utime(mark, ns=(1, 1))
+            ((_, before, now),) = finder.states()
+            assert finder.state_of(path) == before
+            assert (before != now) == is_changed
+
+
+@pytest.mark.parametrize("tuning", [None, Tuning()])
+def test_a_name_in_the_path_of_an_untrusted_file(tuning: Tuning | None, tmp_path: Path) -> None:
+    """Wrong if the name were taken for a part of the file's name."""
+    path = write_hdf5(tmp_path / "a.h5", ARRAYS)
+    with Finder(Access(untrusted=Limits(1 << 26)), tuning) as finder:
+        info, values = finder.find(f"{path}:/group/b", None)
+    assert info.dataset == "/group/b"
+    assert values is None if tuning is None else bytes(values or b"") == ARRAYS["group/b"].tobytes()
