@@ -64,7 +64,7 @@ _HELP = {name: option.help for name, option in OPTIONS.items()}
 Dataset = Annotated[list[str] | None, typer.Option(help=_HELP["dataset"])]
 Select = Annotated[str | None, typer.Option(help=_HELP["select"])]
 Dtype = Annotated[str | None, typer.Option(help=_HELP["dtype"])]
-Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=f"{_HELP['decode'].partition(':')[0]}.")]
+Decode = Annotated[bool | None, typer.Option("--decode/--no-decode", help=_HELP["decode"])]
 Pad = Annotated[str | None, typer.Option(help=_HELP["pad"])]
 Readers = Annotated[str, typer.Option(help=_HELP["readers"], autocompletion=completes(*OPTIONS["readers"].choices))]
 AllowExternal = Annotated[bool, typer.Option("--allow-external", help=_HELP["allow_external"])]
