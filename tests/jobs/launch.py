@@ -329,7 +329,7 @@ def _print_stacks(processes: Sequence[psutil.Process]) -> None:
     for process in ranks:
         with suppress(*GONE):
             process.send_signal(signal.SIGABRT)  # Python's faulthandler prints the stack
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20  # a stack cut short helps nobody; a machine that is busy takes seconds for it
     while any(_is_alive(process) for process in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     for process in launchers:
