@@ -9,14 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import tracemalloc
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+if TYPE_CHECKING:
+    import pytest
 
 READERS: tuple[str | int, ...] = ("root", "parallel", "direct", "auto", 2)
 VERIFY = ("index", "checksum")
@@ -178,3 +182,28 @@ def same_error(comm: Any, call: Callable[[], Any], kind: type[Exception], *parts
     for part in parts:
         assert part in str(error), f"{part!r} is not in {error}"
     return error
+
+
+def peak_nbytes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
+    """What a plan loads, and the most that this process had at a time beyond what it had before and its pieces."""
+    from shardload.comm.shared_memory import Segment  # programs that import this module decide themselves when MPI starts
+
+    shared: list[int] = []
+    create = Segment.create
+
+    def count(nbytes: int) -> Segment:
+        shared.append(nbytes)
+        return create(nbytes)
+
+    monkeypatch.setattr(Segment, "create", count)
+    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        x = plan.execute()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        monkeypatch.undo()
+    held = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in jax.tree.leaves(x))
+    return x, most - before + sum(shared) - held

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError
 from shardload.comm.group import group_of
-from shardload.comm.shared_memory import Segment
-from tests.mpi.support import check, mesh_of, on_root, ramp, same_error, unit
+from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py and zarr-python make for themselves: 90 KiB are usual
 
@@ -45,29 +43,6 @@ def field(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str
         return {name: str(folder / name) for name in ("chunks.h5", "plain.h5", "planes.zarr")}
 
     return on_root(comm, write), values
-
-
-def peak_nbytes(plan: shardload.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[jax.Array, int]:
-    """The array, and the most that this process had at a time beyond what it had before and its pieces."""
-    shared: list[int] = []
-    create = Segment.create
-
-    def count(nbytes: int) -> Segment:
-        shared.append(nbytes)
-        return create(nbytes)
-
-    monkeypatch.setattr(Segment, "create", count)
-    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        x = plan.execute()
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        monkeypatch.undo()
-    held = {str(shard.index): shard.data.nbytes for shard in x.addressable_shards}
-    return x, most - before + sum(shared) - sum(held.values())
 
 
 CASES = list(

@@ -6,7 +6,6 @@ Compared with h5py, zarr and NumPy. Arrays of the same shape differ in every ele
 from __future__ import annotations
 
 import gc
-import tracemalloc
 import warnings
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -25,10 +24,9 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group, group_of
-from shardload.comm.shared_memory import Segment
 from shardload.formats.hdf5 import source as hdf5_source
 from shardload.jobs import array_load, execution
-from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
+from tests.mpi.support import READERS, check, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 Pair = namedtuple("Pair", "left right")
 
@@ -454,22 +452,10 @@ def test_memory_of_forty_arrays(comm: Any, shared_tmp_path: Path, readers: str, 
 
     on_root(comm, write)
     own = comm.Dup() if hasattr(comm, "Dup") else None  # so that shared memory is made for this load
-    shared: list[int] = []
-    create = Segment.create
-    monkeypatch.setattr(Segment, "create", lambda nbytes: (shared.append(nbytes), create(nbytes))[1])
-    monkeypatch.setenv("SHARDLOAD_KEEP_MEMORY", "0")  # memory that is kept for the next load is not traced
     plan = shardload.plan(path, mesh_of(), P(None, "b", "a"), dataset="*", readers=readers, staging=staging, comm=own)
     gc.collect()
-    tracemalloc.start()
-    try:
-        before, _ = tracemalloc.get_traced_memory()
-        x = plan.execute()
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        monkeypatch.undo()
+    x, extra = peak_nbytes(plan, monkeypatch)
     pieces = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in x.values())
-    extra = most - before + sum(shared) - pieces
     allowed = staging + (1 << 20) + n_arrays * (16 << 10)  # the last: what h5py and Python make for each open array
     assert max(comm.allgather(extra)) <= allowed, (comm.allgather(extra), allowed)
     assert pieces + staging >= plan.peak_nbytes >= pieces
