@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -114,22 +114,40 @@ class ArrayInfo:
     packing: Packing = field(default_factory=dict)
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
-    def to_json(self) -> str:
-        """As text, for another rank. Names that nobody has looked at are not read for that."""
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types, for another rank. Names that nobody has looked at are not read for that."""
         # Not `asdict`: it copies all values, and small loads call this often.
         known = None if isinstance(self.labels, OnDemand) else self.labels
-        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(known)}
-        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
+        return {
+            **vars(self),
+            "attributes": dict(self.attributes),
+            "packing": dict(self.packing),
+            "labels": None if known is None else to_plain(known),
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> ArrayInfo:
+        """The inverse of `to_dict`, also after JSON made lists of its tuples."""
+        chunks, shards, labels = found["chunks"], found["shards"], found["labels"]
+        shape = tuple(found["shape"])
+        return cls(
+            **{
+                **found,
+                "shape": shape,
+                "chunks": None if chunks is None else tuple(chunks),
+                "shards": None if shards is None else tuple(shards),
+                "labels": None if labels is None else from_plain(labels, len(shape)),
+            }
+        )
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> ArrayInfo:
         """The inverse of `to_json`."""
-        found = json.loads(text)
-        for name in ("shape", "chunks", "shards"):
-            found[name] = None if found[name] is None else tuple(found[name])
-        if found["labels"] is not None:
-            found["labels"] = from_plain(found["labels"], len(found["shape"]))
-        return cls(**found)
+        return cls.from_dict(json.loads(text))
 
     @property
     def dims(self) -> tuple[str | None, ...]:
