@@ -47,6 +47,7 @@ __all__ = [
     "nbytes_of",
     "read_at",
     "read_by_chunks",
+    "read_whole",
     "refusal",
     "settle_bools",
     "some",
@@ -429,6 +430,37 @@ def read_by_chunks(
             part: Any = (*common.slices(start), ...)
             out[into] = whole[part]
     return missing
+
+
+def read_whole(reader: ChunkReader | None, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array of many small chunks with few calls, into a buffer of its shape.
+
+    False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
+    is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
+
+    >>> read_whole(None, (2,), np.empty(4))
+    False
+    """
+    if not isinstance(reader, BatchReader):
+        return False
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    stored = reader.fetch_many([range(n) for n in counts])
+    if stored is None or any(one is None for one in stored):
+        return False
+    if out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:]):  # they lie as in `out`
+        reader.decode_many(stored, out.reshape(-1, *chunk_shape))
+        return True
+    chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
+    reader.decode_many(stored, chunks)
+    ndim = len(counts)
+    order = [axis for k in range(ndim) for axis in (k, ndim + k)]  # the chunks along an axis, then the elements of a chunk
+    padded = (
+        chunks.reshape((*counts, *chunk_shape))
+        .transpose(order)
+        .reshape([n * c for n, c in zip(counts, chunk_shape, strict=True)])
+    )
+    np.copyto(out, padded[tuple(map(slice, out.shape))])
+    return True
 
 
 def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:
