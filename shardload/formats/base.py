@@ -432,8 +432,8 @@ def read_by_chunks(
     return missing
 
 
-def read_whole(reader: ChunkReader | None, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
-    """Read a whole array of many small chunks with few calls, into a buffer of its shape.
+def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
 
     False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
     is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
