@@ -265,11 +265,17 @@ class OwnArray:
             self._state = self._source.state()
         self.contents = self.load.contents() if self.load.is_open else self._state
 
-    def make_room(self) -> None:
-        """Allocate the pieces and fill their padding. The exchange writes the rest."""
+    @property
+    def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
+        """The shapes of the pieces, and their dtype."""
+        return self.load.layout.share(self.rank).shapes, self.load.kind.dtype
+
+    def make_room(self, room: list[np.ndarray[Any, Any]] | None = None) -> None:
+        """Allocate the pieces, or take them from `room`, and fill their padding. The exchange writes the rest."""
         layout, kind = self.load.layout, self.load.kind
         dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
-        for shard, region, data in zip(share.numbers, share.regions, empty_pieces(share.shapes, dtype), strict=True):
+        room = empty_pieces(share.shapes, dtype) if room is None else room
+        for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
         if isinstance(shards, HaloShards):
             self._halos = HaloPieces(shards, kind.shape, self.shards, self.rank)

@@ -42,6 +42,7 @@ from shardload.planning.staging import Staging, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.transfer.allocator import empty_pieces_of_many
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
@@ -192,6 +193,15 @@ def _each(arrays: Sequence[OwnArray], do: Callable[[OwnArray], None]) -> None:
             raise
 
 
+def _make_room(arrays: Sequence[OwnArray]) -> None:
+    """Allocate the pieces of all arrays, at once if there are several: the memory of an earlier load is then used again."""
+    if len(arrays) == 1:
+        _each(arrays, OwnArray.make_room)
+        return
+    rooms = iter(empty_pieces_of_many([own.wanted for own in arrays]))
+    _each(arrays, lambda own: own.make_room(next(rooms)))
+
+
 class Job:
     """The arrays that one call loads. Every method is collective, inside a call that all ranks make.
 
@@ -232,12 +242,8 @@ class Job:
         sources = OpenSources([], ExitStack())  # these sources need no file
         self.group.watch.enter("assemble")
         with mine.keeping_errors(), ExitStack() as opened:
-
-            def get_ready(own: OwnArray) -> None:
-                own.open(sources)
-                own.make_room()
-
-            _each(mine.arrays, get_ready)
+            _each(mine.arrays, lambda own: own.open(sources))
+            _make_room(mine.arrays)
             total = sum(own.nbytes for own in mine.arrays)
             advance = opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
@@ -383,7 +389,7 @@ class Job:
         sources = OpenSources([own.load for own in arrays if own.load.info.path in here], opened)
         _each(arrays, lambda own: own.open(sources))
         mine.files = sources.states(mine.shared_paths, self.loads)
-        _each(arrays, OwnArray.make_room)
+        _make_room(arrays)
         resources = opened.enter_context(
             Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
         )
