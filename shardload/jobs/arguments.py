@@ -28,7 +28,7 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.machine_file import machine_for
-from shardload.jobs.planner import staging_together
+from shardload.jobs.planner import read_in_turn, staging_together
 from shardload.jobs.request import Call, Memo, Planned, Request, Target, for_each_kind, plan_file, plan_memory, targets_of
 from shardload.jobs.trees import (
     ArrayTree,
@@ -183,7 +183,7 @@ class Arguments:
                 if named is error:
                     raise
                 raise named from error
-        return _share_staging(calls[0], loads) if len(loads) > 1 else loads
+        return _share_staging(calls[0], _in_turn(calls[0], loads)) if len(loads) > 1 else loads
 
     def _grow(self, request: Request, calls: list[Call], found: list[Any]) -> tuple[list[Call], list[Any]]:
         """Replace the patterns by the arrays that were found."""
@@ -242,6 +242,16 @@ class Arguments:
                 f"{error}. Its shape is {info.shape}, and it shares its spec with {where}, {other}, whose shape is "
                 f"{other.shape}: pass a tree of specs, with one for each",
             )
+
+
+def _in_turn(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
+    """The same loads; each of many small arrays is read by one rank."""
+    kinds = read_in_turn(call.ask(), [one.kind for one in loads]) if call.group is not None and call.group.size > 1 else []
+    return (
+        [one if kind is one.kind else replace(one, kind=kind) for one, kind in zip(loads, kinds, strict=True)]
+        if kinds
+        else loads
+    )
 
 
 def _share_staging(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:

@@ -219,29 +219,40 @@ class Parallel(OneOwnerEach):
     ----------
     n_owners : int
         Number of owners.
+    alone : int
+        The rank of a single owner: of many arrays, each may have another one.
     """
 
     mode: ClassVar[str] = PARALLEL
     n_owners: int
+    alone: int = field(default=0, repr=False)
 
     def check(self, n_ranks: int) -> None:
-        """Raise ValueError if there are fewer ranks than owners."""
+        """Raise ValueError if there are fewer ranks than owners, or no such rank."""
         if not 1 <= self.n_owners <= n_ranks:
             raise ValueError(f"{self.n_owners} of {n_ranks} ranks cannot own the blocks")
+        if not 0 <= self.alone < n_ranks or (self.alone and self.n_owners > 1):
+            raise ValueError(f"rank {self.alone} of {n_ranks} cannot be alone in owning the blocks of {self.n_owners} owners")
+
+    def __repr__(self) -> str:
+        which = f", alone={self.alone}" if self.alone else ""
+        return f"{type(self).__name__}(n_owners={self.n_owners}{which})"
 
     def owner_rank(self, owner: int, n_ranks: int) -> int:
-        """Owner ``k`` is rank ``k * n_ranks // n_owners``."""
-        return owner * n_ranks // self.n_owners
+        """Owner ``k`` is rank ``k * n_ranks // n_owners``, or the one that is alone."""
+        return self.alone + owner * n_ranks // self.n_owners
 
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
         """The owner that has this rank; None if none does."""
+        if self.n_owners == 1:
+            return 0 if rank == self.alone else None
         owner = -(-rank * self.n_owners // n_ranks)  # the first one whose rank is not below this one
         return owner if owner < self.n_owners and self.owner_rank(owner, n_ranks) == rank else None
 
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
         """`owner` of many blocks."""
         owners = ((blocks + 1) * self.n_owners - 1) // schedule.blocks.n_cells
-        return owners * schedule.n_ranks // self.n_owners
+        return self.alone + owners * schedule.n_ranks // self.n_owners
 
 
 @dataclass(frozen=True)
