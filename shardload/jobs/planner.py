@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import getitem
 from typing import Any
 
 import jax
@@ -245,12 +244,15 @@ def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
     schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
     alone = replace(layout, schedule=replace(schedule, strategy=Parallel(1, rank)))
-    costs: dict[str, Callable[[], Cost]] = {mode: partial(getitem, plan.costs, mode) for mode in plan.costs}
-    costs[PARALLEL] = partial(
-        _cost_in_turn, plan.costs, partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
-    )
+    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
+    costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
+    costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
     return replace(plan, _layout=alone, n_readers=1, why=why, costs=Costs(costs))
+
+
+def _known_cost(costs: Mapping[str, Cost], mode: str) -> Cost:
+    return costs[mode]
 
 
 def _cost_in_turn(costs: Mapping[str, Cost], alone: Callable[[], Cost]) -> Cost:
