@@ -46,6 +46,7 @@ from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
+from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
 __all__ = ["Call", "Memo", "Planned", "Request", "Target", "for_each_kind", "plan_file", "plan_memory", "targets_of"]
@@ -309,6 +310,8 @@ class Request:
         What must be the same on every rank. After `plan` it includes the plan.
     calls : list of Call or None
         The checked arguments for each array; None if `error` says what is wrong.
+    is_many : bool
+        True if the call is about several arrays, or all of a group.
     loaded : Loaded or None
         After `plan`: the arrays, if they are loaded already.
     """
@@ -320,6 +323,7 @@ class Request:
     error: ConfigError | None
     _processes: Any = None
     _ranks_per_node: int | None = None
+    is_many: bool = False
     loaded: Loaded | None = None
 
     @classmethod
@@ -353,6 +357,7 @@ class Request:
         calls: list[Call] | None = None
         asked: Invocation | None = None
         tuning, memo = default_tuning(), Memo()
+        is_many = len(targets) > 1 or any(target.is_pattern for target in targets)
         try:
             if error is not None and not targets:
                 raise error
@@ -374,7 +379,7 @@ class Request:
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
         if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
-                yield cls(None, comm, asked, calls, error, processes, ranks_per_node)
+                yield cls(None, comm, asked, calls, error, processes, ranks_per_node, is_many)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
@@ -384,7 +389,7 @@ class Request:
             error = refusal or error
             if calls is not None:
                 calls = for_each_kind(calls, lambda call: replace(call, group=group))
-            yield cls(group, comm, asked, None if error is not None else calls, error, processes)
+            yield cls(group, comm, asked, None if error is not None else calls, error, processes, is_many=is_many)
 
     def call_of(self, target: Target, memo: Memo) -> Call:
         """The checked arguments of an array that was found by a pattern."""
@@ -432,6 +437,16 @@ class Request:
         loads : bool
             True to load arrays whose values `find` has sent too (`loaded`).
         """
+        with collections_wait(self.is_many):
+            return self._plan(find, make, root, loads)
+
+    def _plan(
+        self,
+        find: Callable[[list[Call]], bytes],
+        make: Callable[[list[Call], bytes], list[ArrayLoad]],
+        root: int | None,
+        loads: bool,
+    ) -> list[ArrayLoad]:
         started = time.perf_counter()
         group, told, made = self.group, None, None
         self._enter("metadata")
