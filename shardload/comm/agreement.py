@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, AnyStr
+from typing import Any
 
 import numpy as np
 
@@ -128,10 +128,11 @@ class Agreement:
     size: int
     _collectives: Collectives
 
-    def begin(self, asked: Invocation, find: Callable[[], AnyStr]) -> AnyStr | None:
+    def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
-        Returns that text, or those bytes if `find` returns bytes. If `find` raises on rank 0, every rank raises that error.
+        Returns that text, or those bytes if `find` returns bytes, or a list of bytes-like parts (which saves joining them). If
+        `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
@@ -185,20 +186,19 @@ class Agreement:
         """Gather a text from every rank, on every rank. Collective."""
         return [self.send_text(text, root) for root in range(self.size)]
 
-    def tell(self, make: Callable[[], AnyStr], root: int) -> AnyStr:
+    def tell(self, make: Callable[[], Any], root: int) -> Any:
         """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
         found = self._tell(make, root, b"")
         if found is None:
             raise ValueError("a message without a mark has none that could differ")
         return self._told(found, root)
 
-    def _tell(
-        self, make: Callable[[], AnyStr], root: int, mark: bytes
-    ) -> tuple[AnyStr | _Failure, BaseException | None] | None:
+    def _tell(self, make: Callable[[], Any], root: int, mark: bytes) -> tuple[Any, BaseException | None] | None:
         """What `root` made or how it failed and, on `root`, the exception; None if the mark of `root` differs."""
         if self.size == 1:
             try:
-                return make(), None
+                alone = make()
+                return (b"".join(alone) if isinstance(alone, list) else alone), None
             except ShardloadError as found:
                 let_interruption_pass(found)
                 raise
@@ -210,7 +210,8 @@ class Agreement:
             try:
                 made = make()
                 framed += _TEXT if isinstance(made, str) else _BYTES
-                framed += _to_bytes(made) if isinstance(made, str) else made
+                for part in made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]:
+                    framed += part
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
@@ -222,7 +223,7 @@ class Agreement:
         told: Any = _Failure(_to_text(body)) if kind == _FAILED else body if kind == _BYTES else _to_text(body)
         return told, error
 
-    def _told(self, found: tuple[AnyStr | _Failure, BaseException | None], root: int) -> AnyStr:
+    def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:
         made, error = found
         if isinstance(made, _Failure):
             # Wrong arguments are wrong on every rank, though only `root` has checked them.

@@ -106,8 +106,10 @@ class Arguments:
         """Values for the arrays, in the structure that the caller asked for."""
         return self.tree.build(values)
 
-    def find(self, calls: list[Call], values: bool = True) -> bytes:
-        """The metadata of all arrays, and the values of small ones if `readers` is "auto". Runs on one rank.
+    def find(self, calls: list[Call], values: bool = True) -> list[bytes | memoryview]:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
+
+        Runs on one rank.
 
         With names of axes and coordinates if a selection may name them.
         """
@@ -123,7 +125,7 @@ class Arguments:
         """The option as the caller passed it."""
         return None if self._given is None else self._given[2].get("select")
 
-    def _find_all(self, calls: list[Call], values: bool, label: Label) -> bytes:
+    def _find_all(self, calls: list[Call], values: bool, label: Label) -> list[bytes | memoryview]:
         options, tuning = calls[0].options, calls[0].tuning
         if calls[0].is_alone:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
@@ -313,10 +315,10 @@ class _Values:
         self._stated.add(info.path)
         return [info.to_dict(), start, state() if is_first else None]
 
-    def join(self, found: list[Any], figures: Any) -> bytes:
-        """The message. `figures` are those of the machine."""
+    def join(self, found: list[Any], figures: Any) -> list[bytes | memoryview]:
+        """The message, in parts. `figures` are those of the machine."""
         text = json.dumps([found, figures]).encode()
-        return b"".join([len(text).to_bytes(8, "little"), text, *self._parts])
+        return [len(text).to_bytes(8, "little"), text, *self._parts]
 
     @staticmethod
     def split(told: bytes) -> tuple[list[Any], memoryview, Any]:

@@ -415,7 +415,7 @@ class Request:
 
     def plan(
         self,
-        find: Callable[[list[Call]], bytes],
+        find: Callable[[list[Call]], Any],
         make: Callable[[list[Call], bytes], list[ArrayLoad]],
         root: int | None = None,
         loads: bool = False,
@@ -429,7 +429,7 @@ class Request:
         Parameters
         ----------
         find : callable
-            Takes the checked arguments; returns the metadata as bytes. Runs on one rank.
+            Takes the checked arguments; returns the metadata as bytes, or in parts (`Agreement.begin`). Runs on one rank.
         make : callable
             Takes the checked arguments and these bytes; returns the planned arrays. Runs on every rank.
         root : int, optional
@@ -442,7 +442,7 @@ class Request:
 
     def _plan(
         self,
-        find: Callable[[list[Call]], bytes],
+        find: Callable[[list[Call]], Any],
         make: Callable[[list[Call], bytes], list[ArrayLoad]],
         root: int | None,
         loads: bool,
@@ -490,7 +490,7 @@ class Request:
         return made
 
     def load(
-        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
+        self, find: Callable[[list[Call]], Any], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
     ) -> Loaded:
         """Do `plan`, and load what is planned. Collective.
 
@@ -541,13 +541,17 @@ class Request:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[list[Call]], bytes], root: int | None) -> bytes | None:
-        def run() -> bytes:
+    def _find(self, find: Callable[[list[Call]], Any], root: int | None) -> bytes | None:
+        def run() -> Any:
             return find(self._checked())
 
+        told: bytes | None
         if self.group is None:
-            return run()
-        return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
+            found = run()
+            told = b"".join(found) if isinstance(found, list) else found
+        else:
+            told = self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
+        return told
 
 
 def _check_ranks_per_node(given: Any, targets: Sequence[Target]) -> None:

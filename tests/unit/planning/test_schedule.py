@@ -229,6 +229,20 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
         assert gaps.max() - gaps.min() <= 1
 
 
+@pytest.mark.parametrize("alone", range(4))
+def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
+    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0."""
+    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
+    plan, other = (case.plan(strategy=strategy) for strategy in (Parallel(1, alone), Root(alone)))
+    simulate(case, plan)
+    for rank in range(4):
+        assert list(plan.owned_blocks(rank)) == list(other.owned_blocks(rank))
+        remote = [{k: list(parts) for k, parts in one.remote_parts(rank).items()} for one in (plan, other)]
+        assert remote[0] == remote[1] and plan.blocks_of(rank) == other.blocks_of(rank)
+    assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
+    assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
+
+
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
     """A plan small enough to be written down by hand."""
     # P('b') over a mesh a=2, b=2 of ranks [[3, 0], [1, 2]]: columns are shards; 5 elements padded to 6; chunks of 2.
@@ -322,6 +336,8 @@ def test_shards_that_cannot_be() -> None:
         (Parallel(3), "3 of 2 ranks cannot own the blocks"),
         (Parallel(-1), "-1 of 2 ranks cannot own the blocks"),
         (Parallel(0), "0 of 2 ranks cannot own the blocks"),
+        (Parallel(1, 2), "rank 2 of 2 cannot be alone"),
+        (Parallel(2, 1), "rank 1 of 2 cannot be alone"),
         (Root(2), "rank 2 of 2 ranks cannot own the blocks"),
         (Root(-1), "rank -1 of 2 ranks cannot own the blocks"),
     ],
