@@ -469,7 +469,8 @@ def _values_of(source: Source) -> memoryview | None:
     """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
     before, info = source.state(), source.info
     whole, values = Region.whole(info.shape), np.empty(info.shape, dtype=source.dtype)
-    has_many = info.chunks is not None and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
+    # Chunks that are not encoded go through HDF5 as fast; a batch of them needs a second buffer.
+    has_many = info.chunks is not None and info.codec != "none" and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
     if not (has_many and read_whole(source.chunk_reader(), info.chunks or (), values)):
         source.read_into(whole, values)
         if source.missing(whole):
