@@ -17,6 +17,7 @@ from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
+from benchmarks.runs import grid as g
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
@@ -223,6 +224,35 @@ def devices(
     chosen = _known(layouts.split(","), c.LAYOUTS)
     record = measure_devices(data, size, chosen, _known(specs.split(";"), c.SPECS), jobs.split(","), repeats, say)
     write_record(results / "devices.json", record)
+
+
+@app.command()
+def grid(
+    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 160,
+    layouts: Layouts = ",".join(g.LAYOUTS),
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(g.SPECS),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, g.RANKS)),
+    file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),
+    networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.NETWORKS),
+    repeats: Repeats = 1,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "grid.json",
+) -> None:
+    """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
+    files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
+    chosen = _known(specs.split(";"), c.SPECS)
+    record = g.measure_grid(
+        files,
+        data,
+        specs=chosen,
+        ranks=[int(n) for n in ranks.split(",")],
+        file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
+        networks=_known(networks.split(","), tuple(g.NETWORKS)),
+        repeats=repeats,
+        out=out,
+        say=say,
+    )
+    typer.echo(g.table(record))
 
 
 @app.command()
