@@ -1,4 +1,5 @@
-"""How long does a message between two nodes take? For ranks that `Cluster.env` started: `slow_down` limits their exchanges.
+"""How long does a message between two nodes take? For ranks that `Cluster.env` started: `slow_down` limits their exchanges, and what
+``doctor --measure`` sends.
 
 A message leaves when the network of `throttle.c` would have delivered it: out of the sender's node and into the receiver's, each
 one message after the other, then the latency. Until then the sender keeps it.
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.comm.group import Group
 from shardload.comm.transport import Transport
 from shardload.transfer import exchange
 
@@ -56,9 +58,16 @@ class LateTransport(Transport):
 
 
 def slow_down() -> None:
-    """Limit the exchanges of this process."""
+    """Limit the messages of this process."""
     arrival = ctypes.CDLL(os.environ["LD_PRELOAD"]).throttle_message
     arrival.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_double)
     arrival.restype = ctypes.c_double
     LateTransport.arrival = staticmethod(arrival)
     exchange.Transport = LateTransport  # type: ignore[misc]
+    send = Group.send_now
+
+    def send_late(self: Group, values: np.ndarray[Any, Any], rank: int, tag: int) -> None:
+        time.sleep(max(0.0, arrival(self.rank, rank, values.nbytes) - time.monotonic()))
+        send(self, values, rank, tag)
+
+    Group.send_now = send_late  # type: ignore[method-assign]

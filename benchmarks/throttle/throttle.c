@@ -86,13 +86,13 @@ static int this_node(void) {
 static void take(void) { while (atomic_exchange_explicit(&all->lock, 1, memory_order_acquire)) sched_yield(); }
 static void give(void) { atomic_store_explicit(&all->lock, 0, memory_order_release); }
 
-/* A resource's time for one request, from when it is free. It may be late by a burst: sleeps end late on a busy machine. */
-static double reserve(double *free_at, double seconds, double at) {
-    double start = *free_at > at - all->burst_seconds ? *free_at : at - all->burst_seconds;
-    return *free_at = start + seconds;
-}
-
 static double most(double a, double b) { return a > b ? a : b; }
+
+/* When a resource has served one more request. It may make up for a burst: sleeps end late on a busy machine. */
+static double reserve(double *free_at, double seconds, double at) {
+    *free_at = most(*free_at, at - all->burst_seconds) + seconds;
+    return most(*free_at, at);
+}
 
 /* One request of the file system; the lock is taken. Returns when its last byte has left the slowest resource. */
 static double request(double nbytes, int node, double at) {
@@ -253,7 +253,7 @@ double throttle_message(int from, int to, double nbytes) {
     take();
     double at = now(), seconds = nbytes / all->network_rate;
     double left = reserve(&all->out_of[node_of(from)], seconds, at);
-    double there = reserve(&all->into[node_of(to)], seconds, left - seconds);
+    double there = reserve(&all->into[node_of(to)], seconds, at); /* it comes in while it goes out */
     all->sent_nbytes += nbytes;
     give();
     return most(left, there) + all->network_latency;
