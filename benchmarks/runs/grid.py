@@ -95,17 +95,18 @@ def measure_cell(
         cluster.reset(limits)
         try:
             replies = job.ask(LOAD_SECONDS, do="load", readers=readers, **request)
+            counted = cluster.counted()
+            job.ask(LOAD_SECONDS, do="check", **request)
         except RemoteError as error:
             took[name]["error"] = without_folders(error)
             if not job.is_alive:
                 raise
             continue
-        counted = cluster.counted()
         took[name]["seconds"].append(max(r["end"] for r in replies) - min(r["start"] for r in replies))
         cost = replies[0]["cost"]
         took[name] |= {"estimate": cost["seconds"], "limit": cost["limit"], "planned_nbytes": cost["fs_nbytes"]}
         took[name] |= {"planned_operations": cost["operations"], "nbytes": counted.nbytes, "operations": counted.operations}
-        took[name] |= {"sent_nbytes": counted.sent_nbytes}
+        took[name] |= {"opens": counted.opens, "sent_nbytes": counted.sent_nbytes}
     return {"auto": auto, "ways": took}
 
 

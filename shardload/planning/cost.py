@@ -192,9 +192,10 @@ def plan_cost(
             reading.reader_nbytes,
             piece_nbytes,
             between_nbytes,
+            n_blocks=-(-schedule.blocks.n_cells // reading.n_readers),
         )
         file_nbytes = math.inf if stored.files_per_chunk else array_nbytes * stored.share
-        seconds, slowest = seconds_of(load, reads, machine, file_nbytes)
+        seconds, slowest = seconds_of(load, reads, machine, stored, file_nbytes)
         limits = dict(limit=slowest)
         if machine.has_file_system:
             limits |= dict(fs_nbytes=reads.nbytes, operations=reads.operations)
