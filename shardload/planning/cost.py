@@ -280,11 +280,13 @@ class Costs(Mapping[str, Cost]):
     ----------
     count : mapping of str to callable
         For each way, a function that computes its cost.
+    known : mapping of str to Cost, optional
+        Costs that have been computed already.
     """
 
-    def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
+    def __init__(self, count: Mapping[str, Callable[[], Cost]], known: Mapping[str, Cost] | None = None) -> None:
         self._count = dict(count)
-        self._known: dict[str, Cost] = {}
+        self._known = dict(known or {})
 
     def __getitem__(self, mode: str) -> Cost:
         if mode not in self._known:

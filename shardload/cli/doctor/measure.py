@@ -26,6 +26,7 @@ import numpy as np
 
 from shardload.cli.doctor.probe import Probe, System, growing
 from shardload.comm.group import Group, group_of
+from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError
 from shardload.jobs.machine_file import configuration_file
 from shardload.planning.machine import MEASURED
@@ -150,6 +151,8 @@ class _Measurement:
         rates = self._together(self._decode, self.is_first, len(_CODECS))
         latency, sent = (self._together(work) for work in (self._ping_pong, self._send))
         found: dict[str, float] = {"node.ranks": self.n_here, "node.cores": self.group.machine.n_cores}
+        if self.group.machine.memory_nbytes < UNKNOWN_NBYTES:
+            found["node.memory_nbytes"] = self.n_here * self.group.machine.memory_nbytes
         found["node.memory_rate"] = float(copied.sum())
         found |= {"network.rate": float(sent[:, 0].sum()), "network.latency": float(latency[0, 0])}
         found |= {"file_system.rate": everyone, "file_system.node_rate": node, "file_system.stream_rate": stream}

@@ -41,7 +41,7 @@ def test_the_figures_are_found_and_measured(folder: Path) -> None:
     machine = machine_for(None)
     assert machine.name == "measured" and machine.has_file_system and not os.listdir(folder)
     figures = machine.figures()
-    expected = {"node.ranks", "node.cores", "node.memory_rate"}
+    expected = {"node.ranks", "node.cores", "node.memory_nbytes", "node.memory_rate"}
     expected |= {
         f"file_system.{name}" for name in ("node_rate", "stream_rate", "operations_rate", "open_seconds", "read_seconds")
     }
