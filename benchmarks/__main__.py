@@ -14,10 +14,10 @@ from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
 from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs import grid as g
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
-from benchmarks.runs import grid as g
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
@@ -32,6 +32,7 @@ ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
+GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
@@ -229,7 +230,7 @@ def devices(
 @app.command()
 def grid(
     size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 160,
-    layouts: Layouts = ",".join(g.LAYOUTS),
+    layouts: Layouts = GRID_LAYOUTS,
     specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(g.SPECS),
     ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, g.RANKS)),
     file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),

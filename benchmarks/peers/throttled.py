@@ -16,7 +16,6 @@ from benchmarks.peers.job import comm, sharding_of, timed, verify, versions
 from benchmarks.remote import serve
 from benchmarks.throttle.network import slow_down
 
-
 kept: list[Any] = []
 
 

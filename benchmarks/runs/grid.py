@@ -3,25 +3,39 @@
 All ranks run on this machine, as nodes with a file system and a network of known limits (`benchmarks.throttle`), so slow that
 they decide and not its cores. For each file system, network, layout, sharding and number of ranks: each way of reading is timed
 with empty caches, and the plan is asked which one it would take and how long each takes, with the limits as figures of the
-machine. Three things are asked: "auto" takes the fastest way or one within 15 % in 90 % of the cells; it never takes one that is
-more than 1.5 times slower; an estimate is within a factor of 2 of the time in 90 %.
+machine. What is asked: "auto" takes the fastest way or one within 15 % in 90 % of the cells; never one that is more than 1.5
+times slower; an estimate is within a factor of 2 of the time in 90 %.
+
+`replan` puts what plans say now into a record of earlier times: after a change of the model, without measuring again.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.cells import spec_text
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.cases.cells import mesh_shape, spec_text
 from benchmarks.cases.layouts import File
 from benchmarks.remote import RemoteError, RemoteJob
 from benchmarks.runs.environments import ROOT
 from benchmarks.runs.measure import median, new_record, without_folders, write_record
 from benchmarks.throttle import Cluster, Limits
+from shardload.comm import topology
+from shardload.formats.base import ArrayInfo
+from shardload.formats.lookup import list_arrays
+from shardload.jobs.plan import Plan
+from shardload.jobs.planner import Ask, Ranks, plan_array
+from shardload.options import Options
+from shardload.planning.machine import Machine
+from shardload.planning.tuning import Tuning
 from tests.jobs.launch import job_command, job_environment
 
 LAYOUTS = ("hdf5-contiguous", "hdf5-gzip-planes", "hdf5-gzip-cubes", "zarr-zstd-cubes", "zarr-sharded")
@@ -33,6 +47,7 @@ FILE_SYSTEMS = {
     "slow": Limits(15e6, 8e6, 4e6, 100, 1e-2, 1e-2, 1 << 18),
 }
 NETWORKS = {"fast": (100e6, 1e-4), "slow": (6e6, 2e-3)}
+FIGURES = ("rate", "node_rate", "stream_rate", "operations_rate", "open_seconds", "read_seconds", "read_ahead_nbytes")
 WITHIN, NEVER, FACTOR = 1.15, 1.5, 2.0
 LOAD_SECONDS = 300.0
 Say = Callable[[str], None]
@@ -61,6 +76,7 @@ def measure_grid(
 ) -> dict[str, Any]:
     """Time all cells, and write the record after each. `folder` holds the files; reads of others are not limited."""
     record = new_record("grid", files, repeats=repeats, limits=limits_of(file_systems, networks))
+    record["infos"] = {layout: info_of(file) for layout, file in files.items()}
     for n in ranks:
         nodes = NODES.get(n, 1)
         limits = [(f, w, with_network(f, w)) for f, w in itertools.product(file_systems, networks)]
@@ -108,6 +124,51 @@ def measure_cell(
         took[name] |= {"planned_operations": cost["operations"], "nbytes": counted.nbytes, "operations": counted.operations}
         took[name] |= {"opens": counted.opens, "sent_nbytes": counted.sent_nbytes}
     return {"auto": auto, "ways": took}
+
+
+def info_of(file: File) -> dict[str, Any]:
+    """What a plan knows of a file."""
+    (info,) = list_arrays(str(file.path))
+    return json.loads(replace(info, path=file.path.name).to_json())  # type: ignore[no-any-return]
+
+
+def replan(record: dict[str, Any]) -> dict[str, Any]:
+    """The same record with the estimates that plans make now, and the ways that they take.
+
+    A cell whose way was not timed is left out; `record["not timed"]` counts them.
+    """
+    cells = []
+    for cell in record["cells"]:
+        n, per_node = cell["ranks"], cell["ranks"] // cell["nodes"]
+        table = {
+            "name": "grid",
+            "network": record["limits"]["networks"][cell["network"]],
+            "file_system": {k: v for k, v in record["limits"]["file_systems"][cell["file_system"]].items() if k in FIGURES},
+        }
+        info = ArrayInfo.from_json(json.dumps(record["infos"][cell["layout"]]))
+        # As in that job: each node had two cores for all its ranks.
+        nodes = topology.Machine(tuple(r // per_node * per_node for r in range(n)), 1, 2)
+        names = [None if name == "-" else name for name in cell["spec"].split(",")]
+        mesh = AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b"))
+        machine = Machine.from_table(table, "grid")
+
+        def plan(readers: str | int, *more: Any) -> Plan:
+            sharding, ranks, at, by = more
+            return plan_array(Ask(sharding, Options.check(readers=readers), ranks, Tuning(), by), at)
+
+        given = NamedSharding(mesh, P(*names)), Ranks(0, n, machine=nodes), info, machine
+        taken = plan("auto", *given)
+        auto = taken.readers if taken.readers != "parallel" else f"parallel {taken.n_readers}"
+        ways_now = {}
+        for name, took in cell["ways"].items():
+            readers = int(name.split()[1]) if name.startswith("parallel ") else name
+            made = plan(readers, *given)
+            cost = made.costs[made.readers]
+            ways_now[name] = {**took, "estimate": cost.seconds, "limit": cost.limit, "planned_nbytes": cost.fs_nbytes}
+            ways_now[name]["planned_operations"] = cost.operations
+        cells.append({**cell, "auto": auto, "ways": ways_now})
+    timed = [cell for cell in cells if cell["auto"] in times(cell)]
+    return {**record, "cells": timed, "not timed": len(cells) - len(timed)}
 
 
 def with_network(file_system: str, network: str) -> Limits:
@@ -160,14 +221,14 @@ def table(record: dict[str, Any]) -> str:
     """The cells, and what is asked, as Markdown."""
     cells = record["cells"]
     rows = [
-        "| ranks on nodes | file system | network | layout | sharding | taken | seconds | estimate | fastest | seconds | ratio |",
+        "| ranks, nodes | file system | network | layout | sharding | taken | seconds | estimate | fastest | seconds | ratio |",
         "|---|---|---|---|---|---|--:|--:|---|--:|--:|",
     ]
     for cell in cells:
         found = times(cell)
         best = min(found, key=found.__getitem__)
         rows.append(
-            f"| {cell['ranks']} on {cell['nodes']} | {cell['file_system']} | {cell['network']} | {cell['layout']} "
+            f"| {cell['ranks']}, {cell['nodes']} | {cell['file_system']} | {cell['network']} | {cell['layout']} "
             f"| `{spec_text(cell['spec'])}` | {cell['auto']} | {found[cell['auto']]:.2f} "
             f"| {cell['ways'][cell['auto']]['estimate']:.2f} | {best} | {found[best]:.2f} | {ratio(cell):.2f} |"
         )

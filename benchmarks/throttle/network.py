@@ -1,8 +1,8 @@
-"""How long does a message between two nodes take? For ranks that `Cluster.env` started: `slow_down` limits their exchanges, and what
-``doctor --measure`` sends.
+"""How long does a message between two nodes take? For ranks that `Cluster.env` started.
 
-A message leaves when the network of `throttle.c` would have delivered it: out of the sender's node and into the receiver's, each
-one message after the other, then the latency. Until then the sender keeps it.
+`slow_down` limits their exchanges, and what ``doctor --measure`` sends. A message leaves when the network of `throttle.c` would
+have delivered it: out of the sender's node and into the receiver's, each one message after the other, then the latency. Until
+then the sender keeps it.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _with_readers(
     ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
 ) -> tuple[Schedule, Cost]:
     """The schedule in which as many ranks read as the machine's figures say, and its cost."""
-    nodes, stored = ask.nodes, _stored(info)
+    nodes, stored = ask.nodes, _stored(info, source)
 
     def make(n: int) -> Schedule:
         return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
@@ -168,14 +168,16 @@ def _with_readers(
     return pick_readers(numbers, make, cost)
 
 
-def _stored(info: ArrayInfo) -> Stored:
-    """How the values lie on disk."""
+def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
+    """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
     try:
         nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
     except TypeError:
         nbytes = 0
     # A chunk that is not stored takes no space, and many values may share one.
-    return Stored.of(info.nbytes_stored, nbytes, info.chunks, info.shards, is_one_file=not info.format.startswith("Zarr"))
+    kept = source.selection.kept
+    chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
+    return Stored.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -356,7 +358,7 @@ def _choose(
     is_memory = ROOT in schedules and len(schedules) == 1
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
-    stored = _stored(info) if machine.has_limits else None
+    stored = _stored(info, source) if machine.has_limits else None
     count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
     costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)

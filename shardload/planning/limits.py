@@ -24,8 +24,8 @@ from shardload.planning.traffic import count_direct, count_direct_of_nodes
 
 __all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
 
-# To open an array a rank opens its file so many times, and the first one on a node reads so many pieces of its metadata: counted
-# with HDF5 (which opens a file twice, beside our own look at it), and with Zarr.
+# To open an array a rank opens its file so many times, and the first one on a node reads so many pieces of its metadata. As
+# counted with HDF5 (which opens a file twice, beside our own look at it), and with Zarr.
 _OPENS_OF_FILE, _READS_OF_FILE = 3, 5
 _OPENS_OF_STORE, _READS_OF_STORE = 2, 1
 # A node that reads ahead reads gaps between runs too, if they are so much shorter than what it reads ahead.

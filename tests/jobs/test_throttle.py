@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cases.layouts import make
+from benchmarks.runs import grid
 from benchmarks.throttle import Cluster, Limits
 from shardload.jobs.machine_file import machine_for
 from tests.jobs.launch import ROOT, run_job
@@ -53,6 +55,21 @@ def test_doctor_finds_the_limits(tmp_path: Path) -> None:
     figures = machine.figures()
     assert {name: figures[name] for name in FOUND} == pytest.approx(FOUND, rel=0.2)
     assert figures["node.ranks"] == 2 and not os.listdir(folder)
+
+
+def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
+    """One cell on two ranks, which compare what they load with the file. The bytes show that the limits were there."""
+    files = make(tmp_path / "data", 32, ["hdf5-contiguous"])
+    record = grid.measure_grid(files, tmp_path / "data", specs=["-,a,b"], ranks=[2], file_systems=["fast"], networks=["slow"])
+    (cell,) = record["cells"]
+    assert set(cell["ways"]) >= {"root", "parallel 1", "parallel 2", "direct"} and cell["auto"] in cell["ways"]
+    nbytes = 4 * 32**3
+    for name, took in cell["ways"].items():
+        assert "error" not in took and took["estimate"] > 0, (name, took)
+        assert took["seconds"][0] >= nbytes / len(files) / 60e6
+        assert nbytes <= took["nbytes"] <= 2 * nbytes + (1 << 17) and took["opens"] >= 3, (name, took)
+        assert took["sent_nbytes"] == (0 if name == "direct" else nbytes // 2), (name, took)
+    assert grid.replan(record)["cells"][0]["auto"] == cell["auto"]
 
 
 READS = """

@@ -7,8 +7,8 @@ theirs, nobody can drop.
 
 Then the ranks of one node send to those of another, and each decodes chunks that it has made.
 
-All of it is bounded: bytes (`_MOST_NBYTES` in all), and seconds for each step (`_SECONDS` has the sum). What a rank does in a step
-is in `probe`. The folder is removed also after an error. Rank 0 writes the figures as a TOML file.
+All of it is bounded: bytes (`_MOST_NBYTES` in all), and seconds for each step (`_SECONDS`). What a rank does in a step is in
+`probe`. The folder is removed also after an error. Rank 0 writes the figures as a TOML file.
 """
 
 from __future__ import annotations

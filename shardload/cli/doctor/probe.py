@@ -177,7 +177,7 @@ class Probe:
         return 2 * n_copied / max(1e-9, now() - began)
 
     def decode(self, seconds: float) -> dict[str, float]:
-        """Decoded bytes per second of one core, by codec: of values as a simulation writes them, half of whose bits are noise."""
+        """Decoded bytes per second of one core, by codec: of values as a simulation writes them, with noise in the low bits."""
         noise = np.random.default_rng(1).integers(0, 1 << 10, _CHUNK_NBYTES // 4) / (1 << 12)
         smooth = np.sin(np.linspace(0, 8 * np.pi, len(noise)))
         values = (np.round((smooth + noise) * (1 << 14)) / (1 << 14)).astype(np.float32)

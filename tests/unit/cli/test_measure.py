@@ -154,14 +154,14 @@ def test_time_and_bytes_are_kept_on_any_disk(
 @given(st.floats(1e3, 1e9), st.floats(0, 100))
 def test_steps_grow_while_they_are_quick(rate: float, end: float) -> None:
     """Wrong if a step of which the last took long could take far longer, or if a slow disk had none."""
-    time, sizes = 0.0, []
-    for size in probe.growing(lambda: time, end, 1 << 10, 1 << 20):
+    at, sizes = [0.0], []
+    for size in probe.growing(lambda: at[0], end, 1 << 10, 1 << 20):
         sizes.append(size)
-        time += size / rate + 1e-2
+        at[0] += size / rate + 1e-2
     assert sizes[0] == 1 << 10 and max(sizes) <= 1 << 20
     assert all(b == min(1 << 20, 2 * a) if a / rate < 0.09 - 1e-6 else b in (a, 2 * a) for a, b in itertools.pairwise(sizes))
-    assert time - sizes[-1] / rate - 1e-2 < end or len(sizes) == 1, "a step began after the end"
-    assert time < end + max(0.3, 2 * sizes[0] / rate)
+    assert at[0] - sizes[-1] / rate - 1e-2 < end or len(sizes) == 1, "a step began after the end"
+    assert at[0] < end + max(0.3, 2 * sizes[0] / rate)
 
 
 def test_decoders_are_counted_in_seconds_of_a_core() -> None:
