@@ -138,6 +138,7 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
+    caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
     # With figures of a file system or a network, the number of readers is chosen too.
     picks = ask.machine.has_limits and n_owners is None and PARALLEL in modes

@@ -20,6 +20,7 @@ from shardload.planning.grid import Grid
 from shardload.planning.machine import Machine
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Parallel
 from shardload.planning.traffic import count_direct, count_direct_of_nodes
 
 __all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
@@ -158,7 +159,7 @@ def seconds_of(load: Load, reads: FileReads, machine: Machine, stored: Stored, f
     of["memory"] = (
         reads.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
     ) / machine.memory_rate
-    n_ends = min(load.n_nodes, load.n_readers), min(load.n_nodes, load.n_holders)
+    n_ends = -(-load.n_readers // reads.readers_on_node), min(load.n_nodes, load.n_holders)
     of["network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
     of["node's link"] = reads.node_nbytes / machine.node_rate
     of["file system"] = reads.nbytes / machine.file_rate(file_nbytes)
@@ -240,7 +241,8 @@ def _readers_on_node(schedule: Schedule, per_node: int, n_readers: int) -> int:
     """Readers of the node that has most, if each block has an owner. The owners are spread evenly over the ranks."""
     n_blocks, n_ranks = schedule.blocks.n_cells, schedule.n_ranks
     if n_blocks >= schedule.strategy.n_owners_of(n_ranks):  # each owner has a block
-        return min(per_node, -(-n_readers * per_node // n_ranks))
+        of = schedule.strategy
+        return of.most_on_node(n_ranks, per_node) if isinstance(of, Parallel) else 1
     if n_blocks > _MOST_COUNTED:
         return min(per_node, 1 + -(-n_readers * per_node // n_ranks))
     return int(np.bincount(schedule.owners(np.arange(n_blocks)) // per_node).max(initial=1))
