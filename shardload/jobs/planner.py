@@ -68,6 +68,8 @@ class Ranks:
         For an abstract mesh: the number of consecutive devices of one rank.
     per_node : int or None
         For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
+    memory_nbytes : int or None
+        For an abstract mesh: bytes of memory that a rank may use; None: not known.
     """
 
     rank: int
@@ -77,6 +79,7 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
+    memory_nbytes: int | None = None
 
     @property
     def n_threads(self) -> int:
@@ -86,7 +89,8 @@ class Ranks:
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        return (topology.UNKNOWN_NBYTES if self.machine is None else self.machine.memory_nbytes) // _SHARE
+        known = self.memory_nbytes if self.machine is None else self.machine.memory_nbytes
+        return (topology.UNKNOWN_NBYTES if known is None else known) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
@@ -134,37 +138,47 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
+    caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
-    schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
-    if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
-        schedules[PARALLEL] = _with_readers(ask, info, source, shards, caps)
-    plan = _choose(ask, info, source, schedules, decoding)
+    # With figures of a file system or a network, the number of readers is chosen too.
+    picks = ask.machine.has_limits and n_owners is None and PARALLEL in modes
+    schedules = plan_schedules(source, shards, ask.ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
+    known: dict[str, Cost] = {}
+    if picks:
+        made, known[PARALLEL] = _with_readers(ask, info, source, shards, caps)
+        schedules = {mode: made if mode == PARALLEL else schedules[mode] for mode in modes}
+    plan = _choose(ask, info, source, schedules, decoding, known)
     return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
-def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]) -> Schedule:
-    """The schedule in which as many ranks read as the machine's figures say."""
-    nodes, stored = ask.nodes, _stored(info)
+def _with_readers(
+    ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
+) -> tuple[Schedule, Cost]:
+    """The schedule in which as many ranks read as the machine's figures say, and its cost."""
+    nodes, stored = ask.nodes, _stored(info, source)
 
     def make(n: int) -> Schedule:
         return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
 
     def cost(schedule: Schedule) -> Cost:
-        return plan_cost(schedule, source, nodes, machine=ask.machine, stored=stored)
+        layout = Layout(source, schedule, ask.ranks.n_threads)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
-    return pick_readers(numbers, make, cost)[0]
+    return pick_readers(numbers, make, cost)
 
 
-def _stored(info: ArrayInfo) -> Stored:
-    """How the values lie on disk."""
+def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
+    """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
     try:
         nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
     except TypeError:
         nbytes = 0
     # A chunk that is not stored takes no space, and many values may share one.
-    return Stored.of(info.nbytes_stored, nbytes, info.chunks, info.shards, is_one_file=not info.format.startswith("Zarr"))
+    kept = source.selection.kept
+    chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
+    return Stored.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -330,15 +344,24 @@ def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
 
 
 def _choose(
-    ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
+    ask: Ask,
+    info: ArrayInfo,
+    source: SourceLayout,
+    schedules: dict[str, Schedule],
+    decoding: Decoding | None = None,
+    known: Mapping[str, Cost] | None = None,
 ) -> Plan:
-    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
+    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least.
+
+    `known` are the costs that have been counted already.
+    """
     layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
-    stored = _stored(info) if machine.has_limits else None
-    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()})
+    stored = _stored(info, source) if machine.has_limits else None
+    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
+    costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
         why += f"; {readers_text(costs[mode].n_readers, ask.ranks.n, nodes.spread(ask.ranks.n)[0])}, by the model"
