@@ -14,6 +14,7 @@ from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
 from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs import grid as g
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
@@ -31,6 +32,7 @@ ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
+GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
@@ -61,6 +63,9 @@ def run(
     ] = "all",
     repeats: Repeats = 5,
     cells: Annotated[str, typer.Option(help="all, or must: the cells for which there are goals.")] = "all",
+    small: Annotated[
+        bool, typer.Option("--small/--no-small", help="With all layouts and cells: also those of `small-chunks` and `many`.")
+    ] = True,
     cold: Annotated[bool, typer.Option(help="Drop the files from the page cache before each load.")] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[
@@ -78,6 +83,9 @@ def run(
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
     target = out or RESULTS / ("cold.json" if cold else "run.json")
     measure(wanted, files, chosen, repeats=repeats, cold=cold, out=target, say=say)
+    if small and (layouts, cells, cold) == (ALL_LAYOUTS, "all", False):
+        small_chunks(repeats=repeats, data=data, out=target.with_name("chunks.json"))
+        many_command(repeats=repeats, data=data, results=target.parent)
     typer.echo(target)
 
 
@@ -226,6 +234,35 @@ def devices(
 
 
 @app.command()
+def grid(
+    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 160,
+    layouts: Layouts = GRID_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(g.SPECS),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, g.RANKS)),
+    file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),
+    networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.NETWORKS),
+    repeats: Repeats = 1,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "grid.json",
+) -> None:
+    """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
+    files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
+    chosen = _known(specs.split(";"), c.SPECS)
+    record = g.measure_grid(
+        files,
+        data,
+        specs=chosen,
+        ranks=[int(n) for n in ranks.split(",")],
+        file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
+        networks=_known(networks.split(","), tuple(g.NETWORKS)),
+        repeats=repeats,
+        out=out,
+        say=say,
+    )
+    typer.echo(g.table(record))
+
+
+@app.command()
 def heat() -> None:
     """Install Heat (with PyTorch, a large download) into .venv-heat, once."""
     make_heat()
@@ -255,7 +292,6 @@ def everything(
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
-        (many_command, {"repeats": repeats, "data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),

@@ -36,7 +36,7 @@ from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, pla
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Parallel, Root
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
@@ -70,6 +70,8 @@ class Ranks:
         For an abstract mesh: the number of consecutive devices of one rank.
     per_node : int or None
         For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
+    memory_nbytes : int or None
+        For an abstract mesh: bytes of memory that a rank may use; None: not known.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
+    memory_nbytes: int | None = None
 
     @property
     def n_threads(self) -> int:
@@ -88,7 +91,8 @@ class Ranks:
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        return (topology.UNKNOWN_NBYTES if self.machine is None else self.machine.memory_nbytes) // _SHARE
+        known = self.memory_nbytes if self.machine is None else self.machine.memory_nbytes
+        return (topology.UNKNOWN_NBYTES if known is None else known) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
@@ -136,37 +140,47 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
+    caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
-    schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
-    if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
-        schedules[PARALLEL] = _with_readers(ask, info, source, shards, caps)
-    plan = _choose(ask, info, source, schedules, decoding)
+    # With figures of a file system or a network, the number of readers is chosen too.
+    picks = ask.machine.has_limits and n_owners is None and PARALLEL in modes
+    schedules = plan_schedules(source, shards, ask.ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
+    known: dict[str, Cost] = {}
+    if picks:
+        made, known[PARALLEL] = _with_readers(ask, info, source, shards, caps)
+        schedules = {mode: made if mode == PARALLEL else schedules[mode] for mode in modes}
+    plan = _choose(ask, info, source, schedules, decoding, known)
     return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
-def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]) -> Schedule:
-    """The schedule in which as many ranks read as the machine's figures say."""
-    nodes, stored = ask.nodes, _stored(info)
+def _with_readers(
+    ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
+) -> tuple[Schedule, Cost]:
+    """The schedule in which as many ranks read as the machine's figures say, and its cost."""
+    nodes, stored = ask.nodes, _stored(info, source)
 
     def make(n: int) -> Schedule:
         return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
 
     def cost(schedule: Schedule) -> Cost:
-        return plan_cost(schedule, source, nodes, machine=ask.machine, stored=stored)
+        layout = Layout(source, schedule, ask.ranks.n_threads)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
-    return pick_readers(numbers, make, cost)[0]
+    return pick_readers(numbers, make, cost)
 
 
-def _stored(info: ArrayInfo) -> Stored:
-    """How the values lie on disk."""
+def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
+    """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
     try:
         nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
     except TypeError:
         nbytes = 0
     # A chunk that is not stored takes no space, and many values may share one.
-    return Stored.of(info.nbytes_stored, nbytes, info.chunks, info.shards, is_one_file=not info.format.startswith("Zarr"))
+    kept = source.selection.kept
+    chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
+    return Stored.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -213,10 +227,11 @@ def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
     A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
     """
     many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
-    n_readers = {plans[k].n_readers for k in many}
-    if len(n_readers) != 1:
+    owners = {strategy for k in many if isinstance(strategy := plans[k].schedule.strategy, Parallel)}
+    if len(owners) != 1:
         return list(plans)
-    (n,) = n_readers
+    (strategy,) = owners
+    n = strategy.n_owners_of(ask.ranks.n)
     readers = dict(zip(many, share_out([math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many], n), strict=True))
     per_owner = replace(ask.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
     made: dict[tuple[int, int], Plan] = {}
@@ -228,14 +243,15 @@ def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
             continue
         key = id(plan), reader
         if key not in made:
-            made[key] = _read_by(ask, plan, reader * ask.ranks.n // n, per_owner)
+            made[key] = _read_by(ask, plan, strategy.owner_rank(reader, ask.ranks.n), per_owner)
         found.append(made[key])
     return found
 
 
 def _is_worth_turns(plan: Plan) -> bool:
     nbytes = math.prod(plan.shape) * plan.dtype.itemsize
-    return plan.readers == PARALLEL and plan.n_readers > 1 and 0 < nbytes <= _IN_TURN_NBYTES
+    strategy = plan.schedule.strategy
+    return isinstance(strategy, Parallel) and strategy.n_owners > 1 and 0 < nbytes <= _IN_TURN_NBYTES
 
 
 def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
@@ -243,7 +259,7 @@ def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
     layout = plan._layout
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
     schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
-    alone = replace(layout, schedule=replace(schedule, strategy=Parallel(1, rank)))
+    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
     cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
     costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
     costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
@@ -385,15 +401,24 @@ def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
 
 
 def _choose(
-    ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
+    ask: Ask,
+    info: ArrayInfo,
+    source: SourceLayout,
+    schedules: dict[str, Schedule],
+    decoding: Decoding | None = None,
+    known: Mapping[str, Cost] | None = None,
 ) -> Plan:
-    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
+    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least.
+
+    `known` are the costs that have been counted already.
+    """
     layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
-    stored = _stored(info) if machine.has_limits else None
-    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()})
+    stored = _stored(info, source) if machine.has_limits else None
+    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
+    costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
         why += f"; {readers_text(costs[mode].n_readers, ask.ranks.n, nodes.spread(ask.ranks.n)[0])}, by the model"

@@ -192,9 +192,10 @@ def plan_cost(
             reading.reader_nbytes,
             piece_nbytes,
             between_nbytes,
+            n_blocks=-(-schedule.blocks.n_cells // reading.n_readers),
         )
         file_nbytes = math.inf if stored.files_per_chunk else array_nbytes * stored.share
-        seconds, slowest = seconds_of(load, reads, machine, file_nbytes)
+        seconds, slowest = seconds_of(load, reads, machine, stored, file_nbytes)
         limits = dict(limit=slowest)
         if machine.has_file_system:
             limits |= dict(fs_nbytes=reads.nbytes, operations=reads.operations)
@@ -279,11 +280,13 @@ class Costs(Mapping[str, Cost]):
     ----------
     count : mapping of str to callable
         For each way, a function that computes its cost.
+    known : mapping of str to Cost, optional
+        Costs that have been computed already.
     """
 
-    def __init__(self, count: Mapping[str, Callable[[], Cost]]) -> None:
+    def __init__(self, count: Mapping[str, Callable[[], Cost]], known: Mapping[str, Cost] | None = None) -> None:
         self._count = dict(count)
-        self._known: dict[str, Cost] = {}
+        self._known = dict(known or {})
 
     def __getitem__(self, mode: str) -> Cost:
         if mode not in self._known:

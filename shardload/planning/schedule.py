@@ -214,6 +214,7 @@ def plan_schedules(
     *,
     max_nbytes: int,
     n_owners: int | None = None,
+    ranks_per_node: int | None = None,
     per_owner: int = BLOCKS_PER_OWNER,
     modes: Sequence[str] = MODES,
 ) -> dict[str, Schedule]:
@@ -225,12 +226,14 @@ def plan_schedules(
         As for `plan_direct`.
     n_owners : int, optional
         Number of ranks that own blocks in mode ``"parallel"``; default: all.
+    ranks_per_node : int, optional
+        Over whose nodes these are spread.
     per_owner : int
         Fewest blocks for each of them, as for `plan_blocks`.
     modes : sequence of str
         Names of strategies: ``"root"``, ``"parallel"``, ``"direct"``.
     """
-    owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks))
+    owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks), ranks_per_node)
 
     def shared(strategy: Root | Parallel) -> Schedule:
         blocks = _cut_blocks(layout, max_nbytes, n_owners=strategy.n_owners, per_owner=per_owner)

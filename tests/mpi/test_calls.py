@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError, SourceError
 from shardload.cli.doctor import measure as measuring
+from shardload.cli.doctor import probe
 from shardload.comm.group import Invocation, group_of
 from shardload.planning.tuning import Tuning
 from tests.mpi.sources import CHUNKS, NAME
@@ -532,8 +533,9 @@ def test_rank_0_reads_the_machine_and_tells_the_others(
 
 def test_a_file_system_is_measured_by_all_ranks(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank read a file that is not there, or if an error were that of one rank."""
-    for name, value in (("_FILE_NBYTES", 1 << 20), ("_OPS_SECONDS", 0.02), ("_COPY_NBYTES", 1 << 18)):
-        monkeypatch.setattr(measuring, name, value)
+    monkeypatch.setattr(measuring, "_FILE_NBYTES", 1 << 20)
+    monkeypatch.setattr(measuring, "_SECONDS", dict.fromkeys(measuring._SECONDS, 0.02))
+    monkeypatch.setattr(probe, "_COPY_NBYTES", 1 << 18)
     output = shared_tmp_path / "machine.toml"
     said = measuring.measure(str(shared_tmp_path), str(output))
     assert comm.allgather(said) == [said] * comm.size and "stream_rate" in said

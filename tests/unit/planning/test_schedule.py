@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,7 @@ from shardload.planning.schedule import (
 )
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Direct, Parallel, Root, Strategy
+from shardload.planning.strategies import Alone, Direct, Parallel, Root, Strategy
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
 
@@ -231,9 +232,9 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
 
 @pytest.mark.parametrize("alone", range(4))
 def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
-    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0."""
+    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0, or of all."""
     case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
-    plan, other = (case.plan(strategy=strategy) for strategy in (Parallel(1, alone), Root(alone)))
+    plan, other = (case.plan(strategy=strategy) for strategy in (Alone(alone), Root(alone)))
     simulate(case, plan)
     for rank in range(4):
         assert list(plan.owned_blocks(rank)) == list(other.owned_blocks(rank))
@@ -241,6 +242,31 @@ def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
         assert remote[0] == remote[1] and plan.blocks_of(rank) == other.blocks_of(rank)
     assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
     assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
+def test_readers_are_spread_over_the_nodes_also_if_the_last_has_fewer_ranks(
+    n_ranks: int, per_node: int, n_readers: int, n_blocks: int
+) -> None:
+    """Wrong if one node had two readers and another none: five ranks, four on a node, two readers."""
+    n_readers = min(n_readers, n_ranks)
+    strategy = Parallel(n_readers, per_node)
+    ranks = [strategy.owner_rank(k, n_ranks) for k in range(n_readers)]
+    assert ranks == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < n_ranks
+    assert [strategy.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
+        ranks.index(rank) if rank in ranks else None for rank in range(n_ranks)
+    ]
+    there = [len(range(k, min(k + per_node, n_ranks))) for k in range(0, n_ranks, per_node)]
+    counts = np.bincount(np.array(ranks) // per_node, minlength=len(there)).tolist()
+    assert all(b - a <= 1 for a, b in itertools.product(counts, counts) if there[counts.index(a)] > a), counts
+    assert max(counts) == strategy.most_on_node(n_ranks, min(per_node, n_ranks))
+    if len(there) > 1 and n_ranks % per_node == 0:
+        assert ranks == [Parallel(n_readers).owner_rank(k, n_ranks) for k in range(n_readers)], "as without nodes"
+    shards = plan_shards((n_blocks,), [()], np.arange(n_ranks))
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, n_ranks, strategy)
+    blocks = np.arange(n_blocks)
+    assert plan.owners(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
+    assert [b for rank in range(n_ranks) for b in plan.strategy.blocks_of(plan, rank)] == blocks.tolist()
 
 
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:
@@ -336,8 +362,7 @@ def test_shards_that_cannot_be() -> None:
         (Parallel(3), "3 of 2 ranks cannot own the blocks"),
         (Parallel(-1), "-1 of 2 ranks cannot own the blocks"),
         (Parallel(0), "0 of 2 ranks cannot own the blocks"),
-        (Parallel(1, 2), "rank 2 of 2 cannot be alone"),
-        (Parallel(2, 1), "rank 1 of 2 cannot be alone"),
+        (Alone(2), "rank 2 of 2 ranks cannot own the blocks"),
         (Root(2), "rank 2 of 2 ranks cannot own the blocks"),
         (Root(-1), "rank -1 of 2 ranks cannot own the blocks"),
     ],
