@@ -63,6 +63,9 @@ def run(
     ] = "all",
     repeats: Repeats = 5,
     cells: Annotated[str, typer.Option(help="all, or must: the cells for which there are goals.")] = "all",
+    small: Annotated[
+        bool, typer.Option("--small/--no-small", help="With all layouts and cells: also those of `small-chunks` and `many`.")
+    ] = True,
     cold: Annotated[bool, typer.Option(help="Drop the files from the page cache before each load.")] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[
@@ -80,6 +83,9 @@ def run(
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
     target = out or RESULTS / ("cold.json" if cold else "run.json")
     measure(wanted, files, chosen, repeats=repeats, cold=cold, out=target, say=say)
+    if small and (layouts, cells, cold) == (ALL_LAYOUTS, "all", False):
+        small_chunks(repeats=repeats, data=data, out=target.with_name("chunks.json"))
+        many_command(repeats=repeats, data=data, results=target.parent)
     typer.echo(target)
 
 
@@ -286,7 +292,6 @@ def everything(
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
-        (many_command, {"repeats": repeats, "data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),

@@ -96,9 +96,7 @@ def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     assert run_job(script, 2, timeout=240, mpi=mpi).returncode != 0
 
 
-@pytest.mark.parametrize(
-    ("mpi", "preloaded"), [("mpich", True), ("openmpi", False)], ids=["mpich-preloaded", "openmpi-started"]
-)
+@pytest.mark.parametrize(("mpi", "preloaded"), [("mpich", True), ("openmpi", False)])
 def test_hung_job_is_killed_with_its_stacks_shown(tmp_path: Path, mpi: str, preloaded: bool) -> None:
     script = tmp_path / "stuck.py"
     script.write_text(STUCK)

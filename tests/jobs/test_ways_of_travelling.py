@@ -35,7 +35,7 @@ def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False)
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
-        assert one["messages sent"] > 100 and "notes sent" not in one, one
+        assert one["messages sent"] > 50 and "notes sent" not in one, one
 
 
 def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) -> None:
@@ -45,6 +45,6 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
     first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2)
     for found in (first, second, third):
-        assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 100, found
+        assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 50, found
     for found in (first, second):
-        assert found["notes sent"] > 100 and found["tiles taken"] > 100, found
+        assert found["notes sent"] > 50 and found["tiles taken"] > 50, found
