@@ -50,9 +50,7 @@ class Transport:
         Number of messages with values, and of bundles, that were sent.
     """
 
-    def __init__(
-        self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment], bundles: Any = None
-    ) -> None:
+    def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment], bundles: Any = None) -> None:
         self.rank, self._bundles, self._hop_tags = group.rank, bundles, tags
         self._comm, self._mpi, self._segments = group.comm, group.mpi, segments
         self._data_tag, self._receipt_tag, self._control_tag = tags

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardload.errors import printable
+from shardload.planning.hops import MESSAGES
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
@@ -198,5 +199,5 @@ def describe_job(made: Plan) -> str:
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "
         f"{p.n_ranks} ranks, shards {p.shards.cuts} on ranks {p.shards.table.describe()}"
-        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}"
+        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}{'' if made.way == MESSAGES else ', by ' + made.way}"
     )

@@ -28,13 +28,14 @@ from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
+from shardload.planning.hops import MESSAGES, least_bundle_nbytes, n_partners
 from shardload.planning.limits import Stored
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import ample_staging, least_staging, least_together
+from shardload.planning.staging import ample_staging, least_staging, least_together, plan_bundles
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
@@ -114,6 +115,14 @@ class Ask:
             return Nodes(found.ranks_per_node, found.n_cores)
         cores = self.machine.cores_per_node
         return Nodes(self.ranks.per_node, cores)
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        found = self.ranks.machine
+        if found is not None:
+            return len(set(found.leaders))
+        return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
 
     @property
     def max_block_nbytes(self) -> int:
@@ -333,8 +342,11 @@ def _choose(
     ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
 ) -> Plan:
     """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
-    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
+    layouts = {
+        mode: Layout(source, made, ask.ranks.n_threads, decoding, *((MESSAGES, ()) if is_memory else _way(ask, made, source)))
+        for mode, made in schedules.items()
+    }
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
     stored = _stored(info) if machine.has_limits else None
@@ -363,6 +375,18 @@ def _choose(
         _layout=layouts[mode],
         _is_decoded=bool(ask.options.decode),
     )
+
+
+def _way(ask: Ask, schedule: Schedule, source: SourceLayout) -> tuple[str, tuple[int, ...]]:
+    """How parts go to other nodes, and for relays the number of partners in each hop."""
+    way = ask.tuning.way
+    if way in (AUTO, MESSAGES) or schedule.is_direct or ask.ranks.is_one_machine or not schedule.is_never_split:
+        return MESSAGES, ()
+    partners = n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
+    bundles = plan_bundles(least_bundle_nbytes(schedule.max_part_nbytes), ask.options.staging_nbytes, partners)
+    if bundles is None or least_together([(schedule, source)]) > ask.options.staging_nbytes - bundles.nbytes:
+        return MESSAGES, ()
+    return way, partners
 
 
 def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None) -> Cost:

@@ -6,9 +6,9 @@ There are three ways. With `MESSAGES` each part goes straight to its rank. Other
 bundle goes to one rank of another node, a *relay*, which passes the parts on:
 
 - `NODES`: to a relay on the node of the parts' receivers.
-- `TWO_HOPS`: the nodes form a grid of about sqrt(n) rows and columns. The first hop goes along the row of the sender, to a relay
-  on the node in the column of the receivers. It joins what several senders of the row send down this column, and the second hop
-  goes down the column to a relay on the node of the receivers. So a rank sends to at most about 2 sqrt(n) others.
+- `TWO_HOPS`: the nodes form a grid of about sqrt(n) rows and columns. The first hop goes along the row of the sender, to a
+  relay on the node in the column of the receivers. It joins what several senders of the row send down this column, and the
+  second hop goes down the column to a relay on the node of the receivers. So a rank sends to at most about 2 sqrt(n) others.
 
 `NODES` is the same with a single row. The last hop, inside the node, goes through shared memory.
 
@@ -26,8 +26,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["AUTO_WAY", "MESSAGES", "NODES", "TWO_HOPS", "WAYS", "EvenNodes", "Hops", "ListedNodes", "NodeMap", "node_map"]
+__all__ = [
+    "AUTO_WAY", "GROUP_NBYTES", "HEAD_NBYTES", "MESSAGES", "NODES", "ROW_NBYTES", "TWO_HOPS", "WAYS", "EvenNodes", "Hops",
+    "ListedNodes", "NodeMap", "grid_of", "least_bundle_nbytes", "n_partners", "node_map",
+]  # fmt: skip
 
+HEAD_NBYTES, GROUP_NBYTES, ROW_NBYTES = 16, 8, 32  # of a bundle, of a group of parts in it, of a part
 MESSAGES, NODES, TWO_HOPS = "messages", "nodes", "two hops"
 WAYS = (MESSAGES, NODES, TWO_HOPS)
 AUTO_WAY = "auto"
@@ -35,11 +39,48 @@ AUTO_WAY = "auto"
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
+def least_bundle_nbytes(part_nbytes: int) -> int:
+    """Fewest bytes of a bundle that has room for a part.
+
+    >>> least_bundle_nbytes(101)
+    160
+    """
+    return HEAD_NBYTES + GROUP_NBYTES + ROW_NBYTES + -(-part_nbytes // 4) * 4
+
+
+def grid_of(n_nodes: int, way: str) -> tuple[int, int]:
+    """Rows and columns of the grid of nodes.
+
+    >>> grid_of(7, "nodes"), grid_of(7, "two hops"), grid_of(6, "two hops"), grid_of(2, "two hops")
+    ((1, 7), (3, 3), (3, 2), (2, 1))
+    """
+    side = math.isqrt(n_nodes)
+    n_columns = n_nodes if way == NODES else side + (n_nodes > side * side + side)  # to the nearest
+    return -(-n_nodes // n_columns), n_columns
+
+
+def n_partners(n_nodes: int, per_node: int, way: str) -> tuple[int, int, int]:
+    """To how many ranks a rank sends bundles at most: along its row, down its column, and inside its node.
+
+    >>> n_partners(16384, 4, "two hops"), n_partners(16384, 4, "nodes")
+    ((128, 127, 3), (16383, 0, 3))
+    """
+    n_rows, n_columns = grid_of(n_nodes, way)
+    return n_columns - (n_rows == 1), n_rows - 1, per_node - 1
+
+
 class NodeMap(Protocol):
     """Which rank runs on which node. Nodes are numbered from 0, members of a node too, in the order of their ranks."""
 
-    n_ranks: int
-    n_nodes: int
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        ...
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
@@ -64,7 +105,7 @@ class NodeMap(Protocol):
 
 @dataclass(frozen=True)
 class EvenNodes:
-    """Rank ``r`` runs on node ``r // per_node``; the last node may have fewer ranks. A formula: nothing is as long as the job."""
+    """Rank ``r`` runs on node ``r // per_node``; the last node may have fewer ranks. A formula, not an array."""
 
     n_ranks: int
     per_node: int
@@ -176,9 +217,7 @@ class Hops:
     @classmethod
     def of(cls, ranks: NodeMap, way: str) -> Hops:
         """The relays of one of `WAYS` that has relays."""
-        n = ranks.n_nodes
-        side = math.isqrt(n)
-        return cls(ranks, n if way == NODES else side + (n > side * side + side))  # to the nearest
+        return cls(ranks, grid_of(ranks.n_nodes, way)[1])
 
     @property
     def n_rows(self) -> int:

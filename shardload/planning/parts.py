@@ -96,9 +96,7 @@ class Parts(Sequence[Part]):
     __slots__ = ("_kept", "_make", "_places", "tabulate")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(
-        self, make: Callable[[int], Part], places: range, tabulate: Callable[[], PartTable] | None = None
-    ) -> None:
+    def __init__(self, make: Callable[[int], Part], places: range, tabulate: Callable[[], PartTable] | None = None) -> None:
         self._make, self._places, self.tabulate = make, places, tabulate
         self._kept: tuple[Part, ...] | None = None
 

@@ -106,7 +106,7 @@ def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -
     Parameters
     ----------
     part_nbytes : int
-        Bytes of a bundle that has room for the largest part (`transfer.bundles.least_bundle_nbytes`).
+        Bytes of a bundle that has room for the largest part (`hops.least_bundle_nbytes`).
     cap_nbytes : int
         Bytes of staging memory of a rank.
     n_partners : sequence of int

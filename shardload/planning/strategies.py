@@ -78,9 +78,7 @@ class Strategy(Protocol):
         """A rank's blocks in file order, each with its parts."""
         ...
 
-    def remote_parts(
-        self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None
-    ) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
         """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
 
         If `owners` are given, only the parts in their blocks.
@@ -133,9 +131,7 @@ class OneOwnerEach(ABC):
         for block in self.blocks_of(schedule, rank):
             yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block), block)
 
-    def remote_parts(
-        self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None
-    ) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
         """The parts of the rank's pieces, except those in its own blocks; of these owners only, if they are given."""
         blocks = schedule.blocks
         block, shard = schedule.pairs_of(rank)
@@ -346,8 +342,6 @@ class Direct:
             stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
             yield Block(Region(start, stop), parts)
 
-    def remote_parts(
-        self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None
-    ) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
         """Empty: nothing is sent."""
         return {}

@@ -96,8 +96,8 @@ class Arrivals:
         """Report that a part which a rank sent over relays did not arrive."""
         if self.problem is None:
             self.problem = PeerError(
-                f"the part {part.region}{_of(self._arrays[array])} that rank {part.rank} sends over relays did not arrive, though "
-                f"all ranks say that they passed on what they had. Nothing was loaded. {_DEFECT}",
+                f"the part {part.region}{_of(self._arrays[array])} that rank {part.rank} sends over relays did not arrive, "
+                f"though all ranks say that they passed on what they had. Nothing was loaded. {_DEFECT}",
                 rank=part.rank,
             )
 

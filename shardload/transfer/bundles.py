@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardload.planning.hops import GROUP_NBYTES, HEAD_NBYTES, ROW_NBYTES
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Slot, Slots
 from shardload.transfer.checksum import identity
@@ -39,14 +40,12 @@ __all__ = [
     "Outbox",
     "Reserved",
     "groups_of",
-    "least_bundle_nbytes",
     "proof_of",
 ]
 
 RECEIVER, SENDER, ARRAY, BLOCK, SECTION, NBYTES, PROOF, SUM = range(8)  # columns of a row
-ROW_SIZE = 8
+ROW_SIZE = ROW_NBYTES // 4
 LAST, FAILED = 1, 2  # flags: the rank sends no more bundles in this hop; a rank before this hop has failed
-_HEAD_NBYTES, _GROUP_NBYTES, _ROW_NBYTES = 16, 8, 4 * ROW_SIZE
 _MAGIC = 0x53484231
 
 Array = np.ndarray[Any, Any]
@@ -63,15 +62,6 @@ def proof_of(row: Any, region: Region, seed: int) -> int:
     return identity(region, zlib.crc32(struct.pack("<6I", *row[:PROOF]), seed))
 
 
-def least_bundle_nbytes(part_nbytes: int) -> int:
-    """Fewest bytes of a bundle that has room for any part.
-
-    >>> least_bundle_nbytes(100)
-    156
-    """
-    return _HEAD_NBYTES + _GROUP_NBYTES + _ROW_NBYTES + -(-part_nbytes // 4) * 4
-
-
 class Posts(Protocol):
     """Sends bundles."""
 
@@ -85,21 +75,21 @@ class Bundle:
     """A bundle that is being filled."""
 
     slot: Slot
-    n_used: int = _HEAD_NBYTES
+    n_used: int = HEAD_NBYTES
     groups: list[tuple[int, int]] = field(default_factory=list)  # of each, where it begins, and how many rows it has
 
     def n_fitting(self, nbytes: IntArray) -> int:
         """How many of these parts, from the first on, still fit."""
-        room = (len(self.slot.data) - self.n_used - _GROUP_NBYTES) // 4 * 4
-        return int(np.searchsorted(np.cumsum(nbytes + _ROW_NBYTES), room, side="right"))
+        room = (len(self.slot.data) - self.n_used - GROUP_NBYTES) // 4 * 4
+        return int(np.searchsorted(np.cumsum(nbytes + ROW_NBYTES), room, side="right"))
 
     def reserve(self, nbytes: IntArray) -> tuple[Rows, Bytes]:
         """Room for a group of parts: their rows, and their values."""
         n, total, at = len(nbytes), int(nbytes.sum()), self.n_used
-        head = self.slot.data[at : at + _GROUP_NBYTES].view(np.uint32)
+        head = self.slot.data[at : at + GROUP_NBYTES].view(np.uint32)
         head[:] = n, total
-        first = at + _GROUP_NBYTES
-        values = first + n * _ROW_NBYTES
+        first = at + GROUP_NBYTES
+        values = first + n * ROW_NBYTES
         self.groups.append((first, n))
         self.n_used = values + -(-total // 4) * 4
         return self.slot.data[first:values].view(np.uint32).reshape(n, ROW_SIZE), self.slot.data[values : values + total]
@@ -107,11 +97,11 @@ class Bundle:
     def seal(self, flags: int) -> Bytes:
         """The message."""
         data = self.slot.data[: self.n_used]
-        head = data[:_HEAD_NBYTES].view(np.uint32)
+        head = data[:HEAD_NBYTES].view(np.uint32)
         head[:] = _MAGIC, flags, len(self.groups), 0
-        crc = zlib.crc32(data[: _HEAD_NBYTES - 4])
+        crc = zlib.crc32(data[: HEAD_NBYTES - 4].data)
         for first, n in self.groups:
-            crc = zlib.crc32(data[first - _GROUP_NBYTES : first + n * _ROW_NBYTES], crc)
+            crc = zlib.crc32(data[first - GROUP_NBYTES : first + n * ROW_NBYTES].data, crc)
         head[3] = crc
         return data
 
@@ -124,19 +114,19 @@ def groups_of(message: Bytes) -> tuple[int, list[tuple[Rows, Bytes]]]:
     ValueError
         If it is damaged.
     """
-    if len(message) < _HEAD_NBYTES:
+    if len(message) < HEAD_NBYTES:
         raise ValueError(f"{len(message)} bytes are no bundle")
-    magic, flags, n_groups, expected = (int(v) for v in message[:_HEAD_NBYTES].view(np.uint32))
-    crc, at, found = zlib.crc32(message[: _HEAD_NBYTES - 4]), _HEAD_NBYTES, []
+    magic, flags, n_groups, expected = (int(v) for v in message[:HEAD_NBYTES].view(np.uint32))
+    crc, at, found = zlib.crc32(message[: HEAD_NBYTES - 4].data), HEAD_NBYTES, []
     for _ in range(n_groups if magic == _MAGIC else 0):
-        if at + _GROUP_NBYTES > len(message):
+        if at + GROUP_NBYTES > len(message):
             raise ValueError("a group lies outside the bundle")
-        n, total = (int(v) for v in message[at : at + _GROUP_NBYTES].view(np.uint32))
-        values = at + _GROUP_NBYTES + n * _ROW_NBYTES
+        n, total = (int(v) for v in message[at : at + GROUP_NBYTES].view(np.uint32))
+        values = at + GROUP_NBYTES + n * ROW_NBYTES
         if values + total > len(message):
             raise ValueError("a group lies outside the bundle")
-        crc = zlib.crc32(message[at:values], crc)
-        rows = message[at + _GROUP_NBYTES : values].view(np.uint32).reshape(n, ROW_SIZE)
+        crc = zlib.crc32(message[at:values].data, crc)
+        rows = message[at + GROUP_NBYTES : values].view(np.uint32).reshape(n, ROW_SIZE)
         if int(rows[:, NBYTES].sum(dtype=np.int64)) != total:
             raise ValueError("a group has more or fewer bytes than its parts")
         found.append((rows, message[values : values + total]))
@@ -210,7 +200,7 @@ class Outbox:
         """Empty the bundles that have not left: this rank has failed."""
         for bundle in self._open.values():
             bundle.groups.clear()
-            bundle.n_used = _HEAD_NBYTES
+            bundle.n_used = HEAD_NBYTES
 
     def finish(self, ranks: Iterable[int], flags: int) -> Iterator[None]:
         """Send these ranks, and all that were sent anything, their last bundles. Yields where it has to wait for room."""

@@ -330,6 +330,7 @@ class _Exchange:
         if not self.transport.n_data and not (self.relays is not None and self.relays.is_receiving):
             # The bell may ring before its offer can be received, and receipts do not ring it: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
+            alone = alone and (self.relays is None or not self.relays.is_listening)
             self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
             return
         seconds = _BACKOFF.seconds(idle)

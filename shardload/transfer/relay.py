@@ -68,7 +68,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class RelayBuffers:
-    """Memory for bundles: for each hop, the slots of those that come (in shared memory, if there is any) and of those that go."""
+    """Memory for bundles: for each hop, slots of those that come (in shared memory, if there is any) and of those that go."""
 
     arriving: Sequence[Slots]
     leaving: Sequence[Slots]
@@ -203,7 +203,9 @@ class Relays:
         if array not in self._moves:
             return None
         nodes = self._hops.ranks.nodes(PartTable.of(parts).rank)
-        self._owed |= {self._first_relay(node % self._hops.n_columns) for node in np.unique(nodes[nodes != self._node]).tolist()}
+        self._owed |= {
+            self._first_relay(node % self._hops.n_columns) for node in np.unique(nodes[nodes != self._node]).tolist()
+        }
         return np.flatnonzero(nodes == self._node)
 
     def end_sending(self, went_well: bool) -> None:
@@ -279,10 +281,7 @@ class Relays:
     def is_done(self) -> bool:
         """True if this rank has sent, passed on and received all."""
         return (
-            all(self._has_ended)
-            and not self._ending
-            and not self._not_told
-            and all(inbox.is_done for inbox in self._inboxes)
+            all(self._has_ended) and not self._ending and not self._not_told and all(inbox.is_done for inbox in self._inboxes)
         )
 
     def step(self) -> bool:
@@ -381,7 +380,9 @@ class Relays:
                             for row, start in zip(rows[low:high].tolist(), starts[low:high].tolist(), strict=True)
                         )
                     else:
-                        yield from self._forward(inbox.hop, sender, receiver, rows[low:high], values[starts[low] :], nbytes[low:high])
+                        yield from self._forward(
+                            inbox.hop, sender, receiver, rows[low:high], values[starts[low] :], nbytes[low:high]
+                        )
             for receiver, found in notes.items():
                 held.n += 1
                 self._channels.offer(receiver, len(found), 0, [v for row in found for v in row], held.less, PASSED)
@@ -390,9 +391,7 @@ class Relays:
                 inbox.waiting.discard(sender)
             held.less()
 
-    def _forward(
-        self, hop: int, sender: int, receiver: int, rows: Array, values: Bytes, nbytes: IntArray
-    ) -> Iterator[None]:
+    def _forward(self, hop: int, sender: int, receiver: int, rows: Array, values: Bytes, nbytes: IntArray) -> Iterator[None]:
         """Copy parts into a bundle of the next hop."""
         node = self._hops.ranks.node(receiver)
         if node == self._node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,7 +70,9 @@ def check(ranks: NodeMap, way: str) -> None:
             assert ranks.node(path[-1]) == ranks.node(receiver) and len(path) <= (1 if way == NODES else 2)
             first[sender].add(path[0])
             if len(path) > 1:
-                assert hops.column(ranks.node(path[0])) == hops.column(ranks.node(receiver)), "the second hop goes down a column"
+                assert hops.column(ranks.node(path[0])) == hops.column(ranks.node(receiver)), (
+                    "the second hop goes down a column"
+                )
                 second[path[0]].add(path[1])
     for rank in range(n):
         relays, onward = hops.first_relays(rank), hops.second_relays(rank)
@@ -107,7 +111,7 @@ def test_senders_are_spread_over_the_relays_of_a_node() -> None:
 class Counted(EvenNodes):
     """Counts the ranks that it is asked about."""
 
-    asked: set[int] = set()
+    asked: ClassVar[set[int]] = set()
 
     def rank(self, node: int, member: int) -> int:
         found = super().rank(node, member)
