@@ -115,7 +115,7 @@ def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -
     Examples
     --------
     >>> plan_bundles(4096, 256 << 20, (255, 255, 3)).leaving
-    ((237, 65536), (237, 65536), (2, 262144))
+    ((240, 65536), (240, 65536), (2, 262144))
     """
     share = cap_nbytes // _BUNDLE_SHARE
     size = min(max(part_nbytes, _BUNDLE_NBYTES), share // (_N_HOPS * (_N_ARRIVING + 2)))

@@ -22,7 +22,7 @@ import numpy as np
 from shardload.planning.hops import GROUP_NBYTES, HEAD_NBYTES, ROW_NBYTES
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Slot, Slots
-from shardload.transfer.checksum import identity
+from shardload.transfer.checksum import crcs_of_rows, identity
 
 __all__ = [
     "ARRAY",
@@ -41,6 +41,7 @@ __all__ = [
     "Reserved",
     "groups_of",
     "proof_of",
+    "proofs_of",
 ]
 
 RECEIVER, SENDER, ARRAY, BLOCK, SECTION, NBYTES, PROOF, SUM = range(8)  # columns of a row
@@ -60,6 +61,12 @@ def proof_of(row: Any, region: Region, seed: int) -> int:
     `seed` is that of the array in this load, so a part of another load is never taken for one of this.
     """
     return identity(region, zlib.crc32(struct.pack("<6I", *row[:PROOF]), seed))
+
+
+def proofs_of(rows: Rows, start: IntArray, stop: IntArray, seed: int) -> Rows:
+    """`proof_of` of many rows at once; `start` and `stop` are the corners of their regions."""
+    corners = np.ascontiguousarray(np.concatenate([start, stop], axis=1), dtype="<i8").view("<u4")
+    return crcs_of_rows(np.concatenate([rows[:, :PROOF], corners], axis=1), seed)
 
 
 class Posts(Protocol):

@@ -186,7 +186,8 @@ class _Exchange:
         self.failure: BaseException | None = None  # when this rank staged or sent
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
-        self.under_way: deque[tuple[int, Staged]] = deque()
+        self.under_way: deque[tuple[int, Block, Staged]] = deque()
+        self.to_read: Block | None = None  # the next block, as its reader is told of it
         self.to_be_packed: int | None = None  # an array whose parts may need slots, to be copied into shared memory
         self.has_sent_receipts = False
 
@@ -263,21 +264,28 @@ class _Exchange:
     def _stage(self) -> bool:
         """Deliver the blocks that are staged, in order, and start the next ones. Return True if any were."""
         moved = False
-        while self.under_way and self.under_way[0][1].done():
-            array, staged = self.under_way.popleft()
+        while self.under_way and self.under_way[0][2].done():
+            array, block, staged = self.under_way.popleft()
             moved = True
             if self.failure is None:
-                self._deliver(array, self._result(array, staged))
+                ready = self._result(array, staged)
+                ready.block = block
+                self._deliver(array, ready)
         while self.following is not None:
             array, block = self.following
             producer = self.arrays[array].producer
-            if len(self.under_way) >= producer.n_at_once or not producer.has_room(block) or self._keeps_slots(array):
+            if len(self.under_way) >= producer.n_at_once:
+                break
+            if self.to_read is None:
+                self.to_read = block if self.relays is None else self.relays.for_reading(array, block)
+            if not producer.has_room(self.to_read) or self._keeps_slots(array):
                 break
             n_taken = self.slots.n_taken
-            self.under_way.append((array, producer.start(block)))
-            if self.shares_memory and self.slots.n_taken == n_taken and any(part.rank != self.rank for part in block.parts):
+            self.under_way.append((array, block, producer.start(self.to_read)))
+            is_unstaged = self.shares_memory and self.slots.n_taken == n_taken
+            if is_unstaged and any(part.rank != self.rank for part in self.to_read.parts):
                 self.to_be_packed = array
-            self.following, moved = next(self.blocks, None), True
+            self.following, self.to_read, moved = next(self.blocks, None), None, True
         return moved
 
     def _result(self, array: int, staged: Staged) -> StagedBlock:

@@ -20,6 +20,7 @@ the node copy, which need nothing for that. So no order of ranks can deadlock.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,8 @@ import numpy as np
 
 from shardload.comm.transport import Integers
 from shardload.planning.hops import Hops
-from shardload.planning.parts import Part, PartTable
+from shardload.planning.parts import Block, Part, PartTable
+from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.buffers import Slot, Slots, StagedBlock, view_of
 from shardload.transfer.bundles import (
@@ -50,6 +52,7 @@ from shardload.transfer.bundles import (
     Reserved,
     groups_of,
     proof_of,
+    proofs_of,
 )
 from shardload.transfer.channels import ACK, DONE, HEAD_SIZE, PASSED, Channels, one_less
 from shardload.transfer.checksum import checksum
@@ -60,6 +63,8 @@ __all__ = ["N_HOPS", "RelayBuffers", "Relays"]
 N_HOPS = 3  # along a row, down a column, and inside a node whose ranks do not share memory
 _ROW, _COLUMN, _NODE = range(N_HOPS)
 _MOST_ROWS = 1 << 14  # of a part table that are looked at together
+_LEAST_GATHERED, _MOST_GATHERED = 8, 1 << 10  # parts of as many elements are copied together
+_MANY_PARTS = 1 << 12  # of a block: from here on its reader is not told each of them
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -180,6 +185,16 @@ class Relays:
             self._queue.append((block, self._pack(array, block, table, far)))
         return np.flatnonzero(~is_far)
 
+    def for_reading(self, array: int, block: Block) -> Block:
+        """The block as its reader needs to know it: if it has very many parts, this rank's own, and one for all others."""
+        if array not in self._moves or len(block.parts) < _MANY_PARTS:
+            return block
+        table = PartTable.of(block.parts)
+        is_own = table.rank == self._rank
+        own = [block.parts[k] for k in np.flatnonzero(is_own).tolist()]
+        other = int(table.rank[int(np.argmin(is_own))])
+        return Block(block.region, (*own, Part(block.region, -1, other)) if other != self._rank else tuple(own), block.number)
+
     @property
     def is_empty(self) -> bool:
         """True if all parts of this rank are in bundles."""
@@ -250,20 +265,20 @@ class Relays:
         rows, seed, dtype = room.rows, self._channels.seeds[array], self._arrays[array].dtype
         rows[:, RECEIVER], rows[:, SENDER], rows[:, ARRAY] = table.rank[places], self._rank, array
         rows[:, BLOCK], rows[:, SECTION], rows[:, NBYTES] = block.block.number, table.shard[places], nbytes
+        start, stop = table.start[places], table.stop[places]
+        rows[:, PROOF] = proofs_of(rows, start, stop, seed)
+        shapes = stop - start
         ends = room.starts + nbytes
-        for row, of, k, low, high in zip(
-            rows, rows.tolist(), places.tolist(), room.starts.tolist(), ends.tolist(), strict=True
-        ):
-            region, values = table.region(k), room.values[low:high]
-            packed = values.view(dtype).reshape(region.shape)
-            missing = region.size
-            for common, view in block.views(region):
-                np.copyto(view_of(packed, common, region), view, casting="no")
-                missing -= common.size
-            if missing:
-                raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
-            row[PROOF] = proof_of(of, region, seed)
-            row[SUM] = checksum(values, seed) if self._checksums else 0
+        for low, high in _runs_of_rows(shapes):
+            values = room.values[room.starts[low] : ends[high - 1]].view(dtype)
+            shape = tuple(shapes[low].tolist())
+            if not _gather(block, start[low:high], shape, values.reshape(-1, *shape)):
+                for k in range(low, high):
+                    _copy(block, Region(tuple(start[k].tolist()), tuple(stop[k].tolist())), values.reshape(-1, *shape)[k - low])
+        rows[:, SUM] = 0
+        if self._checksums:
+            bounds = zip(room.starts.tolist(), ends.tolist(), strict=True)
+            rows[:, SUM] = [checksum(room.values[a:b], seed) for a, b in bounds]
 
     # --- what comes to this rank
 
@@ -368,7 +383,8 @@ class Relays:
                     continue
                 nbytes = rows[:, NBYTES].astype(np.int64)
                 starts = np.cumsum(nbytes) - nbytes
-                for low, high in _runs(receivers):
+                nodes = self._hops.ranks.nodes(receivers)
+                for low, high in _runs(np.where(nodes == self._node, receivers, -1 - nodes)):
                     receiver = int(receivers[low])
                     if receiver == self._rank:
                         for row, start in zip(rows[low:high].tolist(), starts[low:high].tolist(), strict=True):
@@ -463,6 +479,39 @@ class Relays:
             lost = np.flatnonzero(~has_come)
             if len(lost):
                 self._arrivals.report_lost(array, self._relayed[array][int(lost[0])])
+
+
+def _gather(block: StagedBlock, start: IntArray, shape: tuple[int, ...], into: Array) -> bool:
+    """Copy many small parts of one shape at once. False if they are few or large, or lie in several tiles."""
+    if len(start) < _LEAST_GATHERED or math.prod(shape) > _MOST_GATHERED or len(block.tiles) != 1:
+        return False
+    (tile,) = block.tiles
+    first = start - np.array(tile.region.start)
+    if first.min(initial=0) < 0 or ((first + shape) > tile.region.shape).any():
+        raise ValueError(f"a part reaches outside of the tile {tile.region} of the block that is to be sent")
+    index = [
+        first[:, axis].reshape(-1, *[1] * len(shape))
+        + np.arange(n).reshape([1, *[n if k == axis else 1 for k in range(len(shape))]])
+        for axis, n in enumerate(shape)
+    ]
+    into[...] = tile.data[tuple(index)]
+    return True
+
+
+def _copy(block: StagedBlock, region: Region, into: Array) -> None:
+    """Copy one part, from one tile or several."""
+    missing = region.size
+    for common, view in block.views(region):
+        np.copyto(view_of(into, common, region), view, casting="no")
+        missing -= common.size
+    if missing:
+        raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
+
+
+def _runs_of_rows(values: IntArray) -> Iterator[tuple[int, int]]:
+    """Where equal rows follow each other, as bounds."""
+    cuts = (np.flatnonzero((values[1:] != values[:-1]).any(axis=1)) + 1).tolist()
+    yield from zip([0, *cuts], [*cuts, len(values)], strict=True) if len(values) else ()
 
 
 def _advanced(work: Iterator[None]) -> bool:
