@@ -45,11 +45,15 @@ SUITE := -m pytest --with-mpi tests
 WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
-# $(call share,0|1,RANKS): these too. What a test tries in a loop is shared out: half of it here, the other half in the other stages.
+# $(call share,0|1,RANKS): these too. What a test tries in a loop, and the combinations of its parameters, are shared out: half of them
+# here, the other half in the other stages.
 share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1)/2))
+# $(call share_of_one,0|1,RANKS): a single parameter has all its values in the first stage on several ranks, and half in each other.
+share_of_one = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE_OF_ONE=$(1)/2))
 # What differs from file to file, and JAX's own exchange, are the same whichever MPI library there is.
-NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py)
-# So is what a type, a cast or a selection makes of values; the other stages send them in notes, and in messages.
+NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py climate.py many_arrays_example.py)
+# So is what a type, a cast, a packing or a selection makes of values; the other stages send them in notes, and in messages.
+NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,decode.py tree_values.py labels.py)
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,$(addprefix values.py::test_,type_is_kept 64_bits cast_is selection_is_numpys))
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,verify.py::test_types scatter.py::test_memory_layout)
 
@@ -107,21 +111,21 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@$(if $(ARGS),,TESTS_SHARE=0/2) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
 	@$(call must,notes,4) $(call share,0,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1,4) $(call share_of_one,0,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
 
 # What is kept for each chunk of a file is the same in every version.
 NOT_OF_VERSIONS := --deselect tests/mpi/test_memory.py::test_chunks_of_one_byte
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,1,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(NOT_OF_VERSIONS) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,1,2) $(call share_of_one,1,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(NOT_OF_VERSIONS) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

@@ -14,6 +14,7 @@ from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
 from benchmarks.reports.tables import read_records, write_report
+from benchmarks.runs import grid as g
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
@@ -31,6 +32,7 @@ ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
+GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
 FIELD_RANKS = 4
@@ -223,6 +225,35 @@ def devices(
     chosen = _known(layouts.split(","), c.LAYOUTS)
     record = measure_devices(data, size, chosen, _known(specs.split(";"), c.SPECS), jobs.split(","), repeats, say)
     write_record(results / "devices.json", record)
+
+
+@app.command()
+def grid(
+    size: Annotated[int, typer.Option(help="Elements along each of three axes (float32).")] = 160,
+    layouts: Layouts = GRID_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(g.SPECS),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, g.RANKS)),
+    file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),
+    networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.NETWORKS),
+    repeats: Repeats = 1,
+    data: Data = DATA_FOLDER,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "grid.json",
+) -> None:
+    """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
+    files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
+    chosen = _known(specs.split(";"), c.SPECS)
+    record = g.measure_grid(
+        files,
+        data,
+        specs=chosen,
+        ranks=[int(n) for n in ranks.split(",")],
+        file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
+        networks=_known(networks.split(","), tuple(g.NETWORKS)),
+        repeats=repeats,
+        out=out,
+        say=say,
+    )
+    typer.echo(g.table(record))
 
 
 @app.command()

@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -205,7 +206,22 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
+    if _folder(item) == "mpi" and not _is_shared_to_us(item):
+        return "left to the other stages"
     return None
+
+
+def _is_shared_to_us(item: pytest.Item) -> bool:
+    """Whether this stage of ``make test`` takes the item's parameters. Of several marks, as `tests.mpi.support.share` does."""
+    if not isinstance(item, pytest.Function) or any(mark.kwargs.get("min_size", 2) > 2 for mark in item.iter_markers("mpi")):
+        return True
+    names = (mark.args[0] for mark in item.iter_markers("parametrize"))
+    axes = [(name.split(",") if isinstance(name, str) else name)[0].strip() for name in names]
+    share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(axes), "TESTS_SHARE"))
+    if share is None:
+        return True
+    k, n = map(int, share.split("/"))
+    return (zlib.crc32(item.nodeid.partition("[")[0].encode()) + sum(item.callspec.indices[name] for name in axes)) % n == k
 
 
 def _parameter(item: pytest.Item, name: str) -> object:

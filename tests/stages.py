@@ -55,16 +55,20 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# In one lane what starts MPI jobs on this machine: ranks that wait for each other would take turns on a core with those of
-# another stage. A Slurm cluster waits more than it works; it is beside the longest of them.
+# In one lane the stages on 4 ranks: ranks that wait for each other would take turns on a core with those of another stage.
+# Beside them what waits more than it works, as a Slurm cluster does, or has no more ranks than there are cores.
 LANES = (
     (
         make("pytest: 1 process and the jobs it starts", "test-plain"),
         make("pytest: 4 ranks", "test-mpi", "N=4"),
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
+    ),
+    (
+        tool("mypy", "mypy"),
+        make("doctests", "test-doctests"),
+        make("pytest: slurm", "test-slurm"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
     ),
-    (tool("mypy", "mypy"), make("doctests", "test-doctests"), make("pytest: slurm", "test-slurm")),
 )
 
 
@@ -144,7 +148,7 @@ def counts(tally: Path) -> tuple[int, int, list[tuple[float, str, str]]]:
 def report(run: Run, tally: Path, seconds: float) -> None:
     """Say how long everything took."""
     passed, failed, slowest = counts(tally)
-    print("\n--- seconds of each stage (mypy, doctests and Slurm run beside the first)")
+    print("\n--- seconds of each stage (some run beside each other)")
     for name, took in sorted(run.seconds.items(), key=lambda item: -item[1]):
         print(f"{took:8.1f}  {name}")
     print(f"\n--- the slowest {len(slowest)} tests of all stages: seconds, test, stage")

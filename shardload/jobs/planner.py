@@ -28,14 +28,14 @@ from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
-from shardload.planning.hops import MESSAGES, least_bundle_nbytes, n_partners
+from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import Stored
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import ample_staging, least_staging, least_together, plan_bundles
+from shardload.planning.staging import ample_staging, least_staging, least_together
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
@@ -69,6 +69,8 @@ class Ranks:
         For an abstract mesh: the number of consecutive devices of one rank.
     per_node : int or None
         For an abstract mesh: the number of consecutive ranks of one node; None: all are on one.
+    memory_nbytes : int or None
+        For an abstract mesh: bytes of memory that a rank may use; None: not known.
     """
 
     rank: int
@@ -78,6 +80,7 @@ class Ranks:
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
+    memory_nbytes: int | None = None
 
     @property
     def n_threads(self) -> int:
@@ -87,7 +90,8 @@ class Ranks:
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        return (topology.UNKNOWN_NBYTES if self.machine is None else self.machine.memory_nbytes) // _SHARE
+        known = self.memory_nbytes if self.machine is None else self.machine.memory_nbytes
+        return (topology.UNKNOWN_NBYTES if known is None else known) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
@@ -143,37 +147,47 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
+    caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
-    schedules = plan_schedules(source, shards, ask.ranks.n, modes=modes, **caps)
-    if ask.machine.has_limits and n_owners is None and PARALLEL in modes:
-        schedules[PARALLEL] = _with_readers(ask, info, source, shards, caps)
-    plan = _choose(ask, info, source, schedules, decoding)
+    # With figures of a file system or a network, the number of readers is chosen too.
+    picks = ask.machine.has_limits and n_owners is None and PARALLEL in modes
+    schedules = plan_schedules(source, shards, ask.ranks.n, modes=[m for m in modes if not picks or m != PARALLEL], **caps)
+    known: dict[str, Cost] = {}
+    if picks:
+        made, known[PARALLEL] = _with_readers(ask, info, source, shards, caps)
+        schedules = {mode: made if mode == PARALLEL else schedules[mode] for mode in modes}
+    plan = _choose(ask, info, source, schedules, decoding, known)
     return replace(plan, staging_is_raised=True) if is_raised else plan
 
 
-def _with_readers(ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]) -> Schedule:
-    """The schedule in which as many ranks read as the machine's figures say."""
-    nodes, stored = ask.nodes, _stored(info)
+def _with_readers(
+    ask: Ask, info: ArrayInfo, source: SourceLayout, shards: Shards, caps: dict[str, Any]
+) -> tuple[Schedule, Cost]:
+    """The schedule in which as many ranks read as the machine's figures say, and its cost."""
+    nodes, stored = ask.nodes, _stored(info, source)
 
     def make(n: int) -> Schedule:
         return plan_schedules(source, shards, ask.ranks.n, modes=(PARALLEL,), **{**caps, "n_owners": n})[PARALLEL]
 
     def cost(schedule: Schedule) -> Cost:
-        return plan_cost(schedule, source, nodes, machine=ask.machine, stored=stored)
+        layout = Layout(source, schedule, ask.ranks.n_threads)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored, _ways(ask, layout))
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
-    return pick_readers(numbers, make, cost)[0]
+    return pick_readers(numbers, make, cost)
 
 
-def _stored(info: ArrayInfo) -> Stored:
-    """How the values lie on disk."""
+def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
+    """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
     try:
         nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
     except TypeError:
         nbytes = 0
     # A chunk that is not stored takes no space, and many values may share one.
-    return Stored.of(info.nbytes_stored, nbytes, info.chunks, info.shards, is_one_file=not info.format.startswith("Zarr"))
+    kept = source.selection.kept
+    chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
+    return Stored.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -339,18 +353,27 @@ def _staging_for(ask: Ask, info: ArrayInfo, source: SourceLayout) -> int:
 
 
 def _choose(
-    ask: Ask, info: ArrayInfo, source: SourceLayout, schedules: dict[str, Schedule], decoding: Decoding | None = None
+    ask: Ask,
+    info: ArrayInfo,
+    source: SourceLayout,
+    schedules: dict[str, Schedule],
+    decoding: Decoding | None = None,
+    known: Mapping[str, Cost] | None = None,
 ) -> Plan:
-    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least."""
+    """Make the plan from one of the schedules: the one that the caller asked for, or the one that costs least.
+
+    `known` are the costs that have been counted already.
+    """
     is_memory = ROOT in schedules and len(schedules) == 1
-    layouts = {
-        mode: Layout(source, made, ask.ranks.n_threads, decoding, *((MESSAGES, ()) if is_memory else _way(ask, made, source)))
-        for mode, made in schedules.items()
-    }
+    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
-    stored = _stored(info) if machine.has_limits else None
-    costs = Costs({mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()})
+    stored = _stored(info, source) if machine.has_limits else None
+    count = {
+        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, (MESSAGES,) if is_memory else _ways(ask, layout))
+        for mode, layout in layouts.items()
+    }
+    costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
         why += f"; {readers_text(costs[mode].n_readers, ask.ranks.n, nodes.spread(ask.ranks.n)[0])}, by the model"
@@ -372,27 +395,40 @@ def _choose(
         staging_nbytes=ask.options.staging_nbytes,
         machine=machine,
         ranks_per_node=nodes.ranks_per_node,
-        _layout=layouts[mode],
+        _layout=_over(layouts[mode], ask, costs[mode].way),
         _is_decoded=bool(ask.options.decode),
     )
 
 
-def _way(ask: Ask, schedule: Schedule, source: SourceLayout) -> tuple[str, tuple[int, ...]]:
-    """How parts go to other nodes, and for relays the number of partners in each hop."""
-    way = ask.tuning.way
-    if way in (AUTO, MESSAGES) or schedule.is_direct or ask.ranks.is_one_machine or not schedule.is_never_split:
-        return MESSAGES, ()
-    partners = n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
-    bundles = plan_bundles(least_bundle_nbytes(schedule.max_part_nbytes), ask.options.staging_nbytes, partners)
-    if bundles is None or least_together([(schedule, source)]) > ask.options.staging_nbytes - bundles.nbytes:
-        return MESSAGES, ()
-    return way, partners
+def _over(layout: Layout, ask: Ask, way: str) -> Layout:
+    """The layout with relays, if they are taken."""
+    return layout if way == MESSAGES else replace(layout, way=way, n_partners=_n_partners(ask, way))
 
 
-def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None) -> Cost:
+def _ways(ask: Ask, layout: Layout) -> tuple[str, ...]:
+    """The ways in which parts may go to other nodes: over relays if their bundles have room beside the staging buffers."""
+    schedule, asked = layout.schedule, ask.tuning.way
+    if asked == MESSAGES or schedule.is_direct or ask.ranks.is_one_machine or not schedule.can_relay:
+        return (MESSAGES,)
+    found = [way for way in WAYS if asked in (AUTO, way) and (way == MESSAGES or _has_room(ask, layout, way))]
+    return tuple(found) or (MESSAGES,)
+
+
+def _has_room(ask: Ask, layout: Layout, way: str) -> bool:
+    """True if the staging cap has room for bundles."""
+    cap_nbytes = ask.options.staging_nbytes
+    bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
+    return bundles is not None and least_together([(layout.schedule, layout.source)]) <= cap_nbytes - bundles.nbytes
+
+
+def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
+    return () if way == MESSAGES else n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
+
+
+def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Sequence[str]) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored, ways=ways)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

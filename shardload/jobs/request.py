@@ -92,8 +92,11 @@ class Call:
     def _ranks(self) -> Ranks:
         if self.group is None:
             n = self.sharding.mesh.size // self.devices_per_rank
-            per_node = self.ranks_per_node or self.machine.ranks_per_node
-            return Ranks(0, n, devices_per_rank=self.devices_per_rank, per_node=None if per_node is None else min(n, per_node))
+            given = self.ranks_per_node or self.machine.ranks_per_node
+            per_node = None if given is None else min(n, given)
+            memory_nbytes = self.machine.memory_nbytes
+            of_rank = None if memory_nbytes is None else memory_nbytes // (per_node or n)
+            return Ranks(0, n, devices_per_rank=self.devices_per_rank, per_node=per_node, memory_nbytes=of_rank)
         group = self.group
         return Ranks(group.rank, group.size, rank_of_process(group), group.machine, group.can_send)
 

@@ -10,6 +10,7 @@ Pure, like `cost`, which asks only for machines that have limits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +20,17 @@ from shardload.planning.grid import Grid
 from shardload.planning.machine import Machine
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.strategies import Parallel
 from shardload.planning.traffic import count_direct, count_direct_of_nodes
 
 __all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
 
-_OPEN_OPERATIONS = 8  # an open of a file, and the small reads of its metadata
+# To open an array a rank opens its file so many times, and the first one on a node reads so many pieces of its metadata. As
+# counted with HDF5 (which opens a file twice, beside our own look at it), and with Zarr.
+_OPENS_OF_FILE, _READS_OF_FILE = 3, 5
+_OPENS_OF_STORE, _READS_OF_STORE = 2, 1
+# A node that reads ahead reads gaps between runs too, if they are so much shorter than what it reads ahead.
+_READ_AHEAD_PER_GAP = 3
 _MOST_COUNTED = 1 << 14  # blocks whose owners are counted one by one
 _PAGE_NBYTES = 4096  # the least that a file system with a page cache fetches
 
@@ -38,10 +45,13 @@ class Stored:
         Bytes stored for each decoded byte; 1.0 if it is not known.
     files_per_chunk : float
         Files to open for each chunk: 0 if all chunks are in one file, 1 for a Zarr store without shards.
+    file_chunks : tuple of int
+        Chunks of each such file along each axis; empty if each chunk has its own.
     """
 
     share: float = 1.0
     files_per_chunk: float = 0.0
+    file_chunks: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -55,12 +65,25 @@ class Stored:
         """From an array's metadata.
 
         >>> Stored.of(30, 120, (8, 8), (16, 16), is_one_file=False)
-        Stored(share=0.25, files_per_chunk=0.25)
+        Stored(share=0.25, files_per_chunk=0.25, file_chunks=(2, 2))
         """
         share = nbytes_stored / nbytes if nbytes_stored and nbytes else 1.0
         if is_one_file or chunks is None:
             return cls(share)
-        return cls(share, math.prod(chunks) / max(1, math.prod(shards or chunks)))
+        if shards is None:
+            return cls(share, 1.0)
+        per_file = tuple(max(1, outer // max(1, inner)) for outer, inner in zip(shards, chunks, strict=True))
+        return cls(share, 1 / math.prod(per_file), per_file)
+
+    @property
+    def opens(self) -> int:
+        """How many times a rank opens a file before it reads a value."""
+        return _OPENS_OF_STORE if self.files_per_chunk else _OPENS_OF_FILE
+
+    @property
+    def metadata_reads(self) -> int:
+        """Reads of metadata by the first rank of a node that does."""
+        return _READS_OF_STORE if self.files_per_chunk else _READS_OF_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +96,17 @@ class FileReads:
         By all nodes together; operations are reads, and opens with the reads of metadata.
     node_nbytes, readers_on_node : int
         By the busiest node, and how many ranks read there.
-    reader_nbytes, reader_operations, reader_opens : int
-        By the busiest reader, also from what its node's page cache has; opens after the first.
-    is_in_order : bool
-        True if readers read on and on, so that what comes next is fetched while they work.
+    reader_nbytes, reader_waits, reader_opens : int
+        By the busiest reader, also from what its node's page cache has; the reads whose latency it waits for (while it reads on
+        and on, what comes next is fetched already); opens after those of the array.
     """
 
     nbytes: int
     operations: int
     node_nbytes: int
     reader_nbytes: int
-    reader_operations: int
+    reader_waits: int
     reader_opens: int
-    is_in_order: bool
     readers_on_node: int
 
 
@@ -103,6 +124,8 @@ class Load:
         Bytes decoded by the busiest reader, and of the fullest rank's pieces.
     between_nbytes : float
         Bytes that go from one node to another.
+    n_blocks : int
+        Blocks of the busiest reader: one is sent while the next is read.
     """
 
     core_seconds: float
@@ -114,6 +137,7 @@ class Load:
     decoded_nbytes: int
     piece_nbytes: int
     between_nbytes: float
+    n_blocks: int
 
     @property
     def n_nodes(self) -> int:
@@ -121,30 +145,32 @@ class Load:
         return -(-self.n_ranks // self.per_node)
 
 
-def seconds_of(load: Load, reads: FileReads, machine: Machine, file_nbytes: float) -> tuple[float, str]:
+def seconds_of(load: Load, reads: FileReads, machine: Machine, stored: Stored, file_nbytes: float) -> tuple[float, str]:
     """Seconds of a load, and the resource that takes longest. `file_nbytes` is the size of the file; infinity for many files.
 
     The resources are the busiest rank's cores and its stream of reads; a node's memory, network, and link to the file system;
-    and for all nodes together the file system's bytes and its operations.
+    and for all nodes together the file system's bytes and its operations. Before that rank 0 opens the array, and then the
+    readers do. The first block is read before anything can be sent, and the last one is sent when all are read.
     """
     of: dict[str, float] = {"cores": load.core_seconds}
     # Threads of a rank wait for the file system at the same time.
-    wait = reads.reader_opens * machine.open_seconds
-    wait += 0.0 if reads.is_in_order else reads.reader_operations * machine.read_seconds
+    wait = reads.reader_opens * machine.open_seconds + reads.reader_waits * machine.read_seconds
     of["stream"] = (reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
     of["memory"] = (
         reads.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
     ) / machine.memory_rate
-    n_ends = min(load.n_nodes, load.n_readers), min(load.n_nodes, load.n_holders)
+    n_ends = -(-load.n_readers // reads.readers_on_node), min(load.n_nodes, load.n_holders)
     of["network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
     of["node's link"] = reads.node_nbytes / machine.node_rate
     of["file system"] = reads.nbytes / machine.file_rate(file_nbytes)
     of["operations"] = reads.operations / machine.operations_rate
     slowest = max(of, key=of.__getitem__)
-    start = 0.0
+    start = machine.network_latency * (load.between_nbytes > 0)
     if machine.has_file_system:
-        start = machine.open_seconds + _OPEN_OPERATIONS * machine.read_seconds
-    return start + machine.network_latency * (load.between_nbytes > 0) + of[slowest], slowest
+        start += 2 * stored.opens * machine.open_seconds + stored.metadata_reads * machine.read_seconds
+        reading = max(of[name] for name in ("stream", "node's link", "file system", "operations"))
+        start += min(reading, of["network"]) / max(1, load.n_blocks)
+    return start + of[slowest], slowest
 
 
 def count_file_reads(
@@ -169,24 +195,54 @@ def count_file_reads(
     # Chunks of a block follow each other in the file: small ones are fetched together, if there is a cache to keep them.
     is_ahead = not stored.files_per_chunk and machine.page_cache_nbytes > 0
     request = machine.read_ahead_nbytes if is_ahead else min(machine.read_ahead_nbytes, max(1, math.ceil(unit_nbytes)))
-    opens = math.ceil(n_units * stored.files_per_chunk)
+    of_each = _files_of_range(layout.chunks.counts, stored, -(-n_units // n_readers))
+    opens = max(math.ceil(n_units * stored.files_per_chunk), n_readers * of_each if stored.file_chunks else 0)
     return FileReads(
         nbytes=nbytes,
-        operations=max(n_readers, math.ceil(nbytes / request)) + opens + _OPEN_OPERATIONS * n_readers,
+        operations=max(n_readers, math.ceil(nbytes / request))
+        + opens * _per_file(stored)
+        + _opening(stored, machine, n_readers, -(-n_readers // readers_on_node)),
         node_nbytes=min(nbytes, readers_on_node * of_reader),
         reader_nbytes=of_reader,
-        reader_operations=math.ceil(of_reader / request),
-        reader_opens=math.ceil(opens / n_readers) if stored.files_per_chunk else 0,
-        is_in_order=is_ahead,
+        reader_waits=(1 if is_ahead else math.ceil(of_reader / request)) + (of_each if stored.file_chunks else 0),
+        reader_opens=of_each if stored.files_per_chunk else 0,
         readers_on_node=readers_on_node,
     )
+
+
+def _opening(stored: Stored, machine: Machine, n_readers: int, n_nodes: int) -> int:
+    """Operations by which readers on so many nodes open the array: what one has read of the metadata is there for its node."""
+    return n_readers * stored.opens + (n_nodes if machine.page_cache_nbytes else n_readers) * stored.metadata_reads
+
+
+def _per_file(stored: Stored) -> int:
+    """Operations for a file beside the reads of its chunks: an open, and for several chunks a read of where they are."""
+    return 2 if stored.file_chunks else 1
+
+
+def _files_of_range(counts: Sequence[int], stored: Stored, n: int) -> int:
+    """The files that a reader opens which has `n` chunks, one after the other in C order.
+
+    >>> of = Stored(1.0, 1 / 8, (2, 2, 2))
+    >>> [_files_of_range((4, 4, 4), of, n) for n in (1, 4, 8, 16, 32, 64)]
+    [1, 2, 2, 4, 4, 8]
+    """
+    if not stored.file_chunks:
+        return math.ceil(n * stored.files_per_chunk)
+    per_file = stored.file_chunks
+    axis = next((k for k in range(len(counts) - 1) if n >= math.prod(counts[k + 1 :])), len(counts) - 1)
+    thick = min(counts[axis], -(-n // math.prod(counts[axis + 1 :])))
+    is_aligned = thick >= counts[axis] or thick % per_file[axis] == 0 or per_file[axis] % thick == 0
+    met = -(-thick // per_file[axis]) + (not is_aligned)
+    return int(met * math.prod(-(-c // f) for c, f in zip(counts[axis + 1 :], per_file[axis + 1 :], strict=True)))
 
 
 def _readers_on_node(schedule: Schedule, per_node: int, n_readers: int) -> int:
     """Readers of the node that has most, if each block has an owner. The owners are spread evenly over the ranks."""
     n_blocks, n_ranks = schedule.blocks.n_cells, schedule.n_ranks
     if n_blocks >= schedule.strategy.n_owners_of(n_ranks):  # each owner has a block
-        return min(per_node, -(-n_readers * per_node // n_ranks))
+        of = schedule.strategy
+        return of.most_on_node(n_ranks, per_node) if isinstance(of, Parallel) else 1
     if n_blocks > _MOST_COUNTED:
         return min(per_node, 1 + -(-n_readers * per_node // n_ranks))
     return int(np.bincount(schedule.owners(np.arange(n_blocks)) // per_node).max(initial=1))
@@ -196,40 +252,63 @@ def _of_direct(
     schedule: Schedule, layout: SourceLayout, machine: Machine, stored: Stored, per_node: int, n_readers: int
 ) -> FileReads:
     """Each rank fetches what it holds, as chunks or, without chunks, as runs with the gaps between near ones."""
+    is_ahead = machine.has_file_system and machine.page_cache_nbytes > 0 and not stored.files_per_chunk
     if layout.has_chunks:
         units, unit_nbytes = layout, layout.chunk_nbytes * stored.share
-        request = min(unit_nbytes, machine.read_ahead_nbytes)
+        run_nbytes = unit_nbytes * (_chunks_in_run(schedule, layout) if is_ahead else 1)
     else:
-        units, unit_nbytes, span_nbytes = _spans(schedule, layout)
-        request = min(span_nbytes, machine.read_ahead_nbytes)
-        if machine.page_cache_nbytes and machine.has_file_system:
-            unit_nbytes *= max(1.0, _PAGE_NBYTES / span_nbytes)  # of a short run its page is fetched
-            request = max(request, _PAGE_NBYTES)
+        units, unit_nbytes, run_nbytes = _spans(schedule, layout, machine.read_ahead_nbytes if is_ahead else 0)
+    request = min(run_nbytes, machine.read_ahead_nbytes)
+    if not layout.has_chunks and machine.page_cache_nbytes and machine.has_file_system:
+        unit_nbytes *= max(1.0, _PAGE_NBYTES / run_nbytes)  # of a short run its page is fetched
+        request = max(request, _PAGE_NBYTES)
     met, busiest = count_direct(schedule, units)
     total, of_node = count_direct_of_nodes(schedule, units, per_node)
     if of_node * unit_nbytes > machine.page_cache_nbytes:  # what one rank has read is gone when the next one asks
         total, of_node = met, min(met, busiest * per_node)
     nbytes, reader_nbytes = math.ceil(total * unit_nbytes), math.ceil(busiest * unit_nbytes)
-    opens = stored.files_per_chunk if layout.has_chunks else 0.0
-    request = max(1.0, request)
+    opens = of_reader = 0
+    if layout.has_chunks and stored.files_per_chunk:
+        opens, of_reader = count_direct(schedule, _by_file(layout, stored)) if stored.file_chunks else (total, busiest)
+    request, n_nodes = max(1.0, request), min(n_readers, -(-schedule.n_ranks // per_node))
+    waits = math.ceil(reader_nbytes / max(1.0, run_nbytes if is_ahead and layout.has_chunks else request))
     return FileReads(
         nbytes=nbytes,
-        operations=math.ceil(nbytes / request) + math.ceil(total * opens) + _OPEN_OPERATIONS * n_readers,
+        operations=math.ceil(nbytes / request) + opens * _per_file(stored) + _opening(stored, machine, n_readers, n_nodes),
         node_nbytes=math.ceil(of_node * unit_nbytes),
         reader_nbytes=reader_nbytes,
-        reader_operations=math.ceil(reader_nbytes / request),
-        reader_opens=math.ceil(busiest * opens),
-        is_in_order=False,
+        reader_waits=waits + (of_reader if stored.file_chunks else 0),
+        reader_opens=of_reader,
         readers_on_node=min(per_node, n_readers),
     )
 
 
-def _spans(schedule: Schedule, layout: SourceLayout) -> tuple[SourceLayout, float, float]:
-    """What a rank reads of a file without chunks: the units to count it in, the bytes of one, and of a contiguous span."""
+def _chunks_in_run(schedule: Schedule, layout: SourceLayout) -> int:
+    """Chunks of a rank that follow each other in the file, so that what comes next is read ahead."""
+    counts = layout.chunks.counts
+    met = [min(n, -(-e // c)) for n, e, c in zip(counts, schedule.extent, layout.chunks.cell, strict=True)]
+    return max(1, math.prod(met) // max(1, count_runs(counts, met)))
+
+
+def _by_file(layout: SourceLayout, stored: Stored) -> SourceLayout:
+    """The same array with its files in the place of chunks."""
+    cell = tuple(c * f for c, f in zip(layout.chunks.cell, stored.file_chunks, strict=True))
+    return replace(layout, chunks=Grid(layout.chunks.shape, cell, layout.chunks.phase))
+
+
+def _spans(schedule: Schedule, layout: SourceLayout, ahead_nbytes: int) -> tuple[SourceLayout, float, float]:
+    """What a rank reads of a file without chunks: the units to count it in, the bytes of one, and of a contiguous span.
+
+    Gaps between near runs are read too, and those that are short against what the node reads ahead (`ahead_nbytes`).
+    """
     shape, itemsize = schedule.blocks.shape, layout.file_dtype.itemsize
     extent = [min(n, e) for n, e in zip(shape, schedule.extent, strict=True)]
     cell = [1] * len(shape)
-    while 0 < run_stride(shape, extent) * itemsize <= NEAR_NBYTES and count_runs(shape, extent) > 1:
+    while (n_runs := count_runs(shape, extent)) > 1:
+        stride = run_stride(shape, extent) * itemsize
+        gap = stride - math.prod(extent) * itemsize // n_runs
+        if not (0 < stride <= NEAR_NBYTES or 0 < _READ_AHEAD_PER_GAP * gap <= ahead_nbytes):
+            break
         last = max(k for k, (n, e) in enumerate(zip(shape, extent, strict=True)) if e < n)
         extent[last] = cell[last] = shape[last]  # the gaps along this axis are read too
     size = math.prod(extent)

@@ -26,6 +26,7 @@ _FIGURES: dict[tuple[str, str], tuple[str, str, str]] = {
     ("node", "ranks"): ("ranks_per_node", "ranks on a node", "4"),
     ("node", "cores"): ("cores_per_node", "cores of a node", "64"),
     ("node", "memory_rate"): ("memory_rate", "bytes per second of a node's memory", "200e9"),
+    ("node", "memory_nbytes"): ("memory_nbytes", "bytes of a node's memory", "256e9"),
     ("node", "page_cache_nbytes"): ("page_cache_nbytes", "bytes of a node's memory that keep what was read; 0: none", "64e9"),
     ("network", "rate"): ("network_rate", "bytes per second into or out of a node", "25e9"),
     ("network", "latency"): ("network_latency", "seconds of a message", "2e-6"),
@@ -41,7 +42,7 @@ _FIGURES: dict[tuple[str, str], tuple[str, str, str]] = {
     ("file_system", "most_targets"): ("most_targets", "targets that one file is striped over at most", "72"),
 }
 _NAMES = {field: ".".join(key) for key, (field, _, _) in _FIGURES.items()}
-_INTEGERS = {"ranks_per_node", "cores_per_node", "page_cache_nbytes", "read_ahead_nbytes", "most_targets"}
+_INTEGERS = {"ranks_per_node", "cores_per_node", "memory_nbytes", "page_cache_nbytes", "read_ahead_nbytes", "most_targets"}
 _MAY_BE_ZERO = {"page_cache_nbytes", "network_latency", "open_seconds", "read_seconds"}
 _GROUPS = tuple(dict.fromkeys(group for group, _ in _FIGURES))
 
@@ -56,6 +57,8 @@ class Machine:
         Its name, for people.
     ranks_per_node, cores_per_node : int or None
         Ranks and cores of a node, for plans without a job; in a job the real ones count. None: not known.
+    memory_nbytes : int or None
+        Memory of a node, for plans without a job. None: not known.
     memory_rate : float
         What a node's memory can read and write, shared by all cores.
     network_rate, network_latency : float
@@ -91,6 +94,7 @@ class Machine:
     name: str
     ranks_per_node: int | None = None
     cores_per_node: int | None = None
+    memory_nbytes: int | None = None
     memory_rate: float = _INF
     network_rate: float = _INF
     network_latency: float = 0.0

@@ -20,12 +20,19 @@ def _assumed(**figures: float) -> dict[str, Any]:
 _PERLMUTTER = {
     "name": "perlmutter",
     "sources": [
-        "docs.nersc.gov/systems/perlmutter/architecture: GPU nodes with 1 EPYC 7763, 4 GPUs, 4 Slingshot 11 NICs (200 Gb/s)",
+        "docs.nersc.gov/systems/perlmutter/architecture: GPU nodes with 1 EPYC 7763, 4 GPUs, 4 Slingshot 11 NICs (200 Gb/s); "
+        "docs.nersc.gov/beginner-guide/nodetypesfig: 256 GB",
         "amd.com, EPYC 7763: 64 cores, 8 channels of DDR4-3200",
         "docs.nersc.gov/filesystems/perlmutter-scratch: all-flash Lustre, more than 5 TB/s, 4 million IOPS (4 KiB), 274 OSSs, "
         "files striped over 1 (1 GB) to 72 (more than 100 GB) OSTs",
     ],
-    "node": {"ranks": 4, "cores": 64, "memory_rate": 204.8e9, **_assumed(page_cache_nbytes=64 << 30)},
+    "node": {
+        "ranks": 4,
+        "cores": 64,
+        "memory_nbytes": 256_000_000_000,
+        "memory_rate": 204.8e9,
+        **_assumed(page_cache_nbytes=64 << 30),
+    },
     "network": {"rate": 100e9, **_assumed(latency=2e-6)},
     "file_system": {
         "rate": 5e12,
@@ -42,9 +49,16 @@ _JEAN_ZAY = {
         "idris.fr/eng/jean-zay/cpu/jean-zay-cpu-hw-eng.html: nodes with 2 Xeon 6248 (40 cores), 4 V100, 4 Omni-Path links of "
         "100 Gb/s",
         "ark.intel.com, Xeon 6248: 6 channels of DDR4-2933",
+        "LMI MAG, March 2020, page 27: 192 GB a node",
         "idris.fr/en/docs/jean-zay/environnement/espaces-disques: WORK on rotating disks, 350 GB/s read",
     ],
-    "node": {"ranks": 4, "cores": 40, "memory_rate": 281e9, **_assumed(page_cache_nbytes=48 << 30)},
+    "node": {
+        "ranks": 4,
+        "cores": 40,
+        "memory_nbytes": 192_000_000_000,
+        "memory_rate": 281e9,
+        **_assumed(page_cache_nbytes=48 << 30),
+    },
     "network": {"rate": 50e9, **_assumed(latency=2e-6)},
     "file_system": {
         "rate": 350e9,

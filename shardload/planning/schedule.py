@@ -166,6 +166,11 @@ class Schedule:
         """True if every part fits into one message."""
         return self.max_part_nbytes <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
 
+    @property
+    def can_relay(self) -> bool:
+        """True if parts can go over relays (`hops`): none is split, and each is named by a block and a section in 32 bits."""
+        return self.is_never_split and max(self.blocks.n_cells, self.shards.grid.n_cells, self.n_ranks) < 1 << 32
+
     @cached_property
     def max_part_nbytes(self) -> int:
         """Upper bound on the bytes of a part."""
@@ -221,6 +226,7 @@ def plan_schedules(
     *,
     max_nbytes: int,
     n_owners: int | None = None,
+    ranks_per_node: int | None = None,
     per_owner: int = BLOCKS_PER_OWNER,
     modes: Sequence[str] = MODES,
 ) -> dict[str, Schedule]:
@@ -232,12 +238,14 @@ def plan_schedules(
         As for `plan_direct`.
     n_owners : int, optional
         Number of ranks that own blocks in mode ``"parallel"``; default: all.
+    ranks_per_node : int, optional
+        Over whose nodes these are spread.
     per_owner : int
         Fewest blocks for each of them, as for `plan_blocks`.
     modes : sequence of str
         Names of strategies: ``"root"``, ``"parallel"``, ``"direct"``.
     """
-    owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks))
+    owners = Parallel(n_ranks if n_owners is None else min(n_owners, n_ranks), ranks_per_node)
 
     def shared(strategy: Root | Parallel) -> Schedule:
         blocks = _cut_blocks(layout, max_nbytes, n_owners=strategy.n_owners, per_owner=per_owner)

@@ -254,10 +254,14 @@ class Parallel(OneOwnerEach):
     ----------
     n_owners : int
         Number of owners.
+    ranks_per_node : int, optional
+        If the last node has fewer ranks than this, it has its share of the owners (or all its ranks, if those are fewer), and
+        the others are spread over the full nodes. Otherwise two owners could come to be on one node while another has none.
     """
 
     mode: ClassVar[str] = PARALLEL
     n_owners: int
+    ranks_per_node: int | None = None
 
     def check(self, n_ranks: int) -> None:
         """Raise ValueError if there are fewer ranks than owners."""
@@ -265,18 +269,39 @@ class Parallel(OneOwnerEach):
             raise ValueError(f"{self.n_owners} of {n_ranks} ranks cannot own the blocks")
 
     def owner_rank(self, owner: int, n_ranks: int) -> int:
-        """Owner ``k`` is rank ``k * n_ranks // n_owners``."""
-        return owner * n_ranks // self.n_owners
+        """Owner ``k`` is rank ``k * n_ranks // n_owners``, counted on the full nodes and on the last one if that has fewer."""
+        n, owned = self._on_full_nodes(n_ranks)
+        return owner * n // owned if owner < owned else n + (owner - owned) * (n_ranks - n) // (self.n_owners - owned)
 
     def owner_at(self, rank: int, n_ranks: int) -> int | None:
         """The owner that has this rank; None if none does."""
-        owner = -(-rank * self.n_owners // n_ranks)  # the first one whose rank is not below this one
-        return owner if owner < self.n_owners and self.owner_rank(owner, n_ranks) == rank else None
+        n, owned = self._on_full_nodes(n_ranks)
+        first, n_before, n_here, n_owners = (0, 0, n, owned) if rank < n else (n, owned, n_ranks - n, self.n_owners - owned)
+        owner = n_before - (-(rank - first) * n_owners // n_here)  # the first one whose rank is not below this one
+        return owner if owner < n_before + n_owners and self.owner_rank(owner, n_ranks) == rank else None
 
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
         """`owner` of many blocks."""
         owners = ((blocks + 1) * self.n_owners - 1) // schedule.blocks.n_cells
-        return owners * schedule.n_ranks // self.n_owners
+        n, owned = self._on_full_nodes(schedule.n_ranks)
+        found: IntArray = owners * n // max(1, owned)
+        if owned < self.n_owners:
+            last = n + (owners - owned) * (schedule.n_ranks - n) // (self.n_owners - owned)
+            found = np.where(owners < owned, found, last)
+        return found
+
+    def most_on_node(self, n_ranks: int, per_node: int) -> int:
+        """Owners on the node that has most."""
+        n, owned = self._on_full_nodes(n_ranks)
+        return max(min(per_node, -(-owned * per_node // n)), self.n_owners - owned)
+
+    def _on_full_nodes(self, n_ranks: int) -> tuple[int, int]:
+        """Ranks and owners on nodes that are full; all of them, if the last one is or nothing is known of nodes."""
+        per_node = self.ranks_per_node or n_ranks
+        n_nodes, last = -(-n_ranks // per_node), n_ranks % per_node
+        if not last or n_nodes == 1:
+            return n_ranks, self.n_owners
+        return n_ranks - last, self.n_owners - min(last, self.n_owners // n_nodes)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ __all__ = ["PATHS", "Job", "job_command", "job_environment", "mpiexec_of", "run_
 ROOT = Path(__file__).resolve().parents[2]
 SITE = str(Path(__file__).resolve().parent / "site")  # each rank's sitecustomize
 PATHS = f"{SITE}{os.pathsep}{ROOT}"  # PYTHONPATH of a process of its own that is like a rank
+STAND_IN = str(Path(__file__).resolve().with_name("rank.py"))  # what mpiexec sees of a rank that is a copy (`preloaded`)
 MARK = "SHARDLOAD_JOB"  # ids of the jobs that a process belongs to, joined by ':'
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH's hydra, Open MPI's prte
 TAIL_LINES = 40
@@ -298,6 +299,8 @@ def kill_job(job: str, launcher: subprocess.Popen[bytes], *, stacks: bool) -> in
     segments = {path for process in processes for path in _shared_memory(process)}
     if stacks:
         _print_stacks(processes)
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(5)  # it passes on what the ranks have said, and ends, as they are gone
     if launcher.poll() is None:
         launcher.terminate()  # it knows its temporary files
         try:
@@ -322,7 +325,8 @@ def _print_stacks(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(*GONE):
             is_rank = any(name in process.environ() for name in RANK_VARIABLES)
-            (ranks if is_rank else launchers).append(process)
+            if STAND_IN not in process.cmdline():  # it passes signals on, and a second one would cut a stack short
+                (ranks if is_rank else launchers).append(process)
     for process in launchers:  # or they would kill the others as soon as one rank is gone
         with suppress(*GONE):
             process.suspend()

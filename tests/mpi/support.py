@@ -139,7 +139,7 @@ def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...
 
     ``TESTS_SHARE=0/2`` takes the black fields of a chessboard, and ``1/2`` the white ones. So each value is in each stage;
     of three axes, each pair of values too. Whether the first field is black (`first`, even) differs from test to test. Between
-    them, the stages on several ranks take all fields, and so does the stage on one process.
+    them, the stages on several ranks take all fields.
     """
     k, n = map(int, os.environ.get("TESTS_SHARE", "0/1").split("/"))
     if first is None:

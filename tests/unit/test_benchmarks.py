@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells,
 from benchmarks.cases.layouts import boxes, cube, make, plane
 from benchmarks.peers import floor, ways
 from benchmarks.reports.tables import must_table
+from benchmarks.runs import grid
 
 SIZE = 16
 
@@ -121,3 +123,38 @@ def test_promises_are_met_missed_or_not_measured() -> None:
     assert "| 0 of 2; worst 2.00x: " in said["any chunked cell|at most 1.3x the floor"]
     assert "not measured" in said[f"{MUSTS[2].cell.label}|1x slice"]
     assert "not measured" in said["1 KiB, 4 ranks, second call|under 10 ms"]
+
+
+# --- the grid of slowed-down machines
+
+
+def cell(auto: str, **ways: tuple[float, float]) -> dict[str, Any]:
+    """A cell with the seconds and the estimate of each way."""
+    took = {name: {"seconds": [seconds], "estimate": estimate} for name, (seconds, estimate) in ways.items()}
+    return {"auto": auto, "ways": took, "ranks": 4}
+
+
+def test_what_is_asked_of_the_grid() -> None:
+    """Wrong if a slower way counted as the fastest, or an estimate that is too long as a good one."""
+    good = cell("direct", direct=(1.14, 0.6), root=(1.0, 0.9))
+    slow = cell("root", direct=(1.0, 3.0), root=(1.6, 0.7))
+    assert (grid.ratio(good), grid.ratio(slow)) == (1.14, 1.6)
+    assert grid.summary([good, slow]) == {
+        "cells": 2,
+        "fastest or within 15 %": 0.5,
+        "worst ratio": 1.6,
+        "estimate within 2x, of the way taken": 0.5,  # 1.14 of 0.6 is, 1.6 of 0.7 is not
+        "estimate within 2x, of all ways": 0.5,
+    }
+
+
+def test_plans_take_the_right_way_in_the_measured_grid() -> None:
+    """Times of all ways on slowed-down machines are on record. Wrong if a change of the model made plans take worse ones."""
+    record = json.loads((Path(grid.__file__).parents[1] / "results" / "grid.json").read_text())
+    found = grid.replan(record)
+    assert len(record["cells"]) == 120 and found["not timed"] <= 6
+    asked = grid.summary(found["cells"])
+    assert asked["fastest or within 15 %"] >= 0.9 and asked["worst ratio"] <= grid.NEVER
+    assert asked["estimate within 2x, of the way taken"] >= 0.9 and asked["estimate within 2x, of all ways"] >= 0.9
+    table = grid.table(found)
+    assert '| 16, 4 | slow | slow | hdf5-contiguous | `P(None, "a", "b")` |' in table and "| all | " in table

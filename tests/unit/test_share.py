@@ -14,6 +14,7 @@ AXES = ("abc", range(4), "xy")
 def test_shares_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a combination were in no share or in two, a share lacked a pair of three, or alone were not all."""
     everything = [*itertools.product(*AXES)]
+    monkeypatch.delenv("TESTS_SHARE", raising=False)
     assert share(*AXES) == everything
     shares = []
     for k in range(2):

@@ -1,12 +1,14 @@
-"""How fast is this file system, from the nodes of this job? What ``srun ... shardload doctor --measure FOLDER`` does.
+"""How fast are this file system, network and cores, for the ranks of this job? ``srun ... shardload doctor --measure FOLDER``.
 
 Each rank writes a small file of its own into a new folder, and the ranks read each other's: first one alone, then all of one
 node, then all. The reader asks the kernel to drop what it has of a file (`posix_fadvise`), and where there are several nodes, a
 file is read on another node than it was written on. So most of it is not from a cache of this node; what the servers have in
 theirs, nobody can drop.
 
-All of it is bounded: bytes (`_MOST_NBYTES` in all), the number of small reads, and seconds for each step. The folder is removed
-also after an error. Rank 0 writes the figures as a TOML file.
+Then the ranks of one node send to those of another, and each decodes chunks that it has made.
+
+All of it is bounded: bytes (`_MOST_NBYTES` in all), and seconds for each step (`_SECONDS`). What a rank does in a step is in
+`probe`. The folder is removed also after an error. Rank 0 writes the figures as a TOML file.
 """
 
 from __future__ import annotations
@@ -16,30 +18,33 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardload.cli.doctor.probe import Probe, System, growing
 from shardload.comm.group import Group, group_of
+from shardload.comm.topology import UNKNOWN_NBYTES
 from shardload.errors import ConfigError
 from shardload.jobs.machine_file import configuration_file
 from shardload.planning.machine import MEASURED
 
 __all__ = ["measure", "to_toml"]
 
-_PIECE_NBYTES = 1 << 20  # of a write or a long read
 _FILE_NBYTES, _MOST_NBYTES = 64 << 20, 4 << 30  # of one rank's file, and of all files together
-_SMALL_NBYTES, _N_SMALL, _N_OPENS = 4096, 64, 16
-_STEP_SECONDS = 10.0  # of one step: there are seven
-_OPS_SECONDS = 2.0
-_COPY_NBYTES = 32 << 20
+_LEAST_NBYTES = 1 << 16  # of one rank's file, however many ranks there are
+_CODECS = ("gzip", "zstd", "blosc")
+_N_SMALL, _N_OPENS, _N_ROUNDS = 64, 16, 100
+_MESSAGE_NBYTES, _SENT_NBYTES = 4 << 20, 64 << 20  # of a message at most, and of all that one rank sends
+# Seconds of each step at most. With what a step may run over its end, the sum stays below two minutes.
+_SECONDS = {"write": 20.0, "open": 3.0, "small": 3.0, "stream": 10.0, "node": 10.0, "all": 10.0, "operations": 3.0}
+_SECONDS |= {"copy": 3.0, "decode": 6.0, "latency": 3.0, "network": 8.0}
 
 
-def measure(folder: str, output: str | None = None) -> str:
-    """Measure a file system, and write the figures to a TOML file.
+def measure(folder: str, output: str | None = None, system: System | None = None) -> str:
+    """Measure a file system, the network and the decoders, and write the figures to a TOML file.
 
     Collective: yes, over COMM_WORLD.
 
@@ -49,6 +54,8 @@ def measure(folder: str, output: str | None = None) -> str:
         A folder of the file system that every rank sees, and may write to.
     output : str, optional
         The TOML file to write; default: that of the user, which all loads find.
+    system : System, optional
+        Files and clocks, for tests.
 
     Returns
     -------
@@ -74,7 +81,7 @@ def measure(folder: str, output: str | None = None) -> str:
     group.agree(error)
     own = group.send_text(own, 0)
     try:
-        figures = _Measurement(group, own).figures()
+        figures = _Measurement(group, own, Probe(system)).figures()
     finally:
         if group.rank == 0:
             shutil.rmtree(own, ignore_errors=True)
@@ -119,134 +126,131 @@ def to_toml(figures: dict[str, float], folder: str, n_ranks: int, n_nodes: int) 
 class _Measurement:
     """The steps. All ranks take all steps together, also those in which only some of them work."""
 
-    def __init__(self, group: Group, folder: str) -> None:
-        self.group, self.folder = group, folder
+    def __init__(self, group: Group, folder: str, probe: Probe) -> None:
+        self.group, self.folder, self.probe = group, folder, probe
         leaders = group.machine.leaders
         self.is_first = leaders[group.rank] == leaders[0]  # on the node of rank 0
         self.n_nodes = len(set(leaders))
         self.n_here = leaders.count(leaders[0])
-        self.nbytes = max(_PIECE_NBYTES, min(_FILE_NBYTES, _MOST_NBYTES // group.size) // _PIECE_NBYTES * _PIECE_NBYTES)
+        self.nbytes = max(_LEAST_NBYTES, min(_FILE_NBYTES, _MOST_NBYTES // group.size))
         # The file of a rank on another node, if there is one.
-        self.other = (group.rank + group.machine.ranks_per_node) % group.size if self.n_nodes > 1 else group.rank
+        self.other = self._name((group.rank + group.machine.ranks_per_node) % group.size if self.n_nodes > 1 else group.rank)
 
     def figures(self) -> dict[str, float]:
         """All of them, by name."""
-        self._together(self._write)
-        self._together(lambda: self._drop(self.other))
-        opened = self._together(self._open if self.group.rank == 0 else None)
-        small = self._together(self._read_small if self.group.rank == 0 else None)
-        stream = self._rate(self.group.rank == 0)
-        node = self._rate(self.is_first)
-        everyone = self._rate(True) if self.n_nodes > 1 else 0.0
+        rank, probe = self.group.rank, self.probe
+        self._together(lambda: [probe.write(self._name(rank), self.nbytes, _SECONDS["write"], rank)])
+        self._together(self._forget)
+        names = [self._name(k) for k in range(min(self.group.size, _N_OPENS))]
+        opened = self._together(lambda: [probe.open(names, _SECONDS["open"])], rank == 0)
+        small = self._together(lambda: [statistics.median(probe.small(self.other, 1, _N_SMALL, _SECONDS["small"]))], rank == 0)
+        stream, node = self._rate("stream", rank == 0), self._rate("node", self.is_first)
+        everyone = self._rate("all", True) if self.n_nodes > 1 else 0.0
         operations = self._together(self._count_operations)
-        copied = self._together(self._copy if self.is_first else None)
+        copied = self._together(lambda: [probe.copy(_SECONDS["copy"])], self.is_first)
+        rates = self._together(self._decode, self.is_first, len(_CODECS))
+        latency, sent = (self._together(work) for work in (self._ping_pong, self._send))
         found: dict[str, float] = {"node.ranks": self.n_here, "node.cores": self.group.machine.n_cores}
+        if self.group.machine.memory_nbytes < UNKNOWN_NBYTES:
+            found["node.memory_nbytes"] = self.n_here * self.group.machine.memory_nbytes
         found["node.memory_rate"] = float(copied.sum())
-        if self.n_nodes > 1:
-            found["file_system.rate"] = everyone
-        found |= {"file_system.node_rate": node, "file_system.stream_rate": stream}
+        found |= {"network.rate": float(sent[:, 0].sum()), "network.latency": float(latency[0, 0])}
+        found |= {"file_system.rate": everyone, "file_system.node_rate": node, "file_system.stream_rate": stream}
         found["file_system.operations_rate"] = float(operations.sum())
-        found |= {"file_system.open_seconds": float(opened[0]), "file_system.read_seconds": float(small[0])}
+        found |= {"file_system.open_seconds": float(opened[0, 0]), "file_system.read_seconds": float(small[0, 0])}
+        medians = [statistics.median(column[column > 0].tolist() or [0.0]) for column in rates.T]
+        found |= {f"decode.{codec}": rate for codec, rate in zip(_CODECS, medians, strict=True)}
         return {name: value for name, value in found.items() if value > 0 and math.isfinite(value)}
 
-    def _together(self, work: Callable[[], float] | None) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Run `work` on the ranks that have some, at the same time; its result on every rank. An error is one of all ranks."""
+    def _together(
+        self, work: Callable[[], list[float]], does_work: bool = True, n: int = 1
+    ) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Run `work` on some ranks at the same time; its `n` results, a row for each rank. An error is one of all ranks."""
         self.group.gather_int(0)  # all begin together
-        value, error = 0.0, None
+        values, error = [0.0] * n, None
         try:
-            value = 0.0 if work is None else work()
+            values = work() if does_work else values
         except OSError as found:
             error = ConfigError(f"{self.folder!r} cannot be measured: {found}")
         self.group.agree(error)
-        return self.group.gather_int(int(np.float64(value).view(np.int64))).view(np.float64)  # as bits
+        return self.group.gather_ints([int(np.float64(value).view(np.int64)) for value in values]).view(np.float64)  # as bits
 
-    def _rate(self, is_reader: bool) -> float:
+    def _rate(self, step: str, is_reader: bool) -> float:
         """Bytes per second of all ranks that read at the same time: all bytes, by the seconds of the slowest."""
-        self._together(lambda: self._drop(self.other))
-        got = [0]
-
-        def read() -> float:
-            start = time.perf_counter()
-            got[0] = self._read(self.other, start + _STEP_SECONDS)
-            return time.perf_counter() - start
-
-        seconds = self._together(read if is_reader else None)
-        return int(self.group.gather_int(got[0]).sum()) / max(1e-9, float(seconds.max()))
+        self._together(self._forget)
+        read = self._together(lambda: [*self.probe.read(self.other, _SECONDS[step])], is_reader, 2)
+        return float(read[:, 0].sum() / max(1e-9, read[:, 1].max()))
 
     def _name(self, rank: int) -> str:
         return os.path.join(self.folder, str(rank))
 
-    def _write(self) -> float:
-        """A file that does not compress, as large as there is time for, but one piece at least."""
-        random, end = np.random.default_rng(self.group.rank), time.perf_counter() + _STEP_SECONDS
-        with open(self._name(self.group.rank), "xb", buffering=0) as file:
-            for _ in range(self.nbytes // _PIECE_NBYTES):
-                file.write(random.bytes(_PIECE_NBYTES))
-                if time.perf_counter() > end:
-                    break
-            os.fsync(file.fileno())
-        return self._drop(self.group.rank)
+    def _forget(self) -> list[float]:
+        self.probe.forget(self.other)
+        return [0.0]
 
-    def _drop(self, rank: int) -> float:
-        """Ask the kernel to drop what it has of a file."""
-        file = os.open(self._name(rank), os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
-        return 0.0
-
-    def _read(self, rank: int, end: float) -> int:
-        """Bytes that were read of a file until it ended, or time did."""
-        into, n_read = bytearray(_PIECE_NBYTES), 0
-        with open(self._name(rank), "rb", buffering=0) as file:
-            while (n := file.readinto(into)) and time.perf_counter() < end:
-                n_read += n
-        return n_read
-
-    def _open(self) -> float:
-        """Median seconds of an open."""
-        times = []
-        for rank in range(min(self.group.size, _N_OPENS)):
-            start = time.perf_counter()
-            os.close(os.open(self._name(rank), os.O_RDONLY))
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def _small(self, seed: int, n: int, seconds: float) -> list[float]:
-        """Seconds of each of up to `n` small reads here and there."""
-        file, times, end = os.open(self._name(self.other), os.O_RDONLY), [], time.perf_counter() + seconds
-        try:
-            n_places = max(1, os.fstat(file).st_size // _SMALL_NBYTES)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-            for place in np.random.default_rng(seed).permutation(n_places)[:n].tolist():
-                start = time.perf_counter()
-                os.pread(file, _SMALL_NBYTES, place * _SMALL_NBYTES)
-                times.append(time.perf_counter() - start)
-                if time.perf_counter() > end:
-                    break
-        finally:
-            os.close(file)
-        return times
-
-    def _read_small(self) -> float:
-        """Median seconds of a small read."""
-        return statistics.median(self._small(1, _N_SMALL, _OPS_SECONDS))
-
-    def _count_operations(self) -> float:
+    def _count_operations(self) -> list[float]:
         """Small reads per second of this rank, while all others read too."""
-        times = self._small(2 + self.group.rank, self.nbytes // _SMALL_NBYTES, _OPS_SECONDS)
-        return len(times) / max(1e-9, sum(times))
+        times = self.probe.small(self.other, 2 + self.group.rank, self.nbytes, _SECONDS["operations"])
+        return [len(times) / max(1e-9, sum(times))]
 
-    def _copy(self) -> float:
-        """Bytes per second that this rank reads and writes in memory, while the others of its node do."""
-        source = np.ones(_COPY_NBYTES, dtype=np.uint8)
-        into = np.empty_like(source)
-        into[...] = source
-        start = time.perf_counter()
-        for _ in range(4):
-            into[...] = source
-        return 8 * _COPY_NBYTES / (time.perf_counter() - start)
+    def _decode(self) -> list[float]:
+        rates = self.probe.decode(_SECONDS["decode"])
+        return [rates[codec] for codec in _CODECS]
+
+    # --- between nodes
+
+    def _partner(self) -> int | None:
+        """For each rank of the first node the rank of the second one that it sends to, and the inverse; else None."""
+        leaders, rank = self.group.machine.leaders, self.group.rank
+        if self.n_nodes < 2 or not self.group.has_mpi:
+            return None
+        second = next(leader for leader in leaders if leader != leaders[0])
+        here, there = ([r for r, leader in enumerate(leaders) if leader == of] for of in (leaders[0], second))
+        pairs = dict(zip(here, there, strict=False))
+        return pairs.get(rank, {b: a for a, b in pairs.items()}.get(rank))
+
+    def _ping_pong(self) -> list[float]:
+        """Median seconds of a small message between two nodes."""
+        partner, tag, now = self._partner(), self.group.next_tags()[0], self.probe.system.now
+        if partner is None or 0 not in (self.group.rank, partner):
+            return [0.0]
+        word, times, end = np.ones(1, dtype=np.uint8), [], now() + _SECONDS["latency"]
+        for _ in range(_N_ROUNDS):
+            began = now()
+            if self.group.rank == 0:
+                word[0] = now() < end  # rank 0 says when it ends
+                self.group.send_now(word, partner, tag)
+                self.group.receive_now(word, partner, tag)
+            else:
+                self.group.receive_now(word, partner, tag)
+                self.group.send_now(word, partner, tag)
+            times.append((now() - began) / 2)
+            if not word[0]:
+                break
+        return [statistics.median(times)]
+
+    def _send(self) -> list[float]:
+        """Bytes per second that this rank of the first node sends to one of another, while the others of its node send too."""
+        partner, tag, now = self._partner(), self.group.next_tags()[0], self.probe.system.now
+        if partner is None:
+            return [0.0]
+        size = np.zeros(8, dtype=np.uint8)
+        data, n_sent, began = np.zeros(_MESSAGE_NBYTES, dtype=np.uint8), 0, now()
+        if not self.is_first:
+            while True:
+                self.group.receive_now(size, partner, tag)
+                n = int(size.view(np.int64)[0])
+                if not n:
+                    return [0.0]
+                self.group.receive_now(data[:n], partner, tag)
+        for n in growing(now, began + _SECONDS["network"], _LEAST_NBYTES, _MESSAGE_NBYTES):
+            size.view(np.int64)[0] = n
+            self.group.send_now(size, partner, tag)
+            self.group.send_now(data[:n], partner, tag)
+            n_sent += n
+            if n_sent >= _SENT_NBYTES:
+                break
+        seconds = now() - began
+        size[:] = 0
+        self.group.send_now(size, partner, tag)
+        return [n_sent / max(1e-9, seconds)]

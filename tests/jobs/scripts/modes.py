@@ -64,8 +64,8 @@ def main(folder: str, how: str) -> None:
     names = ("gzip_shuffle", "zarr_v3")
     paths = on_root(comm, lambda: {k: SOURCES[k](Path(tempfile.mkdtemp(dir=folder)), cube()) for k in names})
     n_loads = 0
-    # Half of the decompositions on each mesh, the other half on the next.
-    pairs = [(*mesh, spec) for k, mesh in enumerate(meshes().items()) for spec in [*DECOMPOSITIONS.values()][k % 2 :: 2]]
+    # A third of the decompositions on each mesh, another on the next.
+    pairs = [(*mesh, spec) for k, mesh in enumerate(meshes().items()) for spec in [*DECOMPOSITIONS.values()][k % 3 :: 3]]
     for where, mesh, spec in pairs:
         for readers in READERS if where == "mixed" else (("parallel", "root")[n_loads % 2],):
             path = paths[names[n_loads % 2]]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shardload.cli.doctor import measure as module
+from shardload.cli.doctor import probe
 from shardload.cli.doctor.measure import measure
+from shardload.cli.doctor.probe import Probe, System
 from shardload.cli.main import app
 from shardload.errors import ConfigError
 from shardload.jobs.machine_file import machine_for
@@ -20,8 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to measure, with little to write; and a user without a configuration."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("SHARDLOAD_MACHINE", raising=False)
-    for name, value in (("_FILE_NBYTES", 2 << 20), ("_OPS_SECONDS", 0.05), ("_COPY_NBYTES", 1 << 20)):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "_FILE_NBYTES", 2 << 20)
+    monkeypatch.setattr(module, "_SECONDS", dict.fromkeys(module._SECONDS, 0.05))
+    monkeypatch.setattr(probe, "_COPY_NBYTES", 1 << 20)
     (tmp_path / "scratch").mkdir()
     return tmp_path / "scratch"
 
@@ -33,11 +41,12 @@ def test_the_figures_are_found_and_measured(folder: Path) -> None:
     machine = machine_for(None)
     assert machine.name == "measured" and machine.has_file_system and not os.listdir(folder)
     figures = machine.figures()
-    expected = {"node.ranks", "node.cores", "node.memory_rate"}
+    expected = {"node.ranks", "node.cores", "node.memory_nbytes", "node.memory_rate"}
     expected |= {
         f"file_system.{name}" for name in ("node_rate", "stream_rate", "operations_rate", "open_seconds", "read_seconds")
     }
-    assert set(figures) == expected, "the rate of several nodes is not known on one"
+    expected |= {"decode.gzip", "decode.zstd", "decode.blosc"}
+    assert set(figures) == expected, "the rates of several nodes and between them are not known on one"
     assert all(machine.origin_of(name) == "measured" and value > 0 for name, value in figures.items())
     assert figures["node.ranks"] == 1 and str(folder.parent / "config") in done.output
 
@@ -56,10 +65,10 @@ def test_a_folder_that_is_not_there(folder: Path) -> None:
 
 
 def test_nothing_is_left_after_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: object) -> float:
+    def fail(*_: object) -> float:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module._Measurement, "_read_small", fail)
+    monkeypatch.setattr(Probe, "small", fail)
     with pytest.raises(ConfigError, match="No space left on device"):
         measure(str(folder))
     assert not os.listdir(folder) and not (folder.parent / "config").exists()
@@ -67,14 +76,100 @@ def test_nothing_is_left_after_an_error(folder: Path, monkeypatch: pytest.Monkey
 
 def test_the_bytes_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if many ranks wrote as much each as few."""
-    written: list[int] = []
-    drop = module._Measurement._drop
+    asked: list[int] = []
+    write = Probe.write
 
-    def look(self: module._Measurement, rank: int) -> float:
-        written.append(os.path.getsize(self._name(rank)))
-        return drop(self, rank)
+    def look(self: Probe, path: str, nbytes: int, *how: Any) -> int:
+        asked.append(nbytes)
+        written = write(self, path, nbytes, *how)
+        assert written == os.path.getsize(path) <= nbytes
+        return written
 
-    monkeypatch.setattr(module._Measurement, "_drop", look)
+    monkeypatch.setattr(Probe, "write", look)
     monkeypatch.setattr(module, "_MOST_NBYTES", 1 << 20)
     measure(str(folder))
-    assert set(written) == {1 << 20}
+    assert asked == [1 << 20]
+
+
+# --- budgets
+
+
+class SlowSystem(System):
+    """A disk with a rate and a latency, and a clock on which nothing else takes time."""
+
+    def __init__(self, rate: float, latency: float) -> None:
+        self.rate, self.latency, self.time = rate, latency, 1000.0
+        self.n_read = self.n_written = self.n_calls = 0
+
+    def now(self) -> float:  # type: ignore[override]
+        self.time += 1e-6  # a loop that only looks at the clock ends too
+        return self.time
+
+    def _take(self, nbytes: int) -> None:
+        self.n_calls += 1
+        self.time += self.latency + nbytes / self.rate
+
+    def open(self, path: str) -> int:
+        self._take(0)
+        return super().open(path)
+
+    def write(self, file: int, data: bytes) -> None:
+        self._take(len(data))
+        self.n_written += len(data)
+        os.write(file, data)
+
+    def read(self, file: int, into: memoryview, offset: int) -> int:
+        n = super().read(file, into, offset)
+        self._take(n)
+        self.n_read += n
+        return n
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency"), [(1e9, 1e-4), (1e9, 0.0), (1e7, 1e-2), (1e6, 0.5), (3e4, 0.01), (1e4, 1.0), (1e9, 2.0)]
+)
+def test_time_and_bytes_are_kept_on_any_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, latency: float
+) -> None:
+    """Wrong if a step went by its bytes alone (64 MiB at 10 kB/s are two hours), or by its time alone (a full disk)."""
+    monkeypatch.setattr(module, "_FILE_NBYTES", 4 << 20)
+    monkeypatch.setattr(probe, "_COPY_NBYTES", 1 << 16)
+    system = SlowSystem(rate, latency)
+
+    def decode(self: Probe, seconds: float) -> dict[str, float]:  # it takes all its time, on any disk
+        system.time += seconds
+        return dict.fromkeys(module._CODECS, 1e9)
+
+    monkeypatch.setattr(Probe, "decode", decode)
+    measure(str(tmp_path), str(tmp_path / "machine.toml"), system)
+    assert system.time - 1000 < 120, "two minutes"
+    assert 0 < system.n_written <= 4 << 20
+    assert system.n_read <= 4 * system.n_written
+    machine = machine_for(str(tmp_path / "machine.toml"))
+    assert machine.read_seconds == pytest.approx(latency + min(4096, system.n_written) / rate, rel=0.05, abs=1e-5)
+    assert machine.stream_rate <= 1.01 * rate
+    if latency < 0.01:
+        assert machine.stream_rate == pytest.approx(rate, rel=0.9), "the latency of small first reads counts too"
+
+
+@given(st.floats(1e3, 1e9), st.floats(0, 100))
+def test_steps_grow_while_they_are_quick(rate: float, end: float) -> None:
+    """Wrong if a step of which the last took long could take far longer, or if a slow disk had none."""
+    at, sizes = [0.0], []
+    for size in probe.growing(lambda: at[0], end, 1 << 10, 1 << 20):
+        sizes.append(size)
+        at[0] += size / rate + 1e-2
+    assert sizes[0] == 1 << 10 and max(sizes) <= 1 << 20
+    assert all(b == min(1 << 20, 2 * a) if a / rate < 0.09 - 1e-6 else b in (a, 2 * a) for a, b in itertools.pairwise(sizes))
+    assert at[0] - sizes[-1] / rate - 1e-2 < end or len(sizes) == 1, "a step began after the end"
+    assert at[0] < end + max(0.3, 2 * sizes[0] / rate)
+
+
+def test_decoders_are_counted_in_seconds_of_a_core() -> None:
+    """Wrong if what other ranks do on the same core counted: here a second of a core is a hundred on the clock."""
+    system = System()
+    system.now = lambda: 100 * time.process_time()  # type: ignore[method-assign]
+    busy = Probe(system).decode(3.0)
+    alone = Probe().decode(0.03)
+    assert set(busy) == {"gzip", "zstd", "blosc"}
+    assert all(0.1 < busy[codec] / alone[codec] < 10 for codec in busy)

@@ -23,7 +23,7 @@ from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT
 from shardload.planning.traffic import count_direct_of_nodes
-from tests.unit.brute_force import Case, cases, chunks_read, elements_read
+from tests.unit.brute_force import Case, cases, chunks_read, elements_read, held_regions
 
 PENCIL = ((), (0,), (1,))
 F4 = np.dtype("f4")
@@ -44,17 +44,31 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine("random", **figures, read_ahead_nbytes=1, page_cache_nbytes=draw(st.sampled_from([0, 1 << 40])))
 
 
+@st.composite
+def storages(draw: st.DrawFn) -> Stored:
+    """All chunks in one file, each in its own, or several in each of many."""
+    kind = draw(st.sampled_from(["one", "own", "shards"]))
+    if kind == "one":
+        return Stored()
+    per_file = draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) if kind == "shards" else []
+    return Stored(1.0, 1 / math.prod(per_file), tuple(per_file))
+
+
 def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
     return [set().union(*of_rank[k : k + per_node]) for k in range(0, len(of_rank), per_node)]
 
 
 @settings(max_examples=200)
-@given(cases(), machines(), st.integers(1, 5))
-@example(UNEVEN, replace(SLOW, node_rate=1e-3), 5)
-def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int) -> None:
+@given(cases(), machines(), st.integers(1, 5), storages())
+@example(UNEVEN, replace(SLOW, node_rate=1e-3), 5, Stored())
+def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int, stored: Stored) -> None:
     """What each rank reads and sends is counted element by element, and the least time for it compared with the estimate."""
     plan, layout = case.plan(), case.layout()
-    cost = plan_cost(plan, layout, Nodes(per_node, min(per_node, case.n_ranks)), machine=machine)  # a thread per rank
+    stored = replace(stored, file_chunks=stored.file_chunks[: len(case.shape)])
+    if stored.file_chunks:
+        stored = replace(stored, files_per_chunk=1 / math.prod(stored.file_chunks))
+    nodes_ = Nodes(per_node, min(per_node, case.n_ranks))  # a thread per rank
+    cost = plan_cost(plan, layout, nodes_, machine=machine, stored=stored)
     if math.prod(case.shape) == 0:
         assert cost.seconds >= 0
         return
@@ -75,6 +89,18 @@ def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Mach
     )
     assert enough >= crosses / len(nodes) / machine.network_rate
     assert cost.fs_nbytes >= fetched and cost.operations >= fetched
+    if stored.files_per_chunk:  # direct counts the files of each rank, the others each file once at least
+        counts, per_file = case.chunks.counts, stored.file_chunks or (1,) * len(case.shape)
+        files = [
+            {tuple(k // f for k, f in zip(np.unravel_index(c, counts), per_file, strict=True)) for c in mine}
+            for mine in of_rank
+        ]
+        alone = files if stored.file_chunks else by_node(files, per_node)  # type: ignore[arg-type]
+        opened = sum(map(len, alone)) if plan.is_direct and not case.is_merged else len(set().union(*files))
+        assert cost.operations >= opened
+        assert enough >= opened / machine.operations_rate
+    held = [sum(region.size for region in mine) * case.itemsize for mine in held_regions(case)]
+    assert enough >= max(sum(held[k : k + per_node]) for k in range(0, case.n_ranks, per_node)) / machine.memory_rate
 
 
 @settings(max_examples=100)
@@ -139,7 +165,65 @@ def test_stored_bytes_and_files_of_chunks() -> None:
     one = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=Stored(0.25))
     many = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=Stored(0.25, 1.0))
     assert one.fs_nbytes == many.fs_nbytes == 64 * 32 // 4
-    assert many.operations == one.operations + 64 and many.seconds == pytest.approx(one.seconds + 16, rel=1e-3)
+    # Sixteen chunks that follow each other are read ahead; a file of its own is opened and read. Before that each rank opens
+    # the array, three times in one file and twice in a store, and the first of a node reads its metadata.
+    assert one.operations == 4 + 4 * 3 + 2 * 5 and many.operations == 64 + 64 + 4 * 2 + 2 * 1
+    assert many.seconds == pytest.approx(one.seconds + 16 - 2, rel=1e-3), "rank 0 opens the array first, then the readers do"
+
+
+def test_a_reader_opens_the_files_that_its_chunks_lie_in() -> None:
+    """Shards of 2 x 2 x 2 chunks of a cube of 4^3, counted chunk by chunk. Wrong if a shard were opened once in the job."""
+    shape, stored = (32, 32, 32), Stored(1.0, 1 / 8, (2, 2, 2))
+    machine = Machine("m", operations_rate=1e6)
+    layout = SourceLayout.cut(select_axes(None, shape), (8, 8, 8), F4, F4)
+    numbers = np.arange(64).reshape(4, 4, 4)
+    for axes, mesh in ((((0,), (1,), ()), (2, 4)), (PENCIL, (2, 4)), (((0,), (1,), ()), (1, 1))):
+        n = math.prod(mesh)
+        shards = plan_shards(shape, axes, np.arange(n).reshape(mesh))
+        for owners in (1, 2, 4, 8, None):
+            if owners is not None and owners > n:
+                continue
+            mode = DIRECT if owners is None else PARALLEL
+            plan = plan_schedules(layout, shards, n, max_nbytes=1 << 24, n_owners=owners, modes=(mode,))[mode]
+            opened = 0
+            for rank in range(n):
+                regions = [block.region for block in plan.owned_blocks(rank)]
+                met = [numbers[tuple(slice(a // 8, -(-b // 8)) for a, b in zip(r.start, r.stop, strict=True))] for r in regions]
+                chunks = np.concatenate([m.ravel() for m in met]) if met else np.zeros(0, int)
+                opened += len({tuple(int(i) // 2 for i in np.unravel_index(c, (4, 4, 4))) for c in chunks})
+            cost = plan_cost(plan, layout, Nodes(1), machine=machine, stored=stored)
+            assert cost.operations == 64 + 2 * opened + cost.n_readers * 3, (axes, mesh, owners, opened)
+
+
+def test_reading_and_sending_overlap_but_for_a_block() -> None:
+    """Wrong if the slower of the two were all: the first block is read before anything is sent. Or if it were their sum."""
+    shape = (64, 8, 8)
+    layout = SourceLayout.cut(select_axes(None, shape), (1, 8, 8), F4, F4)
+    shards = plan_shards(shape, PENCIL, np.arange(4).reshape(2, 2))
+    plan = plan_schedules(layout, shards, 4, max_nbytes=1 << 20, n_owners=1, modes=(PARALLEL,))[PARALLEL]
+    nbytes = math.prod(shape) * 4
+    machine = Machine("m", fs_rate=nbytes / 10, network_rate=nbytes * 3 / 4 / 8)
+    cost = plan_cost(plan, layout, Nodes(1), machine=machine)
+    assert plan.blocks.n_cells == 4 and cost.limit == "file system"
+    assert cost.seconds == pytest.approx(10 + 8 / 4)
+
+
+def test_latency_is_waited_for_once_in_chunks_that_follow_each_other() -> None:
+    """Planes, which a rank reads on and on; columns, of which each is far from the next; and planes where nothing is kept."""
+    shape = (32, 64, 64)
+    shards = plan_shards(shape, PENCIL, np.arange(4).reshape(2, 2))
+    waits = {}
+    machine = Machine("m", fs_rate=1e12, read_seconds=1.0, read_ahead_nbytes=1 << 20)
+    for name, cell, one in (
+        ("planes", (1, 64, 64), machine),
+        ("columns", (32, 2, 64), machine),
+        ("cubes", (32, 2, 2), machine),
+        ("uncached", (1, 64, 64), replace(machine, page_cache_nbytes=0)),
+    ):
+        layout = SourceLayout.cut(select_axes(None, shape), cell, F4, F4)
+        plan = plan_schedules(layout, shards, 4, max_nbytes=1 << 24, modes=(DIRECT,))[DIRECT]
+        waits[name] = round(plan_cost(plan, layout, Nodes(1), machine=one).seconds) - 5  # of its metadata
+    assert waits == {"planes": 1, "columns": 1, "cubes": 16, "uncached": 32}
 
 
 def test_one_file_has_the_rate_of_its_storage_targets() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -227,6 +228,31 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
     elif n_blocks >= n_readers:
         gaps = np.diff([*readers, 7 + readers[0]])
         assert gaps.max() - gaps.min() <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
+def test_readers_are_spread_over_the_nodes_also_if_the_last_has_fewer_ranks(
+    n_ranks: int, per_node: int, n_readers: int, n_blocks: int
+) -> None:
+    """Wrong if one node had two readers and another none: five ranks, four on a node, two readers."""
+    n_readers = min(n_readers, n_ranks)
+    strategy = Parallel(n_readers, per_node)
+    ranks = [strategy.owner_rank(k, n_ranks) for k in range(n_readers)]
+    assert ranks == sorted(set(ranks)) and ranks[0] >= 0 and ranks[-1] < n_ranks
+    assert [strategy.owner_at(rank, n_ranks) for rank in range(n_ranks)] == [
+        ranks.index(rank) if rank in ranks else None for rank in range(n_ranks)
+    ]
+    there = [len(range(k, min(k + per_node, n_ranks))) for k in range(0, n_ranks, per_node)]
+    counts = np.bincount(np.array(ranks) // per_node, minlength=len(there)).tolist()
+    assert all(b - a <= 1 for a, b in itertools.product(counts, counts) if there[counts.index(a)] > a), counts
+    assert max(counts) == strategy.most_on_node(n_ranks, min(per_node, n_ranks))
+    if len(there) > 1 and n_ranks % per_node == 0:
+        assert ranks == [Parallel(n_readers).owner_rank(k, n_ranks) for k in range(n_readers)], "as without nodes"
+    shards = plan_shards((n_blocks,), [()], np.arange(n_ranks))
+    plan = Schedule(Grid((n_blocks,), (1,), (0,)), shards, 4, n_ranks, strategy)
+    blocks = np.arange(n_blocks)
+    assert plan.owners(blocks).tolist() == [plan.owner(b) for b in range(n_blocks)]
+    assert [b for rank in range(n_ranks) for b in plan.strategy.blocks_of(plan, rank)] == blocks.tolist()
 
 
 def test_who_gets_what_on_a_permuted_mesh_with_replicas_and_padding() -> None:

@@ -1,0 +1,113 @@
+"""Does the slowed-down machine have the limits that it was given, and does `shardload doctor --measure` find them?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cases.layouts import make
+from benchmarks.runs import grid
+from benchmarks.throttle import Cluster, Limits
+from shardload.jobs.machine_file import machine_for
+from tests.jobs.launch import ROOT, run_job
+
+# Of four ranks on two nodes, each limit is one that the others leave room for.
+LIMITS = Limits(
+    rate=16e6,
+    node_rate=10e6,
+    stream_rate=6e6,
+    operations_rate=250,
+    open_seconds=2e-2,
+    read_seconds=1e-2,
+    read_ahead_nbytes=1 << 17,
+    network_rate=20e6,
+    network_latency=5e-3,
+)
+FOUND = {
+    "file_system.rate": LIMITS.rate,
+    "file_system.node_rate": LIMITS.node_rate,
+    "file_system.stream_rate": LIMITS.stream_rate,
+    "file_system.operations_rate": LIMITS.operations_rate,
+    "file_system.open_seconds": LIMITS.open_seconds,
+    "file_system.read_seconds": LIMITS.read_seconds,
+    "network.rate": LIMITS.network_rate,
+    "network.latency": LIMITS.network_latency,
+}
+
+
+def test_doctor_finds_the_limits(tmp_path: Path) -> None:
+    """Wrong if a figure were that of a cache, of too few ranks, or of one rank where it is shared. Within 20 %.
+
+    The limits are far below what the machine can do, so that they decide also where it is busy.
+    """
+    folder, output = tmp_path / "scratch", tmp_path / "machine.toml"
+    folder.mkdir()
+    with Cluster(folder, 2, LIMITS) as cluster:
+        env = {"PYTHONPATH": str(ROOT), **cluster.env}
+        program = [str(Path(__file__).parent / "scripts" / "measured.py"), str(folder), str(output)]
+        run_job(program, 4, timeout=120, env=env, preloaded=False).check()
+    machine = machine_for(str(output))
+    figures = machine.figures()
+    assert {name: figures[name] for name in FOUND} == pytest.approx(FOUND, rel=0.2)
+    assert figures["node.ranks"] == 2 and not os.listdir(folder)
+
+
+def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
+    """One cell on two ranks, which compare what they load with the file. The bytes show that the limits were there."""
+    files = make(tmp_path / "data", 32, ["hdf5-contiguous"])
+    record = grid.measure_grid(files, tmp_path / "data", specs=["-,a,b"], ranks=[2], file_systems=["fast"], networks=["slow"])
+    (cell,) = record["cells"]
+    assert set(cell["ways"]) >= {"root", "parallel 1", "parallel 2", "direct"} and cell["auto"] in cell["ways"]
+    nbytes = 4 * 32**3
+    for name, took in cell["ways"].items():
+        assert "error" not in took and took["estimate"] > 0, (name, took)
+        assert took["seconds"][0] >= nbytes / len(files) / 60e6
+        assert nbytes <= took["nbytes"] <= 2 * nbytes + (1 << 17) and took["opens"] >= 3, (name, took)
+        assert took["sent_nbytes"] == (0 if name == "direct" else nbytes // 2), (name, took)
+    assert grid.replan(record)["cells"][0]["auto"] == cell["auto"]
+
+
+READS = """
+import os, sys, time, threading
+def seconds(work):
+    began = time.monotonic(); work(); return time.monotonic() - began
+def read(file, size, *places):
+    for place in places: os.preadv(file, [bytearray(size)], place)
+path = sys.argv[1]
+file = os.open(path, os.O_RDONLY)
+whole = seconds(lambda: read(file, 1 << 20, 0))
+again = seconds(lambda: read(file, 1 << 20, 0))
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
+small = seconds(lambda: read(file, 1, *range(0, 1 << 20, 1 << 16)))
+other = seconds(lambda: open("/proc/self/stat").read())
+print(whole, again, small, other)
+"""
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_read_takes_as_long_as_its_limits_say(tmp_path: Path, has_cache: bool) -> None:
+    """Each at least; how much more depends on the machine. What was fetched is exact."""
+    limits = Limits(1e9, 1e9, 4e6, 100, 0.05, 0.01, 1 << 18, has_cache=has_cache)
+    path = tmp_path / "values"
+    path.write_bytes(bytes(1 << 20))
+    with Cluster(tmp_path, 1, limits) as cluster:
+        env: dict[str, Any] = {**os.environ, **cluster.env}
+        done = subprocess.run([sys.executable, "-c", READS, str(path)], env=env, capture_output=True, text=True, check=True)
+        counted = cluster.counted()
+    whole, again, small, other = map(float, done.stdout.split())
+    assert whole >= (1 << 20) / 4e6 + 0.01 - 0.005
+    assert small >= 16 * 0.01
+    assert counted.opens == 1
+    if has_cache:
+        assert counted.nbytes == (1 << 20) + 16 * 4096 and counted.operations == 1 + 4 + 16
+        assert again < whole, "a node keeps what it has read"
+    else:
+        assert counted.nbytes == 2 * (1 << 20) + 16 and counted.operations == 1 + 8 + 16
+        assert again >= (1 << 20) / 4e6
+    assert other < whole, "files elsewhere are not limited"
