@@ -26,7 +26,7 @@ from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
-from shardload.comm.topology import Machine, Node, find_machine, pretended_ranks_per_node
+from shardload.comm.topology import Machine, Node, find_machine, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
 
@@ -230,9 +230,9 @@ class Group(Agreement):
             else:
                 self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                pretended = pretended_ranks_per_node()
-                if pretended:
-                    whole, comm = comm, comm.Split(self.rank // pretended, self.rank)
+                pretended = pretended_node(self.rank)
+                if pretended is not None:
+                    whole, comm = comm, comm.Split(pretended, self.rank)
                     whole.Free()
                 ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
                 self._node = Node(comm, tuple(int(r) for r in ranks))

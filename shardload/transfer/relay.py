@@ -306,7 +306,9 @@ class Relays:
             moved |= self._receive(inbox)
             moved |= self._work(inbox)
         if self._ending:
-            self._ending = [ending for ending in self._ending if not _advanced(ending)]
+            left = [ending for ending in self._ending if not _advanced(ending)]
+            moved |= len(left) < len(self._ending)  # else this rank would sleep, though it may be done
+            self._ending = left
         if self._has_ended[_ROW] and not self._has_ended[_COLUMN] and self._inboxes[_ROW].is_done:
             self._end(_COLUMN, self._hops.second_relays(self._rank))
             moved = True
