@@ -21,6 +21,7 @@ from benchmarks.runs.environments import make_heat
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
+from benchmarks.throttle.links import why_not
 from shardload.units import parse_nbytes
 
 app = typer.Typer(
@@ -63,6 +64,9 @@ def run(
     ] = "all",
     repeats: Repeats = 5,
     cells: Annotated[str, typer.Option(help="all, or must: the cells for which there are goals.")] = "all",
+    small: Annotated[
+        bool, typer.Option("--small/--no-small", help="With all layouts and cells: also those of `small-chunks` and `many`.")
+    ] = True,
     cold: Annotated[bool, typer.Option(help="Drop the files from the page cache before each load.")] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[
@@ -80,6 +84,9 @@ def run(
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
     target = out or RESULTS / ("cold.json" if cold else "run.json")
     measure(wanted, files, chosen, repeats=repeats, cold=cold, out=target, say=say)
+    if small and (layouts, cells, cold) == (ALL_LAYOUTS, "all", False):
+        small_chunks(repeats=repeats, data=data, out=target.with_name("chunks.json"))
+        many_command(repeats=repeats, data=data, results=target.parent)
     typer.echo(target)
 
 
@@ -236,10 +243,15 @@ def grid(
     file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),
     networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.NETWORKS),
     repeats: Repeats = 1,
+    by_links: Annotated[
+        bool, typer.Option("--links", help="Let the kernel limit the network: as root, with tc; each rank is a node.")
+    ] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "grid.json",
 ) -> None:
     """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
+    if by_links and (why := why_not()):
+        raise typer.BadParameter(why, param_hint="--links")
     files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
     chosen = _known(specs.split(";"), c.SPECS)
     record = g.measure_grid(
@@ -250,6 +262,7 @@ def grid(
         file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
         networks=_known(networks.split(","), tuple(g.NETWORKS)),
         repeats=repeats,
+        by_links=by_links,
         out=out,
         say=say,
     )
@@ -286,7 +299,6 @@ def everything(
         (run, {"size": size, "repeats": repeats, "data": data, "out": results / "run.json"}),
         (scatter, {"size": large, "repeats": repeats, "results": results}),
         (small, {"data": data, "results": results}),
-        (many_command, {"repeats": repeats, "data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),

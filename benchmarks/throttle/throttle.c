@@ -94,13 +94,18 @@ static double reserve(double *free_at, double seconds, double at) {
     return most(*free_at, at);
 }
 
+/* When the file system takes one more request: at once, if it has taken none for a while. */
+static double admit(double at) {
+    double seconds = 1 / all->operations_rate;
+    all->operations += 1;
+    return most(reserve(&all->requests, seconds, at) - seconds, at);
+}
+
 /* One request of the file system; the lock is taken. Returns when its last byte has left the slowest resource. */
 static double request(double nbytes, int node, double at) {
-    double end = reserve(&all->file_system, nbytes / all->rate, at);
-    end = most(end, reserve(&all->requests, 1 / all->operations_rate, at));
+    double end = most(admit(at), reserve(&all->file_system, nbytes / all->rate, at));
     end = most(end, reserve(&all->node[node], nbytes / all->node_rate, at));
     all->nbytes += nbytes;
-    all->operations += 1;
     return most(end, reserve(&stream, nbytes / all->stream_rate, at));
 }
 
@@ -232,8 +237,8 @@ static int after_open(int fd) {
     if (fd >= 3 && fd < FILES) files[fd].ino = 0, files[fd].is_random = 0;
     if (is_ours(fd, &st)) {
         take();
-        double end = reserve(&all->requests, 1 / all->operations_rate, now());
-        all->operations += 1, all->opens += 1;
+        double end = admit(now());
+        all->opens += 1;
         give();
         sleep_until(end + all->open_seconds);
     }

@@ -35,7 +35,7 @@ def test_memory_that_one_rank_cannot_share(tmp_path: Path) -> None:
     found = run_suite(tmp_path, FEW, 4, {"WAYS_WITHOUT": "1"}, fresh=False)
     assert [one.get("segments refused", 0) > 0 for one in found] == [False, True, False, False]
     for one in found:
-        assert one["messages sent"] > 100 and "notes sent" not in one, one
+        assert one["messages sent"] > 50 and "notes sent" not in one, one
 
 
 def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
     env = {"WAYS_THREADS": "3", "SHARDLOAD_RANKS_PER_NODE": "2"}
     first, second, third = run_suite(tmp_path, FEW, 3, env, devices=2)
     for found in (first, second, third):
-        assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 100, found
+        assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 50, found
     for found in (first, second):
-        assert found["notes sent"] > 100 and found["tiles taken"] > 100, found
+        assert found["notes sent"] > 50 and found["tiles taken"] > 50, found
 
 
 def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
     """
     env = {"WAYS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "3,0,1,0,4,2"}
     for found in run_suite(tmp_path, "test_three_axes or (test_tiny_staging and chunks1)", 6, env):
-        assert min(found["bundles sent"], found["parts of bundles taken"]) > 30, found
+        assert min(found["bundles sent"], found["parts of bundles taken"]) > 10, found
 
 
 def test_relays_where_ranks_of_a_node_share_no_memory(tmp_path: Path) -> None:
     """Wrong if a relay could give parts to the ranks of its node through shared memory only."""
     env = {"WAYS_RELAYS": "nodes", "SHARDLOAD_RANKS_PER_NODE": "0,1,0,1", "SHARDLOAD_SHARED_MEMORY": "0"}
     for found in run_suite(tmp_path, "test_halos_are", 4, env, fresh=False):
-        assert min(found["bundles sent"], found["parts of bundles taken"], found["messages sent"]) > 30, found
+        assert min(found["bundles sent"], found["parts of bundles taken"], found["messages sent"]) > 10, found
         assert "notes sent" not in found, found
