@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardload.planning.blocks import aligned
+from shardload.planning.blocks import ALIGNMENT, aligned
 from shardload.planning.grid import Grid
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
@@ -25,8 +25,8 @@ _SLOTS = 3  # one is filled, one is full, one is being copied from
 _MOST_THREADS = 16
 _AMPLE_THREADS = 4  # as many large chunks at a time are enough to keep a reader busy
 _BUNDLE_NBYTES = 1 << 18  # of a bundle for a relay: large enough that what a message costs does not count
-_SMALL_BUNDLE_NBYTES = 1 << 16  # of one that leaves, if there are many at a time
-_BUNDLE_SHARE = 8  # of the cap: bundles take one part
+_SMALL_BUNDLE_NBYTES = 1 << 14  # of one that leaves, if there are many at a time
+_BUNDLE_SHARE = 4  # of the cap: bundles take one part
 _N_HOPS, _N_ARRIVING = 3, 2  # hops, and bundles of each that a relay holds at once
 _BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
@@ -101,7 +101,7 @@ class BundleStaging:
 
 
 def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -> BundleStaging | None:
-    """Memory for bundles under a staging cap, of which they take an eighth; None if parts are too large for that.
+    """Memory for bundles under a staging cap, of which they take a quarter at most; None if parts are too large for that.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -
     Examples
     --------
     >>> plan_bundles(4096, 256 << 20, (255, 255, 3)).leaving
-    ((240, 65536), (240, 65536), (2, 262144))
+    ((255, 127424), (255, 127424), (2, 262144))
     """
     share = cap_nbytes // _BUNDLE_SHARE
     size = min(max(part_nbytes, _BUNDLE_NBYTES), share // (_N_HOPS * (_N_ARRIVING + 2)))
@@ -124,7 +124,7 @@ def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -
     left = (share - _N_HOPS * _N_ARRIVING * size - 2 * size) // 2
     leaving = []
     for n in n_partners[:-1]:
-        one = min(size, max(part_nbytes, _SMALL_BUNDLE_NBYTES, left // max(1, n)))
+        one = min(size, max(part_nbytes, _SMALL_BUNDLE_NBYTES, left // max(1, n) // ALIGNMENT * ALIGNMENT))
         leaving.append((max(2, min(left // one, 2 * n)), one))
     return BundleStaging(_N_ARRIVING, size, (*leaving, (2, size)))
 

@@ -25,8 +25,8 @@ __all__ = ["PART_SECONDS", "Sending", "WayCost", "choose_way", "way_costs"]
 PART_SECONDS = 3e-5  # of a message with a part, at each end, mostly Python
 # Over relays, of each part (docs/design/exchange.md), and of a bundle at each end.
 _ROW_SECONDS, _PASS_SECONDS, _TAKE_SECONDS, _BUNDLE_SECONDS = 2e-6, 1e-5, 2e-5, 1e-4
-_BUNDLE_NBYTES, _SMALL_BUNDLE_NBYTES = 1 << 18, 1 << 16  # as in `staging`
-_ROOM_NBYTES = 15 << 20  # for bundles that are being filled, with the usual staging cap
+_BUNDLE_NBYTES, _SMALL_BUNDLE_NBYTES = 1 << 18, 1 << 14  # as in `staging`
+_ROOM_NBYTES = 31 << 20  # for bundles that are being filled, with the usual staging cap
 # Relays are taken only if they are so much faster, and save so many seconds: the model is not more accurate than that.
 _MARGIN, _LEAST_SAVED_SECONDS = 0.7, 0.01
 
