@@ -29,6 +29,7 @@ from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
+from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import Stored
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
@@ -122,6 +123,14 @@ class Ask:
         return Nodes(self.ranks.per_node, cores)
 
     @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        found = self.ranks.machine
+        if found is not None:
+            return len(set(found.leaders))
+        return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
+
+    @property
     def max_block_nbytes(self) -> int:
         """Cap on the bytes of a block."""
         cap = self.tuning.block_nbytes if self.ranks.is_one_machine else self.tuning.block_between_nodes_nbytes
@@ -164,7 +173,7 @@ def _with_readers(
 
     def cost(schedule: Schedule) -> Cost:
         layout = Layout(source, schedule, ask.ranks.n_threads)
-        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored, _ways(ask, layout))
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
@@ -412,12 +421,15 @@ def _choose(
 
     `known` are the costs that have been counted already.
     """
-    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
+    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
     stored = _stored(info, source) if machine.has_limits else None
-    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
+    count = {
+        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, (MESSAGES,) if is_memory else _ways(ask, layout))
+        for mode, layout in layouts.items()
+    }
     costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
@@ -440,15 +452,40 @@ def _choose(
         staging_nbytes=ask.options.staging_nbytes,
         machine=machine,
         ranks_per_node=nodes.ranks_per_node,
-        _layout=layouts[mode],
+        _layout=_over(layouts[mode], ask, costs[mode].way),
         _is_decoded=bool(ask.options.decode),
     )
 
 
-def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None) -> Cost:
+def _over(layout: Layout, ask: Ask, way: str) -> Layout:
+    """The layout with relays, if they are taken."""
+    return layout if way == MESSAGES else replace(layout, way=way, n_partners=_n_partners(ask, way))
+
+
+def _ways(ask: Ask, layout: Layout) -> tuple[str, ...]:
+    """The ways in which parts may go to other nodes: over relays if their bundles have room beside the staging buffers."""
+    schedule, asked = layout.schedule, ask.tuning.way
+    if asked == MESSAGES or schedule.is_direct or ask.ranks.is_one_machine or not schedule.can_relay:
+        return (MESSAGES,)
+    found = [way for way in WAYS if asked in (AUTO, way) and (way == MESSAGES or _has_room(ask, layout, way))]
+    return tuple(found) or (MESSAGES,)
+
+
+def _has_room(ask: Ask, layout: Layout, way: str) -> bool:
+    """True if the staging cap has room for bundles."""
+    cap_nbytes = ask.options.staging_nbytes
+    bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
+    return bundles is not None and least_together([(layout.schedule, layout.source)]) <= cap_nbytes - bundles.nbytes
+
+
+def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
+    return () if way == MESSAGES else n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
+
+
+def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Sequence[str]) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored, ways=ways)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

@@ -41,11 +41,13 @@ BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.array_load")
-as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
+# Faults happen at a chunk, or with relays at a bundle, which needs more room.
+RELAYS = os.environ.get("FAULTS_RELAYS", "")
+as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))
 
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
-    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
+    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="1MiB" if RELAYS else "48KiB", **options)
 
 
 def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
@@ -283,6 +285,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),
     "assembly": (execute, "assemble"),
+    "passing on": (importlib.import_module("shardload.transfer.relay").Relays, "_pass_on"),
 }
 
 
