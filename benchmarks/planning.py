@@ -254,7 +254,7 @@ def way_row(kind: str, n: int, way: str, machine: str) -> dict[str, Any]:
     row["sources"] = row.get("senders_to_a_relay", max(of_rank))
     row["bundle_nbytes"] = 0 if bundles is None else bundles.nbytes
     row |= {"seconds": cost.seconds, "limit": cost.limit, "fs_nbytes": cost.fs_nbytes, "operations": cost.operations}
-    return row | {"peak_nbytes": cost.peak_nbytes + row["bundle_nbytes"], "all_messages": cost.messages}
+    return row | {"peak_nbytes": cost.peak_nbytes, "all_messages": cost.messages}
 
 
 def ways_all(options: argparse.Namespace) -> list[dict[str, Any]]:
