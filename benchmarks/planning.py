@@ -283,8 +283,10 @@ def way_line(row: dict[str, Any]) -> str:
 
 def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
     """Cost per rank against ranks: a column for each kind of chunks, a line for each way, a ring where it is chosen."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams |= {"svg.hashsalt": "shardload", "svg.fonttype": "none"}  # the same file each time, with text as text
     marks = {MESSAGES: ("s", "#D55E00"), NODES: ("^", "#009E73"), TWO_HOPS: ("o", "#0072B2")}
     names = {
         "seconds": "estimated seconds",
