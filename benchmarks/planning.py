@@ -310,6 +310,7 @@ def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
         panel.set_xscale("log", base=4)
         panel.set_xticks([16, 256, 4096, 65_536, 1 << 20], ["16", "256", "4,096", "65,536", "1 million"])
         panel.set_yscale("log")
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
         if not row:
             panel.set_title(f"{kind}")

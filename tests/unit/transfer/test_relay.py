@@ -5,7 +5,9 @@ Ranks in threads. The value of an element is its own flat index, with an offset 
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -353,6 +355,21 @@ def test_a_slow_relay_holds_up_its_senders_and_nothing_is_lost() -> None:
     loads.network = Network(may_arrive=late)
     assert [error for error, _ in loads.run(True)] == [None] * loads.n
     loads.check()
+
+
+@pytest.mark.parametrize("way", [NODES, TWO_HOPS])
+def test_relays_that_have_ended_keep_no_target(way: str) -> None:
+    """Wrong if they made a circle: the memory of the pieces would then stay until Python looks for circles."""
+    loads = Loads(NODES_OF["two of two"], way)
+    gc.collect()
+    gc.disable()
+    try:
+        loads.run()
+        pieces = [weakref.ref(piece) for arrays in loads.arrays for move in arrays for piece in move.targets.values()]
+        loads.arrays.clear()
+        assert len(pieces) > 16 and [piece() for piece in pieces] == [None] * len(pieces)
+    finally:
+        gc.enable()
 
 
 def test_a_part_that_no_bundle_has_room_for() -> None:
