@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from shardload.arrays.verification import Found, VerifyReport, agree_all
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.group import Group, Invocation, compact, group_of
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
@@ -36,13 +36,14 @@ from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.progress import progress_of
 from shardload.jobs.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.jobs.trees import keys_text
-from shardload.options import Options
+from shardload.options import FILE, FULL, Options
 from shardload.planning.blocks import aligned
 from shardload.planning.hops import MESSAGES, WAYS, Hops, least_bundle_nbytes, node_map
 from shardload.planning.staging import BundleStaging, Staging, least_together, plan_bundles, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.transfer.allocator import empty_pieces_of_many
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
@@ -90,7 +91,7 @@ class Execution:
 
     def __call__(self, plan: Plan) -> tuple[jax.Array, LoadReport]:
         """Agree that all ranks execute the same plan, then load. Collective."""
-        loaded = _execute(self.comm, [ArrayLoad(plan, self.options, self.handle)], self.agreed, self.tuning)
+        loaded = _execute(self.comm, [ArrayLoad(plan, plan.info, self.options, self.handle)], self.agreed, self.tuning)
         return loaded.arrays[0], loaded.report
 
 
@@ -105,7 +106,7 @@ class ExecutionOfMany:
 
     def __call__(self, plans: Sequence[Plan]) -> tuple[list[jax.Array], LoadReport]:
         """Agree that all ranks execute the same plan, then load. Collective."""
-        loads = [replace(load, plan=plan) for load, plan in zip(self.loads, plans, strict=True)]
+        loads = [replace(load, kind=plan, info=plan.info) for load, plan in zip(self.loads, plans, strict=True)]
         loaded = _execute(self.comm, loads, self.agreed, self.tuning)
         return loaded.arrays, loaded.report
 
@@ -176,6 +177,33 @@ class Outcome:
         return self.error is None and all(own.array is not None for own in self.arrays)
 
 
+def _each(arrays: Sequence[OwnArray], do: Callable[[OwnArray], None]) -> None:
+    """Do something for each array. An error names its array, as in `ArrayLoad.naming_errors`, which costs each a context."""
+    if not arrays[0].load.where:  # the only one
+        for own in arrays:
+            do(own)
+        return
+    at = arrays[0]
+    try:
+        for at in arrays:
+            do(at)
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        with at.load.naming_errors():
+            raise
+
+
+def _make_room(arrays: Sequence[OwnArray]) -> None:
+    """Allocate the pieces of all arrays, at once if there are several: the memory of an earlier load is then used again."""
+    if len(arrays) == 1:
+        _each(arrays, OwnArray.make_room)
+        return
+    rooms = iter(empty_pieces_of_many([own.wanted for own in arrays]))
+    _each(arrays, lambda own: own.make_room(next(rooms)))
+
+
 class Job:
     """The arrays that one call loads. Every method is collective, inside a call that all ranks make.
 
@@ -217,17 +245,17 @@ class Job:
         sources = OpenSources([], ExitStack())  # these sources need no file
         self.group.watch.enter("assemble")
         with mine.keeping_errors(), ExitStack() as opened:
-            for own in mine.arrays:
-                with own.load.naming_errors():
-                    own.open(sources)
-                    own.make_room()
+            _each(mine.arrays, lambda own: own.open(sources))
+            _make_room(mine.arrays)
             total = sum(own.nbytes for own in mine.arrays)
             advance = opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
-            for own in mine.arrays:
-                with own.load.naming_errors():
-                    own.fill()
-                    own.assemble()
+
+            def fill(own: OwnArray) -> None:
+                own.fill()
+                own.assemble()
                 advance(own.nbytes)
+
+            _each(mine.arrays, fill)
         self._verify(mine)
         return mine
 
@@ -246,10 +274,9 @@ class Job:
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors(), ExitStack() as opened:
-                sources = OpenSources([own.load for own in mine.arrays], opened) if len(mine.arrays) > 1 else None
-                for own in mine.arrays:
-                    with own.load.naming_errors():
-                        own.verify(sources)
+                is_read = len(mine.arrays) > 1 and self._options.verify in (FILE, FULL)
+                sources = OpenSources([own.load for own in mine.arrays], opened) if is_read else None
+                _each(mine.arrays, lambda own: own.verify(sources))
 
     def run(self, started: float | None = None) -> Loaded:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
@@ -289,7 +316,7 @@ class Job:
         counts = group.agree(error, [number for one in found for number in one.counts])
         n_each = len(counts) // len(found)
         sums_of = [counts[k * n_each : (k + 1) * n_each] for k in range(len(found))]
-        proven = agree_all(group, [load.verifier(seed) for load in self.loads], found, sums_of)
+        proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in self.loads], found, sums_of)
         group.watch.close()
         return proven
 
@@ -414,19 +441,13 @@ class Job:
         arrays = mine.arrays
         here = {own.load.info.path for own in arrays if own.reads}
         sources = OpenSources([own.load for own in arrays if own.load.info.path in here], opened)
-        for own in arrays:
-            with own.load.naming_errors():
-                own.open(sources)
+        _each(arrays, lambda own: own.open(sources))
         mine.files = sources.states(mine.shared_paths, self.loads)
-        for own in arrays:
-            with own.load.naming_errors():
-                own.make_room()
+        _make_room(arrays)
         resources = opened.enter_context(
             Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
         )
-        for own in arrays:
-            with own.load.naming_errors():
-                own.make_reader(opened, resources, self.tuning)
+        _each(arrays, lambda own: own.make_reader(opened, resources, self.tuning))
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
@@ -434,7 +455,7 @@ class Job:
         self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
     ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
-        seed = crc32(json.dumps([*self._agreed.items(), *tags]).encode())
+        seed = crc32(json.dumps([compact(self._agreed), *tags]).encode())
         moves = [own.move(seed, is_named=len(mine.arrays) > 1, hops=self.hops) for own in mine.arrays]
         failed, mine.moved = exchange(
             self.group, moves, buffers, tags=tags, checksums=self._options.checksums, on_progress=on_progress
@@ -442,12 +463,8 @@ class Job:
         if failed is not None:
             raise failed
         self.group.watch.enter("assemble")
-        for own in mine.arrays:
-            with own.load.naming_errors():
-                own.assemble()
-        for own in mine.arrays:
-            with own.load.naming_errors():
-                own.check_unchanged()
+        _each(mine.arrays, OwnArray.assemble)
+        _each(mine.arrays, OwnArray.check_unchanged)
 
     # --- what all ranks do together
 
@@ -460,18 +477,21 @@ class Job:
         n_files = len(mine.shared_paths) * N_SUMS
         of_files, sums = sums[len(sums) - n_files :], sums[: len(sums) - n_files]
         n_each = len(sums) // len(mine.arrays)
-        n_missing, verified, costs = [], [], []
-        for k, own in enumerate(mine.arrays):
-            n, n_decoded, n_read, *of_array = sums[k * n_each : (k + 1) * n_each]
-            n_missing.append(n)
-            costs.append((n_decoded, n_read))
-            load = own.load
-            check_same(load.name, of_array[:N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
-            verified.append(of_array[N_SUMS:])
+        of_arrays = [sums[k * n_each : (k + 1) * n_each] for k in range(len(mine.arrays))]
+        n_missing, costs = [one[0] for one in of_arrays], [(one[1], one[2]) for one in of_arrays]
+        verified = [one[3 + N_SUMS :] for one in of_arrays]
+        for own, one in zip(mine.arrays, of_arrays, strict=True):
+            if any(one[3 : 3 + N_SUMS]):  # some rank had the file open
+                load = own.load
+                check_same(load.name, one[3 : 3 + N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
         for k, path in enumerate(mine.shared_paths):  # also if each array was read by one rank, but not all by the same
             check_same(f"'{path}'", of_files[k * N_SUMS : (k + 1) * N_SUMS], path, "")
         proven = agree_all(
-            self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified
+            self.group,
+            self._options.verify,
+            lambda: [own.load.verifier() for own in mine.arrays],
+            [own.checked for own in mine.arrays],
+            verified,
         )
         self._settle_missing(mine.arrays, n_missing)
         self._warn_of_packed()

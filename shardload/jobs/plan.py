@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from shardload.jobs.report import LoadReport
 from shardload.planning.cost import Cost
 from shardload.planning.hops import MESSAGES, least_bundle_nbytes
 from shardload.planning.machine import WORKSTATION, Machine
+from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import BundleStaging, Staging, plan_bundles, plan_staging
@@ -38,6 +40,43 @@ __all__ = ["Executor", "Layout", "Plan"]
 _MOST_TOLD = 4096  # devices to name in a picture; for more, JAX's list takes longer than a reader will wait
 
 Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one rank holds of each array of a layout.
+
+    Attributes
+    ----------
+    numbers : list of int
+        Its shards.
+    regions, shapes : list
+        The region of each in the jax.Array, and its shape.
+    padded : list of int
+        Those that have padding, if there is no halo.
+    """
+
+    numbers: list[int]
+    regions: list[Region]
+    shapes: list[tuple[int, ...]]
+    padded: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Which elements of a section are the file's.
+
+    Attributes
+    ----------
+    region, place : Region
+        In the selected array, and in the file's array.
+    n_chunks : int
+        Chunks that they meet; 0 for an array without chunks.
+    """
+
+    region: Region
+    place: Region
+    n_chunks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +105,41 @@ class Layout:
     decoding: Decoding | None = None
     way: str = MESSAGES
     n_partners: tuple[int, ...] = ()
-    _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # a cache: loads of the same kind share a layout
+    # Caches: loads of the same kind share a layout.
+    _staging: dict[int, Staging] = field(default_factory=dict, init=False)
+    _shares: dict[int, Share] = field(default_factory=dict, init=False)
+    _cuts: dict[int, Cut | None] = field(default_factory=dict, init=False)
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
         if cap_nbytes not in self._staging:
             self._staging[cap_nbytes] = self._plan_staging(cap_nbytes)
         return self._staging[cap_nbytes]
+
+    def share(self, rank: int) -> Share:
+        """What one rank holds: this process's own."""
+        if rank not in self._shares:
+            shards = self.schedule.shards
+            regions = {shard: shards.region(shard) for shard in shards.shards_of(rank)}
+            padded = [] if shards.has_halo else [s for s, r in regions.items() if self.schedule.true_region(s) != r]
+            self._shares[rank] = Share(list(regions), list(regions.values()), [r.shape for r in regions.values()], padded)
+        return self._shares[rank]
+
+    def cut(self, section: int) -> Cut | None:
+        """How one of this process's sections is cut out of the array in the file; None if it has none of its elements."""
+        if section not in self._cuts:
+            region, made = self.schedule.true_region(section), None
+            if region is not None and region.size:
+                n_chunks = self.source.chunks.n_meeting(region) if self.source.has_chunks else 0
+                made = Cut(region, self.source.selection.to_file(region), n_chunks)
+            self._cuts[section] = made
+        return self._cuts[section]
+
+    @cached_property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        shards = self.schedule.shards
+        return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo_widths)
 
     def _plan_staging(self, cap_nbytes: int) -> Staging:
         bundles = self.bundles(cap_nbytes)
@@ -184,7 +251,7 @@ class Plan:
     @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
-        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, self.halo)
+        return self._layout.extent
 
     @property
     def halo(self) -> tuple[int, ...]:

@@ -26,28 +26,30 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
+from shardload.planning.blocks import BLOCKS_PER_OWNER
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
 from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import Stored
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text
+from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "staging_together"]
+__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "read_in_turn", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
 _SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
+_IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
 _NO_MPI = "without MPI these processes can send each other nothing"
 
 
@@ -226,6 +228,61 @@ def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes
             f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
         )
     return staging_nbytes
+
+
+def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
+
+    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
+    """
+    many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
+    owners = {strategy for k in many if isinstance(strategy := plans[k].schedule.strategy, Parallel)}
+    if len(owners) != 1:
+        return list(plans)
+    (strategy,) = owners
+    n = strategy.n_owners_of(ask.ranks.n)
+    readers = dict(zip(many, share_out([math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many], n), strict=True))
+    per_owner = replace(ask.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
+    made: dict[tuple[int, int], Plan] = {}
+    found = []
+    for k, plan in enumerate(plans):
+        reader = readers.get(k)
+        if reader is None:
+            found.append(plan)
+            continue
+        key = id(plan), reader
+        if key not in made:
+            made[key] = _read_by(ask, plan, strategy.owner_rank(reader, ask.ranks.n), per_owner)
+        found.append(made[key])
+    return found
+
+
+def _is_worth_turns(plan: Plan) -> bool:
+    nbytes = math.prod(plan.shape) * plan.dtype.itemsize
+    strategy = plan.schedule.strategy
+    return isinstance(strategy, Parallel) and strategy.n_owners > 1 and 0 < nbytes <= _IN_TURN_NBYTES
+
+
+def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
+    """The plan with one rank as the only reader."""
+    layout = plan._layout
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
+    schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
+    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
+    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None)
+    costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
+    costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
+    why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
+    return replace(plan, _layout=alone, n_readers=1, why=why, costs=Costs(costs))
+
+
+def _known_cost(costs: Mapping[str, Cost], mode: str) -> Cost:
+    return costs[mode]
+
+
+def _cost_in_turn(costs: Mapping[str, Cost], alone: Callable[[], Cost]) -> Cost:
+    """The cost of one reader; its seconds are those of all readers together, because the others read other arrays meanwhile."""
+    return replace(alone(), seconds=costs[PARALLEL].seconds)
 
 
 def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:

@@ -30,7 +30,7 @@ from shardload.planning.region import Region
 if TYPE_CHECKING:
     from shardload.planning.schedule import Schedule
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
@@ -244,6 +244,13 @@ class Root(OneOwnerEach):
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
         """The root, for every block."""
         return np.full(blocks.shape, self.root)
+
+
+@dataclass(frozen=True)
+class Alone(Root):
+    """One rank owns all blocks of this array, and other ranks those of other arrays: together they read in parallel."""
+
+    mode: ClassVar[str] = PARALLEL
 
 
 @dataclass(frozen=True)

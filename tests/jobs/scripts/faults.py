@@ -235,8 +235,9 @@ FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
 }
 
 
-def first_reader(readers: Any) -> int:
-    return 0 if readers in ("root", 2) else 2
+def first_reader(readers: Any, in_tree: bool) -> int:
+    """The first rank that reads the array at fault. Of five arrays in a tree, each of the first four is read by one rank."""
+    return 0 if readers == "root" or (readers == 2 and not in_tree) else 2
 
 
 def load_tree(path: str, readers: Any, comm: Any) -> jax.Array:
@@ -260,7 +261,7 @@ def survive(names: list[str]) -> None:
 def survive_one(name: str, readers: Any, in_tree: bool) -> None:
     where, patch, path_of = FAULTS[name]
     path = at_fault[0] = path_of()
-    rank = first_reader(readers) if where is None else where
+    rank = first_reader(readers, in_tree) if where is None else where
     own = comm.Dup()  # shared memory is made anew
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
     started = time.perf_counter()
