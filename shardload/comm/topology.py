@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,15 @@ class Machine:
     n_cores: int
     memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         """Number of ranks on the machine that has most."""
         return max(Counter(self.leaders).values())
+
+    @cached_property
+    def n_nodes(self) -> int:
+        """Number of machines."""
+        return len(set(self.leaders))
 
 
 def pretended_node(rank: int) -> int | None:

@@ -46,8 +46,6 @@ class Transport:
         This rank.
     n_data : int
         Number of pending messages with values.
-    n_sent : int
-        Number of messages with values, and of bundles, that were sent.
     """
 
     def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment], bundles: Any = None) -> None:
@@ -60,7 +58,7 @@ class Transport:
         self._status: Any = None if group.comm is None else group.mpi.Status()
         own = segments.get(self.rank)
         self._base = 0 if own is None else own.data.ctypes.data
-        self.n_data = self.n_sent = 0
+        self.n_data = 0
 
     def __bool__(self) -> bool:
         """True if any message is pending."""
@@ -75,7 +73,6 @@ class Transport:
     def send(self, rank: int, values: Array, on_done: Callable[[], None]) -> None:
         """Send values without gaps. They must not change until they have left; then `on_done` is called."""
         message, _ = message_of(self._mpi, values)
-        self.n_sent += 1
         self._add_data(self._comm.Isend(message, dest=rank, tag=self._data_tag), on_done, values)
 
     def receive(self, rank: int, into: Array, on_done: Callable[[], None]) -> Callable[[], None]:
@@ -102,7 +99,6 @@ class Transport:
 
     def send_bundle(self, rank: int, hop: int, data: Bytes, on_done: Callable[[], None]) -> None:
         """Send a bundle. `on_done` is called when it has left, which is not before its receiver has room for it."""
-        self.n_sent += 1
         message, _ = message_of(self._mpi, data)
         self._add_data(self._bundles.Issend(message, dest=rank, tag=self._hop_tags[hop]), on_done, data)
 

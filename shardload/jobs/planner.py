@@ -100,7 +100,7 @@ class Ranks:
         """True if all ranks run on one machine; assumed if the machine is not known."""
         if self.machine is None:
             return self.per_node is None or self.per_node >= self.n
-        return len(set(self.machine.leaders)) == 1
+        return self.machine.n_nodes == 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Ask:
         """Number of nodes."""
         found = self.ranks.machine
         if found is not None:
-            return len(set(found.leaders))
+            return found.n_nodes
         return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
 
     @property
@@ -428,7 +428,7 @@ def _choose(
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
     stored = _stored(info, source) if machine.has_limits else None
     count = {
-        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, (MESSAGES,) if is_memory else _ways(ask, layout))
+        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, {MESSAGES: 0} if is_memory else _ways(ask, layout))
         for mode, layout in layouts.items()
     }
     costs = Costs(count, known)
@@ -463,27 +463,32 @@ def _over(layout: Layout, ask: Ask, way: str) -> Layout:
     return layout if way == MESSAGES else replace(layout, way=way, n_partners=_n_partners(ask, way))
 
 
-def _ways(ask: Ask, layout: Layout) -> tuple[str, ...]:
-    """The ways in which parts may go to other nodes: over relays if their bundles have room beside the staging buffers."""
-    schedule, asked = layout.schedule, ask.tuning.way
+def _ways(ask: Ask, layout: Layout) -> dict[str, int]:
+    """The ways in which parts may go to other nodes, with the bytes of memory for bundles.
+
+    Relays are a way if these have room beside the staging buffers.
+    """
+    schedule, asked, straight = layout.schedule, ask.tuning.way, {MESSAGES: 0}
     if asked == MESSAGES or schedule.is_direct or ask.ranks.is_one_machine or not schedule.can_relay:
-        return (MESSAGES,)
-    found = [way for way in WAYS if asked in (AUTO, way) and (way == MESSAGES or _has_room(ask, layout, way))]
-    return tuple(found) or (MESSAGES,)
-
-
-def _has_room(ask: Ask, layout: Layout, way: str) -> bool:
-    """True if the staging cap has room for bundles."""
+        return straight
+    found = straight if asked == AUTO else {}
     cap_nbytes = ask.options.staging_nbytes
-    bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
-    return bundles is not None and least_together([(layout.schedule, layout.source)]) <= cap_nbytes - bundles.nbytes
+    for way in WAYS:
+        bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
+        if bundles is None or asked not in (AUTO, way):
+            continue
+        if least_together([(schedule, layout.source)]) <= cap_nbytes - bundles.nbytes:
+            found[way] = bundles.nbytes
+    return found or straight
 
 
 def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
     return () if way == MESSAGES else n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
 
 
-def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Sequence[str]) -> Cost:
+def _cost(
+    layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Mapping[str, int]
+) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
     return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored, ways=ways)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
@@ -38,6 +39,7 @@ _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied ou
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
 _MOST_THREADS = 16  # of one rank, as in `staging`
+_STRAIGHT = MappingProxyType({MESSAGES: 0})
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
@@ -68,7 +70,7 @@ class Cost:
     reader_nbytes : int
         Bytes decoded by the busiest rank (an upper bound: the last blocks may be smaller).
     peak_nbytes : int
-        Host memory of the fullest rank: its pieces and its staging blocks.
+        Host memory of the fullest rank: its pieces, its staging blocks and its bundles.
     seconds : float
         Estimate of the model for the busiest rank.
     same_node : float
@@ -153,7 +155,7 @@ def plan_cost(
     staging_blocks: int = 2,
     machine: Machine = WORKSTATION,
     stored: Stored | None = None,
-    ways: Sequence[str] = (MESSAGES,),
+    ways: Mapping[str, int] = _STRAIGHT,
 ) -> Cost:
     """Compute what a load by this schedule costs.
 
@@ -171,8 +173,9 @@ def plan_cost(
         What limits a load beside the cores: nothing by default.
     stored : Stored, optional
         How the values lie on disk.
-    ways : sequence of str
-        The ways (`hops.WAYS`) in which parts may go to other nodes; the best of them is taken.
+    ways : mapping of str to int
+        The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
+        for bundles. The best of them is taken.
     """
     per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
     itemsize = schedule.itemsize
@@ -187,7 +190,7 @@ def plan_cost(
     seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, rate)
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
-    way, way_why = _way(schedule, traffic, reading.n_readers, n_holders, per_node, machine.network_latency, ways)
+    way, way_why = _way(schedule, traffic, reading.n_readers, n_holders, per_node, machine.network_latency, [*ways])
     seconds += way.seconds + traffic.handovers * _HANDOVER_SECONDS / max(1, min(reading.n_readers, n_holders))
     between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
@@ -223,7 +226,7 @@ def plan_cost(
         moved_nbytes=traffic.moved_nbytes,
         is_exact=traffic.is_exact and way.way == MESSAGES,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize,
+        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize + ways[way.way],
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,

@@ -79,15 +79,14 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Moved:
-    """Statistics of an exchange on this rank: seconds of copying, bytes received from other ranks, peak bytes in slots, number
-    of parts whose checksum was compared, and number of messages with values that were sent.
+    """Statistics of an exchange on this rank: seconds of copying, bytes received from other ranks, peak bytes in slots, and
+    number of parts whose checksum was compared.
     """
 
     seconds: float
     nbytes: int
     peak_nbytes: int
     n_checksums: int = 0
-    n_sent: int = 0
 
 
 def exchange(
@@ -139,7 +138,7 @@ def exchange(
     channels.close()
     peak_nbytes = buffers.slots.peak_nbytes + buffers.pack_slots.peak_nbytes
     peak_nbytes += 0 if buffers.relay is None else buffers.relay.peak_nbytes
-    moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums, transport.n_sent)
+    moved = Moved(arrivals.copy_seconds, arrivals.nbytes, peak_nbytes, arrivals.n_checksums)
     problems = [moving.failure, arrivals.problem, progress.problem]
     problems += [_named(array, callback.problem) for array, callback in zip(arrays, complete, strict=True) if callback.problem]
     return next((problem for problem in problems if problem is not None), None), moved

@@ -214,7 +214,8 @@ class Relays:
         Returns the places of parts that have no relay; None if this array has none.
         """
         self._queue.clear()
-        self._out[_ROW].discard()
+        if not self._has_ended[_ROW]:
+            self._out[_ROW].discard()
         if array not in self._moves:
             return None
         nodes = self._hops.ranks.nodes(PartTable.of(parts).rank)

@@ -102,9 +102,11 @@ def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
     return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi, env=env)
 
 
-def interrupted(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
+def interrupted(
+    folder: Path, mpi: str = "mpich", phases: Sequence[str] = INTERRUPTS, env: Mapping[str, str] | None = None
+) -> list[list[dict[str, Any]]]:
     """What each rank said after Ctrl-C in each phase; it loaded well after each."""
-    return said(start(folder, "interrupt", *INTERRUPTS, mpi=mpi, fresh=False).check())
+    return said(start(folder, "interrupt", *phases, mpi=mpi, env=env, fresh=False).check())
 
 
 def rows() -> Iterator[Row]:

@@ -116,7 +116,6 @@ class FakeTransport(Transport):
 
     def send_bundle(self, rank: int, hop: int, data: Array, on_done: Callable[[], None]) -> None:
         self.n_data += 1
-        self.n_sent += 1
         self.network.bundles.append((self.rank, rank, hop, data.nbytes))
         self._send(f"bundle {hop}", rank, data, partial(self._data_done, on_done))
 

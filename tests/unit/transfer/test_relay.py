@@ -5,10 +5,14 @@ Ranks in threads. The value of an element is its own flat index, with an offset 
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +20,16 @@ import pytest
 
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.halo import Halo, HaloShards
-from shardload.planning.hops import NODES, TWO_HOPS, Hops, least_bundle_nbytes, node_map
-from shardload.planning.schedule import Grid, Schedule, plan_shards
+from shardload.planning.hops import NODES, TWO_HOPS, EvenNodes, Hops, least_bundle_nbytes, node_map
+from shardload.planning.schedule import Grid, RankBoxes, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
 from shardload.transfer import bundles, exchange, relay
-from shardload.transfer.buffers import Piece
+from shardload.transfer.arrivals import Arrivals
+from shardload.transfer.buffers import Piece, StagedBlock, Tile
 from shardload.transfer.bundles import BLOCK, NBYTES, RECEIVER, SECTION, Outbox, groups_of
+from shardload.transfer.channels import Channels
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
@@ -351,9 +357,94 @@ def test_a_slow_relay_holds_up_its_senders_and_nothing_is_lost() -> None:
     loads.check()
 
 
+@pytest.mark.parametrize("way", [NODES, TWO_HOPS])
+def test_relays_that_have_ended_keep_no_target(way: str) -> None:
+    """Wrong if they made a circle: the memory of the pieces would then stay until Python looks for circles."""
+    loads = Loads(NODES_OF["two of two"], way)
+    gc.collect()
+    gc.disable()
+    try:
+        loads.run()
+        pieces = [weakref.ref(piece) for arrays in loads.arrays for move in arrays for piece in move.targets.values()]
+        loads.arrays.clear()
+        assert len(pieces) > 16 and [piece() for piece in pieces] == [None] * len(pieces)
+    finally:
+        gc.enable()
+
+
 def test_a_part_that_no_bundle_has_room_for() -> None:
     box = Outbox(None, 0, bundles.Slots(2, 100))  # type: ignore[arg-type]
     assert least_bundle_nbytes(44) == 100
     assert box.reserve(3, np.array([44, 4])) is not None
     with pytest.raises(ValueError, match="a part of 45 bytes for bundles of 100"):
         Outbox(None, 0, bundles.Slots(2, 100)).reserve(3, np.array([45]))  # type: ignore[arg-type]
+
+
+class Counting(FakeTransport):
+    """Keeps what is sent; nothing arrives."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(SimpleNamespace(rank=rank, size=1, network=Network()), (0, 1, 2), {})
+
+
+def relays_of(rank: int, n: int, per_node: int) -> tuple[relay.Relays, Schedule, Hops]:
+    """One rank of a job of n x n, for planes loaded as pencils over two hops."""
+    shape, f4 = (2 * n, n, 2 * n), np.dtype("f4")
+    shards = plan_shards(shape, [(), (0,), (1,)], RankBoxes.in_order((n, n)))  # type: ignore[arg-type]
+    schedule = Schedule(Grid(shape, (1, n, 2 * n), (0, 0, 0)), shards, 4, n * n, Parallel(2 * n))
+    hops = Hops.of(EvenNodes(n * n, per_node), TWO_HOPS)
+    targets = {s: Piece(shards.region(s), np.zeros(shards.shard_shape, f4)) for s in shards.shards_of(rank)}
+    move = ArrayMove(BlocksToPieces(schedule, hops), None, targets, f4)  # type: ignore[arg-type]
+    arrivals = Arrivals([move], lambda nbytes: None, [lambda piece: None])
+    channels = Channels(Counting(rank), [move], arrivals, None, None, False)  # type: ignore[arg-type]
+    slots = [[bundles.Slots(2, 1 << 14) for _ in range(relay.N_HOPS)] for _ in range(2)]
+    slots[1][0] = bundles.Slots(2 * hops.n_columns, 1 << 16)
+    return relay.Relays(channels, [move], relay.RelayBuffers(*slots)), schedule, hops
+
+
+@pytest.mark.parametrize("rank", [0, 128, 40_001, 65_535])
+def test_tables_of_a_rank_of_many_are_as_long_as_its_partners(rank: int) -> None:
+    """65,536 ranks on 16,384 nodes. Objects are counted: wrong if a rank had one for each rank, node or sender."""
+    relays, schedule, hops = relays_of(rank, 256, 4)
+    tracemalloc.start()
+    try:
+        relays.expect()
+        near = BlocksToPieces(schedule, hops).incoming(rank)
+        n_objects = sum(stat.count for stat in tracemalloc.take_snapshot().statistics("filename"))
+    finally:
+        tracemalloc.stop()
+    n_partners = 128 + 127
+    waiting = [len(inbox.waiting) for inbox in relays._inboxes]
+    assert len(near) <= 3 and waiting[1] == 127 and waiting[0] <= 128 and sum(map(len, relays._relayed.values())) <= 512
+    assert n_objects < 4 * n_partners
+
+
+def test_a_block_for_65_536_ranks_is_sent_to_as_many_partners_as_there_are_columns() -> None:
+    """Wrong if a message, or an object that stays, were made for each part."""
+    relays, schedule, hops = relays_of(128, 256, 4)
+    (block,) = schedule.owned_blocks(128)
+    values = np.arange(block.region.size, dtype="f4").reshape(block.region.shape)
+    staged = StagedBlock(block, [Tile(block.region, values)], n_sending=1)
+    assert len(relays.for_reading(0, block).parts) == 2, "its own part, and one for all others"
+    near = relays.put(0, staged)
+    assert near is not None and len(near) == 4
+    tracemalloc.start()
+    try:
+        assert relays.send_queued() and relays.is_empty
+        n_objects = sum(stat.count for stat in tracemalloc.take_snapshot().statistics("filename"))
+    finally:
+        tracemalloc.stop()
+    assert n_objects < 40 * hops.n_columns
+    relays.end_sending(True)
+    for ending in relays._ending:
+        assert [*ending] == []
+    sent = relays._transport._sends  # type: ignore[attr-defined]
+    assert len(sent) == hops.n_columns
+    seen = np.zeros(1 << 16, dtype=int)
+    for (message, _), _ in sent:
+        for rows, packed in groups_of(message)[1]:
+            for receiver, one in zip(rows[:, RECEIVER].tolist(), packed.view("f4").reshape(-1, 2).tolist(), strict=True):
+                seen[receiver] += 1
+                assert one == [2 * receiver, 2 * receiver + 1]
+    seen[128:132] += 1
+    assert (seen == 1).all()
