@@ -275,7 +275,11 @@ class Relays:
             shape = tuple(shapes[low].tolist())
             if not _gather(block, start[low:high], shape, values.reshape(-1, *shape)):
                 for k in range(low, high):
-                    _copy(block, Region(tuple(start[k].tolist()), tuple(stop[k].tolist())), values.reshape(-1, *shape)[k - low])
+                    _copy(
+                        block,
+                        Region(tuple(start[k].tolist()), tuple(stop[k].tolist())),
+                        values.reshape(-1, *shape)[k - low, ...],
+                    )
         rows[:, SUM] = 0
         if self._checksums:
             bounds = zip(room.starts.tolist(), ends.tolist(), strict=True)
