@@ -281,9 +281,11 @@ class Relays:
                         values.reshape(-1, *shape)[k - low, ...],
                     )
         rows[:, SUM] = 0
-        if self._checksums:
-            bounds = zip(room.starts.tolist(), ends.tolist(), strict=True)
-            rows[:, SUM] = [checksum(room.values[a:b], seed) for a, b in bounds]
+        if self._checksums:  # of the values in the block, so that a wrong copy is found too
+            for k, (low, high) in enumerate(zip(room.starts.tolist(), ends.tolist(), strict=True)):
+                region = Region(tuple(start[k].tolist()), tuple(stop[k].tolist()))
+                tile = block.tile_of(region)
+                rows[k, SUM] = checksum(room.values[low:high] if tile is None else tile.view(region), seed)
 
     # --- what comes to this rank
 
