@@ -55,12 +55,17 @@ def readers_text(n_readers: int, n_ranks: int, per_node: int) -> str:
 
     >>> readers_text(16, 64, 4), readers_text(4, 64, 4), readers_text(5, 64, 4)
     ('16 readers, 1 on each node', '4 readers, on every 4th node', '5 readers, on different nodes')
+    >>> readers_text(6, 9, 4)
+    '6 readers, about 2 on each node'
     """
     n_nodes = -(-n_ranks // per_node)
     count = f"{n_readers:,} reader{'s' * (n_readers != 1)}"
     if n_readers >= n_nodes:
         few, more = n_readers // n_nodes, -(-n_readers // n_nodes)
-        return f"{count}, {few if few == more else f'{few} or {more}'} on each node"
+        about = (
+            "about " if few > 1 and n_ranks % per_node else ""
+        )  # a last node with fewer ranks has no more readers than these
+        return f"{count}, {about}{few if few == more else f'{few} or {more}'} on each node"
     if n_readers == 1:
         return count
     step = n_nodes // n_readers
