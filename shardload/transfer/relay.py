@@ -275,11 +275,17 @@ class Relays:
             shape = tuple(shapes[low].tolist())
             if not _gather(block, start[low:high], shape, values.reshape(-1, *shape)):
                 for k in range(low, high):
-                    _copy(block, Region(tuple(start[k].tolist()), tuple(stop[k].tolist())), values.reshape(-1, *shape)[k - low])
+                    _copy(
+                        block,
+                        Region(tuple(start[k].tolist()), tuple(stop[k].tolist())),
+                        values.reshape(-1, *shape)[k - low, ...],
+                    )
         rows[:, SUM] = 0
-        if self._checksums:
-            bounds = zip(room.starts.tolist(), ends.tolist(), strict=True)
-            rows[:, SUM] = [checksum(room.values[a:b], seed) for a, b in bounds]
+        if self._checksums:  # of the values in the block, so that a wrong copy is found too
+            for k, (low, high) in enumerate(zip(room.starts.tolist(), ends.tolist(), strict=True)):
+                region = Region(tuple(start[k].tolist()), tuple(stop[k].tolist()))
+                tile = block.tile_of(region)
+                rows[k, SUM] = checksum(room.values[low:high] if tile is None else tile.view(region), seed)
 
     # --- what comes to this rank
 

@@ -162,6 +162,15 @@ def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
         assert any(hop == 2 for _, _, hop, _ in loads.network.bundles) == (not shares)
 
 
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("way", [NODES, TWO_HOPS])
+def test_an_array_without_axes(way: str, checksums: bool) -> None:
+    """Wrong if its one element were copied into a scalar that NumPy made, and what was in the bundle were sent."""
+    loads = Loads(NODES_OF["three of different sizes"], way, [Given(np.array(41, "f4"), (), [], 1), GIVEN[3]])
+    assert [error for error, _ in loads.run(checksums)] == [None] * loads.n
+    loads.check()
+
+
 @pytest.mark.parametrize("way", [NODES, TWO_HOPS])
 def test_arrays_with_and_without_relays_in_one_exchange(way: str) -> None:
     """Wrong if parts that go straight were lost beside those that do not."""
