@@ -270,7 +270,7 @@ def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
     caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
     schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
     alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)))
-    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None, {alone.way: 0})
+    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None, {MESSAGES: 0})
     costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
     costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
     why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
