@@ -132,7 +132,8 @@ class ArraySpec:
         if chunks is None:
             compression, checksum = None, False
         fill = None if self.fill_value is None else _fitting(name, self.fill_value, dtype)
-        dims = None if self.dims is None or not any(self.dims) else tuple(self.dims)
+        has_dims = not shape or (self.dims is not None and any(self.dims))
+        dims = tuple(self.dims or ()) if has_dims else None
         return replace(
             self,
             shape=shape,
