@@ -1,15 +1,17 @@
 """How are values turned into the stored bytes of one chunk? With the libraries that decode them, outside a file format's lock.
 
-1. `packed` puts the values of a chunk into memory as the file has them: C order, its byte order, padded at the array's edge.
-2. `EncodeChain` runs the steps of a format over these bytes: shuffle, compressor, checksum. It is the opposite of `codecs.Chain`.
+1. The values of a chunk are put into memory as the file has them: C order, its byte order, padded at the array's edge.
+2. `EncodeChain` runs the steps of a format over these bytes: shuffle, compressor, checksum. It is the opposite of
+   `codecs.Chain`.
 
-Each step makes exactly what the format's own library reads; docs/design/save.md has the table. All steps but Fletcher-32 release
-the GIL while they work, so that several chunks can be encoded at once.
+Each step makes exactly what the format's own library reads; docs/design/save.md has the table. All steps but Fletcher-32
+release the GIL while they work, so that several chunks can be encoded at once.
 """
 
 from __future__ import annotations
 
 import math
+import zlib as standard_zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +28,21 @@ from shardload.formats.base import native_dtype
 from shardload.planning.region import Region
 from shardload.system.scratch import shared_scratch
 
-__all__ = ["BLOSC_NAMES", "EncodeChain", "Step", "blosc", "crc32c", "fletcher32", "gzip", "level_of", "lz4", "runs", "shuffle", "zlib", "zstd"]
+__all__ = [
+    "BLOSC_NAMES",
+    "EncodeChain",
+    "Step",
+    "blosc",
+    "crc32c",
+    "fletcher32",
+    "gzip",
+    "level_of",
+    "lz4",
+    "runs",
+    "shuffle",
+    "zlib",
+    "zstd",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Step = Callable[[Any], Any]  # bytes-like to bytes-like
@@ -65,7 +81,9 @@ class EncodeChain:
         data: Any = self._packed(values)
         for step in self._steps:
             data = step(data)
-        return data
+        # A step may leave its result in scratch memory, for the next step. After the last one it must stay what it is.
+        is_scratch = bool(self._steps) and isinstance(data, np.ndarray) and data.base is not None
+        return data.copy() if is_scratch else data
 
     def _packed(self, values: np.ndarray[Any, Any]) -> Bytes:
         if native_dtype(values.dtype) != native_dtype(self._dtype):
@@ -104,12 +122,22 @@ def level_of(name: str, level: int | None, usual: int, most: int, least: int = 0
 
 def zlib(level: int) -> Step:
     """HDF5's gzip filter: a zlib stream. Uses libdeflate."""
-    return lambda data: deflate.zlib_compress(data, level)
+    return (lambda data: deflate.zlib_compress(data, level)) if level else _not_compressed(15)
 
 
 def gzip(level: int) -> Step:
     """Zarr's gzip: one gzip member. Uses libdeflate."""
-    return lambda data: deflate.gzip_compress(data, level)
+    return (lambda data: deflate.gzip_compress(data, level)) if level else _not_compressed(31)
+
+
+def _not_compressed(wbits: int) -> Step:
+    """Level 0, which not every version of deflate has."""
+
+    def step(data: Any) -> Any:
+        stream = standard_zlib.compressobj(0, wbits=wbits)
+        return stream.compress(data) + stream.flush()
+
+    return step
 
 
 def zstd(level: int) -> Step:
@@ -136,7 +164,7 @@ def lz4() -> Step:
     def step(data: Any) -> Any:
         whole = memoryview(data).cast("B")
         size = min(len(whole), _LZ4_BLOCK)
-        parts = [len(whole).to_bytes(8, "big"), size.to_bytes(4, "big")]
+        parts: list[Any] = [len(whole).to_bytes(8, "big"), size.to_bytes(4, "big")]
         for at in range(0, len(whole), size or 1):
             block = whole[at : at + size]
             packed = memoryview(numcodecs.lz4.compress(block))[4:]  # without the size that numcodecs puts first

@@ -12,7 +12,15 @@ from shardload.formats.sink import ArraySpec, Sink
 __all__ = ["FORMATS", "format_for", "make_sink"]
 
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
-_SUFFIXES = {".h5": "hdf5", ".hdf5": "hdf5", ".he5": "hdf5", ".hdf": "hdf5", ".nc": "netcdf4", ".nc4": "netcdf4", ".zarr": "zarr"}
+_SUFFIXES = {
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".he5": "hdf5",
+    ".hdf": "hdf5",
+    ".nc": "netcdf4",
+    ".nc4": "netcdf4",
+    ".zarr": "zarr",
+}
 
 
 def format_for(path: str, name: str | None = None) -> str:
@@ -28,8 +36,8 @@ def format_for(path: str, name: str | None = None) -> str:
     suffix = os.path.splitext(os.fspath(path).rstrip("/"))[1].lower()
     if suffix not in _SUFFIXES:
         raise ConfigError(
-            f"the suffix of '{path}' does not tell a format: expected one of {', '.join(_SUFFIXES)}. Rename it, or pass format=, one "
-            f"of {', '.join(map(repr, FORMATS))}"
+            f"the suffix of '{path}' does not tell a format: expected one of {', '.join(_SUFFIXES)}. Rename it, or pass "
+            f"format=, one of {', '.join(map(repr, FORMATS))}"
         )
     return _SUFFIXES[suffix]
 

@@ -1,6 +1,6 @@
 """How are arrays written by many ranks, one chunk by one rank? Through one small interface, the opposite of `base.Source`.
 
-1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all of them, the same on every rank.
+1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all, the same on every rank.
 2. Any thread of any rank encodes values: ``sink.arrays[name].encode(region, values)``.
 3. One rank has the `Catalog`: it makes the temporary file, says where stored chunks go, writes the metadata, and renames.
 4. Any rank has a `Writer`: it writes stored chunks where the catalog said.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -38,8 +37,8 @@ class Compression:
     Attributes
     ----------
     name : str
-        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, or the name of another compressor of the format. ``"none"`` is for a shuffle
-        alone.
+        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, or the name of another compressor of the format. ``"none"`` is for a
+        shuffle alone.
     level : int or None
         How hard to try; None for the compressor's usual level.
     shuffle : bool
@@ -124,9 +123,11 @@ class ArraySpec:
         chunks, shards = self._grid(name, shape)
         is_plain = chunks is None and not self.unlimited
         compression, checksum = Compression.of(self.compression), self.checksum
-        if is_plain and shape and math.prod(shape) and (compression is not None or checksum):
+        if is_plain and shape and 0 not in shape and (compression is not None or checksum):
             what = "compression" if compression else "checksums"
-            raise ConfigError(f"{name!r} has {what} but no chunks; {what} are of chunks. Pass chunks=, such as {_example(shape)}")
+            raise ConfigError(
+                f"{name!r} has {what} but no chunks; {what} are of chunks. Pass chunks=, such as {_example(shape)}"
+            )
         if chunks is None and self.unlimited:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
         if chunks is None:
@@ -156,7 +157,7 @@ class ArraySpec:
         for what, found in (("chunks", self.chunks), ("shards", self.shards or self.chunks)):
             if len(found) != len(shape) or any(int(n) < 1 for n in found):
                 raise ConfigError(f"{what} of {name!r} are {found!r}; expected a size of 1 or more for each axis of {shape}")
-        if not shape or (not math.prod(shape) and not self.unlimited):
+        if not shape or (0 in shape and not self.unlimited):
             return None, None
         chunks = tuple(
             int(c) if k in self.unlimited else min(int(c), n) for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
@@ -171,7 +172,9 @@ class ArraySpec:
             int(s) if k in self.unlimited or c == asked else c
             for k, (s, c, asked) in enumerate(zip(self.shards, chunks, self.chunks, strict=True))
         )
-        return chunks, tuple(s if k in self.unlimited else min(s, w) for k, (s, w) in enumerate(zip(shards, whole, strict=True)))
+        return chunks, tuple(
+            s if k in self.unlimited else min(s, w) for k, (s, w) in enumerate(zip(shards, whole, strict=True))
+        )
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -252,11 +255,11 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
-        """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array in
-        one piece.
+        """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array
+        in one piece.
 
-        `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing is
-        converted silently.
+        `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing
+        is converted silently.
         """
 
     def number(self, region: Region) -> int:

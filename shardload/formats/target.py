@@ -2,8 +2,8 @@
 
 1. `Target.create` makes a temporary beside the target: ``out.h5.3f9a12c07b5d4e86.unfinished``. No other process has its name.
 2. Bytes are put into it at offsets (`put_at`), and what cannot be written is an error that names file, array and chunk.
-3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by one that refuses (``"w-"``), which
-   decides between two saves at the same time.
+3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by one that refuses (``"w-"``),
+   which decides between two saves at the same time.
 
 Nothing of others is deleted: a temporary that was left behind stays until its owner removes it.
 """
@@ -41,8 +41,8 @@ _WHY = {
 
 
 def temporary_of(path: str) -> tuple[str, str] | None:
-    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended) or ``"replaced"`` (what had the
-    name before); None for any other name. Decides by the name alone.
+    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended) or ``"replaced"`` (what had
+    the name before); None for any other name. Decides by the name alone.
 
     >>> temporary_of("d/out.h5.0123456789abcdef.unfinished"), temporary_of("out.h5")
     (('d/out.h5', 'unfinished'), None)
@@ -59,7 +59,13 @@ def mark(token: str, path: str) -> bytes:
 
 def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
     """The error of a file that cannot be written, from the system's."""
-    where = f"chunk {chunk} of '{dataset}' in '{path}'" if chunk is not None else f"'{dataset}' in '{path}'" if dataset else f"'{path}'"
+    where = (
+        f"chunk {chunk} of '{dataset}' in '{path}'"
+        if chunk is not None
+        else f"'{dataset}' in '{path}'"
+        if dataset
+        else f"'{path}'"
+    )
     why = _WHY.get(error.errno or 0, error.strerror or str(error))
     found = SourceError(
         f"{where} cannot be written: {why} ({errno.errorcode.get(error.errno or 0, type(error).__name__)}). "
@@ -156,7 +162,9 @@ class Target:
         is_folder = os.path.isdir(self._final)
         if is_folder != self._is_folder:
             have, want = ("folder", "file") if is_folder else ("file", "folder")
-            raise ConfigError(f"'{self.path}' is a {have}, and a {want} is to be saved there. Remove it, or choose another name")
+            raise ConfigError(
+                f"'{self.path}' is a {have}, and a {want} is to be saved there. Remove it, or choose another name"
+            )
         if is_folder and not any(os.path.lexists(os.path.join(self._final, name)) for name in self._known):
             raise ConfigError(
                 f"'{self.path}' is a folder that holds none of {', '.join(self._known)}, so it is not replaced. "
@@ -192,8 +200,8 @@ class Target:
                 raise
             if not self._renamed(temporary, _NOREPLACE):
                 raise ConfigError(
-                    f"the file system of '{self.path}' has no hard links and no rename that refuses an existing name, so mode='w-' "
-                    f"cannot be kept there. The whole file is in '{temporary}': rename it, or pass mode='w'"
+                    f"the file system of '{self.path}' has no hard links and no rename that refuses an existing name, so "
+                    f"mode='w-' cannot be kept there. The whole file is in '{temporary}': rename it, or pass mode='w'"
                 ) from None
             return
         os.unlink(temporary)
@@ -209,9 +217,8 @@ class Target:
                 raise self._taken() from None
             os.rename(temporary, self._final)
             return
-        if not os.path.lexists(self._final):
-            if self._renamed(temporary, _NOREPLACE, refuse=False):
-                return
+        if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
+            return
         self._refuse()
         old = f"{self._final}.{self.token}.replaced"
         if self._renamed(temporary, _EXCHANGE):

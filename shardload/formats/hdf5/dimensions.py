@@ -1,7 +1,7 @@
-"""How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as the netCDF library writes them.
+"""How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as netCDF writes them.
 
-An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each other
-axis gets a scale without values. In plain HDF5 it gets a label.
+An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
+other axis gets a scale without values. In plain HDF5 it gets a label.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
     """ConfigError if netCDF4 has no type for the values."""
     if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in _NETCDF_TYPES:
         instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
-        raise ConfigError(f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr")
+        raise ConfigError(
+            f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
+        )
 
 
 def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
@@ -87,8 +89,8 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             known, first, _ = lengths.setdefault(scale, (spec.shape[axis], name, axis in spec.unlimited))
             if known != spec.shape[axis]:
                 raise ConfigError(
-                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name have one "
-                    "length: pass other dims="
+                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
+                    "have one length: pass other dims="
                 )
             scale_of[name, axis] = scale
     numbers = {}
@@ -126,7 +128,9 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
     """Write attributes. ConfigError for one that HDF5 cannot hold."""
     for key, value in attrs.items():
         if key in _RESERVED:
-            raise ConfigError(f"the attribute {key!r} of '{name}' is one that HDF5 and netCDF keep for themselves. Leave it out")
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is one that HDF5 and netCDF keep for themselves. Leave it out"
+            )
         if value is None:
             raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
         if isinstance(value, bool | np.bool_) and is_netcdf:
@@ -137,8 +141,8 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             owner.attrs[key] = value
         except (TypeError, ValueError, OSError, RuntimeError) as error:
             raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {_told(value)}, which HDF5 cannot hold ({error}). Pass text, a number, or an "
-                "array of numbers"
+                f"the attribute {key!r} of '{name}' is {_told(value)}, which HDF5 cannot hold ({error}). Pass text, a number, "
+                "or an array of numbers"
             ) from error
 
 

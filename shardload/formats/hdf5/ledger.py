@@ -1,7 +1,8 @@
-"""How does the HDF5 library make a file whose chunks others write? It writes to an object of ours, which keeps the metadata only.
+"""How does the HDF5 library make a file whose chunks others write? It writes to an object of ours, which keeps metadata.
 
 1. h5py gives every read and write of the library to a Python object: the `Ledger`.
-2. A chunk is written to it from memory that no one has ever touched. The library looks at its address and length, not at its bytes.
+2. A chunk is written to it from memory that no one has ever touched. The library hands on its address and length,
+   and does not look at its bytes.
 3. So a write from that address is a chunk: the ledger notes where it should go. Every other write is metadata, and is kept in
    pages, of which only those exist that were written to.
 4. At the end `write_to` puts the metadata into the real file: the superblock after everything else.
@@ -63,6 +64,9 @@ class Ledger(io.RawIOBase):
             write(self._view[:nbytes])
         finally:
             self._expected = None
+        return self._found(nbytes)
+
+    def _found(self, nbytes: int) -> int:
         if self._noted is None:
             raise RuntimeError(f"HDF5 did not write a chunk of {nbytes} bytes from the memory that it was given")
         return self._noted

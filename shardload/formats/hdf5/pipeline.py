@@ -37,7 +37,8 @@ _MOST_NBYTES = 2**32 - 1  # of a chunk
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
     """The type in the file for values of `dtype`; ConfigError if HDF5 has none.
 
-    A bfloat16 is a float of 16 bits with the exponent of a float32. h5py and others read it as float32, which has all its values.
+    A bfloat16 is a float of 16 bits with the exponent of a float32. h5py and others read it as float32, which has all
+    its values.
     """
     if dtype.name == "bfloat16":
         kind = (h5py.h5t.IEEE_F16LE if dtype.isnative and np.little_endian else h5py.h5t.IEEE_F16BE).copy()
@@ -46,7 +47,7 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
         return kind
     if dtype.kind not in "biufc":
         raise ConfigError(
-            f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 (or int8), or as Zarr"
+            f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )
     return h5py.h5t.py_create(dtype, logical=True)
 
@@ -67,7 +68,9 @@ class Pipeline:
         self.kind = create_type(name, spec.dtype)
         nbytes = math.prod(spec.chunks or ()) * spec.dtype.itemsize
         if spec.chunks is not None and nbytes > _MOST_NBYTES:
-            raise ConfigError(f"chunks of '{name}' have {nbytes} bytes; in HDF5 a chunk has less than 4 GiB. Pass smaller chunks=")
+            raise ConfigError(
+                f"chunks of '{name}' have {nbytes} bytes; in HDF5 a chunk has less than 4 GiB. Pass smaller chunks="
+            )
         self.creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         self.creation.set_obj_track_times(False)
         self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -78,7 +81,7 @@ class Pipeline:
             self.creation.set_chunk(spec.chunks)
             steps = self._add_filters()
         # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
-        self.is_asked = spec.chunks is not None and self.creation.get_nfilters() > 0 or bool(spec.unlimited)
+        self.is_asked = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
         self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if self.is_asked else h5py.h5d.ALLOC_TIME_EARLY)
         fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
         self._by_library, self._local = steps is None, threading.local()
@@ -103,7 +106,9 @@ class Pipeline:
         if self._spec.dtype.name != "bfloat16":
             self.creation.set_fill_value(np.asarray(value, dtype=self._spec.dtype))
         elif value != 0:
-            raise ConfigError(f"'{self._name}' is bfloat16 with a fill value of {value}; in HDF5 only 0 is possible. Leave it out")
+            raise ConfigError(
+                f"'{self._name}' is bfloat16 with a fill value of {value}; in HDF5 only 0 is possible. Leave it out"
+            )
 
     def _add_filters(self) -> list[Step] | None:
         """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""
@@ -132,7 +137,9 @@ class Pipeline:
         number = _NUMBERS.get(name, int(name) if name.isdigit() else None)
         if number is None or number in (1, 2, 3):
             known = ", ".join(sorted(set(_NUMBERS) - {"shuffle", "fletcher32"}))
-            raise ConfigError(f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text")
+            raise ConfigError(
+                f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text"
+            )
         _available(self._name, name, number)
         step: Step | None = None
         if values is None and name == "zstd":
@@ -141,7 +148,9 @@ class Pipeline:
         elif values is None and name == "blosc":
             level, inner = level_of(name, level, 5, 9), options.pop("cname", "lz4")
             if inner not in _BLOSC_CODES:
-                raise ConfigError(f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_NAMES)}")
+                raise ConfigError(
+                    f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_NAMES)}"
+                )
             bits = _shuffling(self._name, options, is_shuffled)
             nbytes = math.prod(self._spec.chunks or ()) * itemsize
             values = (2, 2, itemsize, nbytes, level, bits, _BLOSC_CODES[inner])
@@ -190,7 +199,9 @@ def _shuffling(name: str, options: dict[str, Any], is_shuffled: bool) -> int:
 
 def _none_left(name: str, compressor: str, options: dict[str, Any]) -> None:
     if options:
-        raise ConfigError(f"compression of '{name}': {compressor} has no option {', '.join(map(repr, sorted(options)))} in HDF5")
+        raise ConfigError(
+            f"compression of '{name}': {compressor} has no option {', '.join(map(repr, sorted(options)))} in HDF5"
+        )
 
 
 def _available(name: str, compressor: str, number: int) -> None:

@@ -1,4 +1,4 @@
-"""How is an HDF5 or netCDF4 file written by many processes, without parallel HDF5? One makes the metadata, all put their chunks.
+"""How is an HDF5 or netCDF4 file written by many processes, without parallel HDF5? One makes the metadata, all put chunks.
 
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
 2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Arrays in one piece and
@@ -79,8 +79,8 @@ class Hdf5Sink(Sink):
     is_netcdf : bool
         Whether it shall be a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
     alignment : int
-        Chunks begin at multiples of this. 4096 if ranks on several nodes write: clients of Lustre and NFS that write to the same
-        page can lose each other's bytes.
+        Chunks begin at multiples of this. 4096 if ranks on several nodes write: clients of Lustre and NFS that write to the
+        same page can lose each other's bytes.
     attrs : mapping
         Attributes of the file.
     """
@@ -96,7 +96,13 @@ class Hdf5Sink(Sink):
         attrs: Mapping[str, Any] | None = None,
     ) -> None:
         Target(path, mode)  # checks the mode
-        self.path, self.mode, self._is_netcdf, self._alignment, self._attrs = path, mode, is_netcdf, alignment, dict(attrs or {})
+        self.path, self.mode, self._is_netcdf, self._alignment, self._attrs = (
+            path,
+            mode,
+            is_netcdf,
+            alignment,
+            dict(attrs or {}),
+        )
         checked = {}
         for name, spec in specs.items():
             checked[name] = spec.checked(name)
@@ -107,22 +113,26 @@ class Hdf5Sink(Sink):
         if is_netcdf:
             checked = with_dims(checked)
         flavour = "netCDF4" if is_netcdf else "HDF5"
-        self.arrays = {name: _Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
+        self.arrays: dict[str, _Hdf5Encoder] = {name: _Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
         with h5py.File("trial", "w", driver="core", backing_store=False, track_order=is_netcdf or None) as file:
             self.describe(file, is_trial=True)
 
     def create(self) -> Catalog:
+        """See `Sink`."""
         return _Hdf5Catalog(self)
 
     def writer(self, ticket: Ticket) -> Writer:
+        """See `Sink`."""
         return _Hdf5Writer(self, ticket)
 
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
         specs = {name: one.spec for name, one in self.arrays.items()}
         if self._is_netcdf:
-            file.attrs["_NCProperties"] = np.bytes_(f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}")
+            file.attrs["_NCProperties"] = np.bytes_(
+                f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
+            )
         write_attrs(file, "/", self._attrs, is_netcdf=self._is_netcdf)
         for name, one in self.arrays.items():
             self._make(file, name, one, is_trial)
@@ -204,7 +214,9 @@ class _Hdf5Catalog(Catalog):
         chunks = one.spec.chunks or ()
         starts = np.stack(np.unravel_index(which[order], one.spec.grid), axis=-1) * np.array(chunks, dtype=np.int64)
         offsets = np.empty(len(which), dtype=np.int64)
-        for k, start, size, kind in zip(order.tolist(), starts.tolist(), sizes[order].tolist(), kinds[order].tolist(), strict=True):
+        for k, start, size, kind in zip(
+            order.tolist(), starts.tolist(), sizes[order].tolist(), kinds[order].tolist(), strict=True
+        ):
             offsets[k] = self._ledger.place(_DirectWrite(dataset, tuple(start), kind), size)
         noted.offsets[which], noted.sizes[which] = offsets, sizes
         if np.any(kinds):
@@ -219,7 +231,9 @@ class _Hdf5Catalog(Catalog):
                 noted.check_complete(name)
         file, self._file = self._file, None
         file.close()
-        offsets = np.concatenate([noted.offsets[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)])
+        offsets = np.concatenate(
+            [noted.offsets[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)]
+        )
         sizes = np.concatenate([noted.sizes[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)])
         clash = self._ledger.overlap(offsets, sizes)
         if clash is not None:
@@ -349,8 +363,8 @@ def _check_mark(descriptor: int, ticket: Ticket, path: str) -> None:
     found = os.pread(descriptor, 64, 0)
     if found != mark(ticket.token, path):
         raise ConfigError(
-            f"'{ticket.temporary}' is not the file that another rank made there: it begins with {found[:40]!r}. Is another file "
-            "system mounted there on some node? Save to one that all nodes share"
+            f"'{ticket.temporary}' is not the file that another rank made there: it begins with {found[:40]!r}. Is another "
+            "file system mounted there on some node? Save to one that all nodes share"
         )
 
 
@@ -363,8 +377,8 @@ class _Hdf5Writer(Writer):
             self._descriptor = os.open(ticket.temporary, os.O_RDWR)
         except FileNotFoundError:
             raise ConfigError(
-                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there on "
-                "some node? Save to one that all nodes share"
+                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there "
+                "on some node? Save to one that all nodes share"
             ) from None
         self._close = weakref.finalize(self, os.close, self._descriptor)
         self._lock = threading.Lock()

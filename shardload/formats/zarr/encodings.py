@@ -1,4 +1,4 @@
-"""What does the metadata of a new Zarr array say, and how are its chunks encoded? For formats 2 and 3, as zarr-python writes them."""
+"""What does the metadata of a new Zarr array say, and how are its chunks encoded? As in zarr-python."""
 
 from __future__ import annotations
 
@@ -59,13 +59,10 @@ def layout(name: str, spec: ArraySpec, version: int) -> Layout:
     """The layout of an array with a checked spec. ConfigError if this version of the format cannot say it."""
     if spec.dtype.kind not in "biufc":
         raise ConfigError(
-            f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as float32, or use the "
-            "suffix .h5"
+            f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as float32, or "
+            "use the suffix .h5"
         )
-    if spec.fill_value is None:
-        fill = np.zeros((), spec.dtype)[()]
-    else:
-        fill = spec.fill_value
+    fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)
     nbytes = math.prod(chunks) * spec.dtype.itemsize
     if version == 2:
@@ -105,9 +102,13 @@ def layout(name: str, spec: ArraySpec, version: int) -> Layout:
 
 def _layout_2(name: str, spec: ArraySpec, chunks: tuple[int, ...], fill: Any) -> Layout:
     if spec.shards is not None:
-        raise ConfigError(f"'{name}' has shards, which Zarr format 2 does not have. Leave shards= out, or save as Zarr format 3")
+        raise ConfigError(
+            f"'{name}' has shards, which Zarr format 2 does not have. Leave shards= out, or save as Zarr format 3"
+        )
     if spec.checksum:
-        raise ConfigError(f"'{name}' has checksums, which Zarr format 2 does not have. Leave them out, or save as Zarr format 3")
+        raise ConfigError(
+            f"'{name}' has checksums, which Zarr format 2 does not have. Leave them out, or save as Zarr format 3"
+        )
     steps: list[Step] = []
     filters: list[Json] = []
     compressor: Json | None = None
@@ -184,12 +185,18 @@ def _compressor(name: str, asked: Compression, itemsize: int, known: tuple[str, 
             f"blosc({inner})",
         )
     elif asked.name == "lz4" and "lz4" in known and asked.level is None:
-        found = lambda data: numcodecs.lz4.compress(data), {"acceleration": 1}, "lz4"  # noqa: E731
+        found = numcodecs.lz4.compress, {"acceleration": 1}, "lz4"
     else:
-        more = ". Zarr format 3 has lz4 inside of Blosc: {'name': 'blosc', 'options': {'cname': 'lz4'}}" if asked.name == "lz4" else ""
+        more = (
+            ". Zarr format 3 has lz4 inside of Blosc: {'name': 'blosc', 'options': {'cname': 'lz4'}}"
+            if asked.name == "lz4"
+            else ""
+        )
         raise ConfigError(f"compression of '{name}' is {asked.name!r}; in Zarr it is one of {', '.join(known)}{more}")
     if options:
-        raise ConfigError(f"compression of '{name}': {asked.name} has no option {', '.join(map(repr, sorted(options)))} in Zarr")
+        raise ConfigError(
+            f"compression of '{name}': {asked.name} has no option {', '.join(map(repr, sorted(options)))} in Zarr"
+        )
     return found
 
 
@@ -224,7 +231,7 @@ def _plain(name: str, key: str, value: Any) -> Any:
     if not is_plain:
         text = repr(value)
         raise ConfigError(
-            f"the attribute {key!r} of '{name}' is {text if len(text) < 80 else text[:80]}, which Zarr's JSON cannot hold. Pass text, "
-            "finite numbers, or lists of them"
+            f"the attribute {key!r} of '{name}' is {text if len(text) < 80 else text[:80]}, which Zarr's JSON cannot hold. "
+            "Pass text, finite numbers, or lists of them"
         )
     return value

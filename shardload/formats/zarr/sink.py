@@ -1,8 +1,8 @@
 """How is a Zarr store written by many processes? Each puts whole chunk files, or chunks into shard files; metadata comes last.
 
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
-2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the index
-   behind the last one, with its CRC-32C.
+2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
+   index behind the last one, with its CRC-32C.
 3. The store is a folder with a temporary name, without metadata. `_ZarrCatalog.finish` writes that of the arrays, then that of
    the groups, the root's last.
 """
@@ -25,7 +25,7 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, chunk_index
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
-from shardload.formats.zarr.encodings import Layout, group_metadata, layout, plain_attrs
+from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.region import Region
 
 __all__ = ["ZarrSink"]
@@ -112,10 +112,10 @@ class ZarrSink(Sink):
         Target(path, mode)  # checks the mode
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
-        self.arrays = {}
+        self.arrays: dict[str, _ZarrEncoder] = {}
         for name, spec in specs.items():
             checked = spec.checked(name)
-            if checked.chunks is None and math.prod(checked.shape) and checked.shape:
+            if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
                 checked = replace(checked, chunks=checked.shape)  # in Zarr one piece is one chunk
             self.arrays[name] = _ZarrEncoder(path, name, checked, version)
@@ -124,12 +124,16 @@ class ZarrSink(Sink):
             while above.strip("/"):
                 above = above.rpartition("/")[0]
                 if (above or "/") in self.arrays and above != name:
-                    raise ConfigError(f"'{above or '/'}' and '{name}' are both arrays; in Zarr an array holds no other. Rename one")
+                    raise ConfigError(
+                        f"'{above or '/'}' and '{name}' are both arrays; in Zarr an array holds no other. Rename one"
+                    )
 
     def create(self) -> Catalog:
+        """See `Sink`."""
         return _ZarrCatalog(self)
 
     def writer(self, ticket: Ticket) -> Writer:
+        """See `Sink`."""
         return _ZarrWriter(self, ticket)
 
     def documents(self) -> Iterator[tuple[str, Any]]:
@@ -193,7 +197,9 @@ class _ZarrCatalog(Catalog):
         except BaseException:
             self.abandon()
             raise
-        self.ticket = Ticket(temporary, self._target.token, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked})
+        self.ticket = Ticket(
+            temporary, self._target.token, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
+        )
         self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
@@ -346,8 +352,8 @@ class _ZarrWriter(Writer):
             found = b""
         if found != mark(ticket.token, sink.path):
             raise ConfigError(
-                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there on "
-                "some node? Save to one that all nodes share"
+                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there "
+                "on some node? Save to one that all nodes share"
             )
 
     def place(self, name: str, number: int) -> int:
