@@ -7,6 +7,7 @@ peers    how each way loads: shardload, what people use today, and the floor tha
 remote   how ways that need different environments take turns in one run
 runs     what is measured: the times of all cells, small loads, memory, several devices in a process, the cost of ``verify=``
 reports  tables and the plot
+throttle one machine as several nodes, with a file system and a network of known limits
 fuzz     what comes of damaged files
 planning the cost of planning alone; no file, no MPI, no devices
 """

@@ -21,6 +21,7 @@ from benchmarks.runs.environments import make_heat
 from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
+from benchmarks.throttle.links import why_not
 from shardload.units import parse_nbytes
 
 app = typer.Typer(
@@ -242,10 +243,15 @@ def grid(
     file_systems: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.FILE_SYSTEMS),
     networks: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(g.NETWORKS),
     repeats: Repeats = 1,
+    by_links: Annotated[
+        bool, typer.Option("--links", help="Let the kernel limit the network: as root, with tc; each rank is a node.")
+    ] = False,
     data: Data = DATA_FOLDER,
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "grid.json",
 ) -> None:
     """Time every way of reading on nodes whose file system and network are slowed down, beside what plans say of it."""
+    if by_links and (why := why_not()):
+        raise typer.BadParameter(why, param_hint="--links")
     files = make(data, size, _known(layouts.split(","), g.LAYOUTS), say)
     chosen = _known(specs.split(";"), c.SPECS)
     record = g.measure_grid(
@@ -256,6 +262,7 @@ def grid(
         file_systems=_known(file_systems.split(","), tuple(g.FILE_SYSTEMS)),
         networks=_known(networks.split(","), tuple(g.NETWORKS)),
         repeats=repeats,
+        by_links=by_links,
         out=out,
         say=say,
     )

@@ -15,6 +15,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks.remote import RemoteError, RemoteJob
 from benchmarks.runs.environments import ROOT
 from benchmarks.runs.measure import median, new_record, without_folders, write_record
 from benchmarks.throttle import Cluster, Limits
+from benchmarks.throttle.links import Links
 from shardload.comm import topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
@@ -71,18 +73,29 @@ def measure_grid(
     file_systems: Sequence[str] = tuple(FILE_SYSTEMS),
     networks: Sequence[str] = tuple(NETWORKS),
     repeats: int = 1,
+    by_links: bool = False,
     out: Path | None = None,
     say: Say = lambda _: None,
 ) -> dict[str, Any]:
-    """Time all cells, and write the record after each. `folder` holds the files; reads of others are not limited."""
-    record = new_record("grid", files, repeats=repeats, limits=limits_of(file_systems, networks))
+    """Time all cells, and write the record after each. `folder` holds the files; reads of others are not limited.
+
+    With `by_links`, the kernel limits the network, not this program: each rank is a node with a link of its own.
+    """
+    record = new_record("grid", files, repeats=repeats, by_links=by_links, limits=limits_of(file_systems, networks))
     record["infos"] = {layout: info_of(file) for layout, file in files.items()}
-    for n in ranks:
-        nodes = NODES.get(n, 1)
-        limits = [(f, w, with_network(f, w)) for f, w in itertools.product(file_systems, networks)]
-        with Cluster(folder, n // nodes, limits[0][2]) as cluster, tempfile.TemporaryDirectory() as figures:
+    # The rate of links is that of the whole job.
+    for n, some in itertools.product(ranks, [[w] for w in networks] if by_links else [networks]):
+        nodes = n if by_links else NODES.get(n, 1)
+        limits = [(f, w, with_network(f, w)) for f, w in itertools.product(file_systems, some)]
+        with ExitStack() as stack:
+            figures = stack.enter_context(tempfile.TemporaryDirectory())
+            cluster = stack.enter_context(Cluster(folder, n // nodes, limits[0][2]))
             env = job_environment(n) | {"PYTHONPATH": str(ROOT)} | cluster.env
-            with RemoteJob("throttled", job_command(["-m", "benchmarks.peers.throttled"], n), n, env) as job:
+            command = job_command(["-m", "benchmarks.peers.throttled"], n)
+            if by_links:
+                links = stack.enter_context(Links(n, limits[0][2].network_rate, Path(figures)))
+                command, env = [*command[:3], *links.command(command[3:])], env | links.env
+            with RemoteJob("throttled", command, n, env) as job:
                 for (fs, network, limit), (layout, file), spec in itertools.product(limits, files.items(), specs):
                     machine = Path(figures, f"{fs}-{network}.toml")
                     machine.write_text(limit.to_toml(machine.stem))

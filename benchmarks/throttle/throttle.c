@@ -5,7 +5,8 @@ would have answered. So whatever reads is limited alike: Python, HDF5, zarr-pyth
 
 All ranks share one file (SHARDLOAD_THROTTLE) that is mapped by each: the limits, and for each resource the time when it is free
 next. A request of n bytes takes n / rate of each resource's time, one after the other, and then the latency. The pages that a
-node has read are in its cache, which reads ahead as Linux does: up to one request's bytes if the page before is there.
+node has read are in its cache. It reads ahead as Linux does: if a read begins where the last one of that descriptor ended, twice
+as much as was read in order so far, up to one request's bytes; after any other read, nothing.
 
 The layout of the file is known to `__init__.py` too. Times are seconds of CLOCK_MONOTONIC. */
 #define _GNU_SOURCE
@@ -46,7 +47,7 @@ static const char *folder;
 static size_t folder_length;
 static int ranks_per_node = 1;
 static __thread double stream; /* when this thread's stream is free next */
-static struct { dev_t dev; ino_t ino; char is_ours, is_random; } files[FILES];
+static struct { dev_t dev; ino_t ino; char is_ours, is_random; uint64_t next, in_order; } files[FILES];
 
 static double now(void) {
     struct timespec t;
@@ -94,13 +95,18 @@ static double reserve(double *free_at, double seconds, double at) {
     return most(*free_at, at);
 }
 
+/* When the file system takes one more request: at once, if it has taken none for a while. */
+static double admit(double at) {
+    double seconds = 1 / all->operations_rate;
+    all->operations += 1;
+    return most(reserve(&all->requests, seconds, at) - seconds, at);
+}
+
 /* One request of the file system; the lock is taken. Returns when its last byte has left the slowest resource. */
 static double request(double nbytes, int node, double at) {
-    double end = reserve(&all->file_system, nbytes / all->rate, at);
-    end = most(end, reserve(&all->requests, 1 / all->operations_rate, at));
+    double end = most(admit(at), reserve(&all->file_system, nbytes / all->rate, at));
     end = most(end, reserve(&all->node[node], nbytes / all->node_rate, at));
     all->nbytes += nbytes;
-    all->operations += 1;
     return most(end, reserve(&stream, nbytes / all->stream_rate, at));
 }
 
@@ -154,11 +160,19 @@ static uint64_t fetch(struct file file, uint64_t first, uint64_t last, double at
     return stop;
 }
 
-static void wait_cached(struct file file, uint64_t first, uint64_t last, uint64_t end_of_file, int is_random) {
+/* Pages to read ahead after a read of so many. */
+static uint64_t to_read_ahead(int fd, uint64_t first, uint64_t last) {
+    int is_in_order = !files[fd].is_random && (first == files[fd].next || first + 1 == files[fd].next);
+    files[fd].in_order = is_in_order ? files[fd].in_order + last + 1 - first : 0;
+    files[fd].next = last + 1;
+    uint64_t most_pages = (uint64_t)(all->request_nbytes / PAGE);
+    return 2 * files[fd].in_order < most_pages ? 2 * files[fd].in_order : most_pages;
+}
+
+static void wait_cached(struct file file, uint64_t first, uint64_t last, uint64_t end_of_file, uint64_t ahead) {
     double ready = 0, end;
-    uint64_t k = first, ahead = (uint64_t)(all->request_nbytes / PAGE);
+    uint64_t k = first;
     take();
-    int is_in_order = !is_random && (first == 0 || is_cached(file, first - 1));
     while (k <= last) {
         int is_there; uint64_t tag, *slot = page(file, k, &is_there, &tag);
         if (is_there) {
@@ -173,10 +187,11 @@ static void wait_cached(struct file file, uint64_t first, uint64_t last, uint64_
         take();
     }
     uint64_t mark = last + 1 + ahead / 2;
-    if (is_in_order && ahead && last < end_of_file && !is_cached(file, mark < end_of_file ? mark : end_of_file)) {
+    uint64_t to = last + ahead < end_of_file ? last + ahead : end_of_file;
+    if (ahead && last < end_of_file && !is_cached(file, mark < end_of_file ? mark : end_of_file)) {
         uint64_t begin = last + 1;
-        while (begin <= end_of_file && is_cached(file, begin)) begin++;
-        if (begin <= end_of_file) fetch(file, begin, end_of_file, now(), &end);
+        while (begin <= to && is_cached(file, begin)) begin++;
+        if (begin <= to) fetch(file, begin, to, now(), &end);
     }
     give();
     sleep_until(ready);
@@ -208,6 +223,7 @@ static int is_ours(int fd, struct stat *st) {
     if (files[fd].ino != st->st_ino || files[fd].dev != st->st_dev) {
         files[fd].is_ours = is_below(fd);
         files[fd].is_random = 0;
+        files[fd].next = files[fd].in_order = 0;
         files[fd].dev = st->st_dev;
         files[fd].ino = st->st_ino;
     }
@@ -221,7 +237,10 @@ static void before_read(int fd, off_t offset, size_t n) {
     if (offset >= st.st_size || !n) return;
     if ((off_t)n > st.st_size - offset) n = st.st_size - offset;
     if (all->has_cache)
-        wait_cached(file_of(&st), offset / PAGE, (offset + n - 1) / PAGE, (st.st_size - 1) / PAGE, files[fd].is_random);
+    {
+        uint64_t first = offset / PAGE, last = (offset + n - 1) / PAGE;
+        wait_cached(file_of(&st), first, last, (st.st_size - 1) / PAGE, to_read_ahead(fd, first, last));
+    }
     else
         wait_uncached(this_node(), n);
 }
@@ -232,8 +251,8 @@ static int after_open(int fd) {
     if (fd >= 3 && fd < FILES) files[fd].ino = 0, files[fd].is_random = 0;
     if (is_ours(fd, &st)) {
         take();
-        double end = reserve(&all->requests, 1 / all->operations_rate, now());
-        all->operations += 1, all->opens += 1;
+        double end = admit(now());
+        all->opens += 1;
         give();
         sleep_until(end + all->open_seconds);
     }

@@ -12,6 +12,7 @@ again. (Donating the array does not write into the piece either; a test checks t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -44,15 +45,15 @@ class EarlyPieces:
 
     def __init__(self, shape_global: tuple[int, ...], sharding: NamedSharding, also_on_cpu: bool = False) -> None:
         self._devices: dict[Region, Any] = {}
-        places: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape_global))
-        for device, index in places.items():
-            if also_on_cpu or device.platform != "cpu":
-                self._devices.setdefault(_region(index, shape_global), device)
+        if also_on_cpu or not _is_on_cpu(sharding):
+            for device, region in device_regions(sharding, shape_global).items():
+                if also_on_cpu or device.platform != "cpu":
+                    self._devices.setdefault(region, device)
         self.arrays: dict[Region, jax.Array] = {}
 
     def start(self, region: Region, data: Array) -> None:
         """Begin to copy a complete piece to its device. The piece must not be written after this."""
-        device = self._devices.get(region)
+        device = self._devices.get(region) if self._devices else None
         if device is not None and region not in self.arrays:
             self.arrays[region] = jax.device_put(data, device)
 
@@ -107,8 +108,21 @@ def assemble(
     under_way = {} if early is None else early.arrays
     here = sharding.addressable_devices
     array = jax.make_array_from_callback(shape_global, sharding, answer, dtype=dtype)
-    _verify_shards(array, held, dtype, shape_global)
+    _verify_shards(array, sharding, held, dtype, shape_global)
     return array
+
+
+@lru_cache(maxsize=256)
+def device_regions(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Region]:
+    """The region that each device of this process holds, by JAX's index map. Arrays of one shape and sharding share it."""
+    found: dict[Any, Any] = dict(sharding.addressable_devices_indices_map(shape))
+    return {device: _region(index, shape) for device, index in found.items()}
+
+
+@lru_cache(maxsize=256)
+def _is_on_cpu(sharding: NamedSharding) -> bool:
+    devices: set[Any] = sharding.addressable_devices
+    return all(device.platform == "cpu" for device in devices)
 
 
 def device_values(data: jax.Array, region: Region, held: Region, view_on_cpu: bool = True) -> Array:
@@ -142,11 +156,18 @@ def _not_held(region: Region, held: dict[Region, Array], sharding: NamedSharding
     )
 
 
-def _verify_shards(array: jax.Array, held: dict[Region, Array], dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    if array.shape != shape or array.dtype != dtype:
-        raise ShardloadError(f"JAX made an array of shape {array.shape}, {array.dtype}; expected {shape}, {dtype}")
+def _verify_shards(
+    array: jax.Array, sharding: NamedSharding, held: dict[Region, Array], dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> None:
+    if array.shape != shape or array.dtype != dtype or array.sharding != sharding:
+        raise ShardloadError(
+            f"JAX made an array of shape {array.shape}, {array.dtype}, {array.sharding}; expected {shape}, {dtype}, {sharding}"
+        )
+    places = device_regions(sharding, shape)
     for shard in array.addressable_shards:
-        region = _region(shard.index, shape)
+        region = places.get(shard.device)  # the same as its index, which JAX takes from the sharding too
+        if region is None:
+            raise ShardloadError(f"JAX put a shard on {shard.device}, which {sharding} does not have here")
         if region not in held or shard.data.shape != region.shape or shard.data.dtype != dtype:
             raise ShardloadError(
                 f"{shard.device} holds {region} as {shard.data.shape}, {shard.data.dtype}; expected one of "

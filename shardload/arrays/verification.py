@@ -277,7 +277,11 @@ class Verifier:
 
 
 def agree_all(
-    group: Group, verifiers: Sequence[Verifier], found: Sequence[Found], sums: Sequence[list[int]]
+    group: Group,
+    level: str,
+    make_verifiers: Callable[[], Sequence[Verifier]],
+    found: Sequence[Found],
+    sums: Sequence[list[int]],
 ) -> list[VerifyReport]:
     """Make the reports of all ranks, after each has checked its own shards of some arrays. Collective.
 
@@ -287,8 +291,10 @@ def agree_all(
     ----------
     group : Group
         The ranks.
-    verifiers : sequence of Verifier
-        One for each array; their levels are the same.
+    level : str
+        ``"index"``, ``"checksum"``, ``"file"`` or ``"full"``, for all of them.
+    make_verifiers : callable
+        Makes a `Verifier` of each array; not called for ``"index"``.
     found : sequence of Found
         The results of this rank.
     sums : sequence of list of int
@@ -300,10 +306,15 @@ def agree_all(
         If replicas on different processes differ: on every rank, with the ranks that hold each version.
     """
     started = time.perf_counter()
-    level = verifiers[0].level
+    if level == INDEX:
+        return [
+            VerifyReport(level, **dict(zip(COUNTED, counts, strict=True)), seconds=mine.seconds)
+            for counts, mine in zip(sums, found, strict=True)
+        ]
+    verifiers = make_verifiers()
     reports = [VerifyReport(level, **dict(zip(COUNTED, counts, strict=True))) for counts in sums]
     pairs = [(one, mine) for one, mine in zip(verifiers, found, strict=True) if one.has_replicas]
-    if level != INDEX and pairs:
+    if pairs:
         folded = [one.fold(mine.digests) for one, mine in pairs]
         least = group.least_ints(np.concatenate(folded))
         ends = np.cumsum([len(part) for part in folded])[:-1]

@@ -319,7 +319,8 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="After so many seconds a waiting rank says for what, and exits.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     measure: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Instead, measure the file system of this folder, for plans.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Instead, measure this folder's file system, the network, the decoders."),
     ] = None,
     output: Annotated[
         str | None, typer.Option(metavar="FILE", help="The TOML file to write the figures to (default: the user's).")

@@ -10,10 +10,11 @@ call. A rank sends these messages for every call, also for one that it refuses, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any, AnyStr
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["MOST_COUNTS", "Agreement", "Invocation", "digest_of"]
+__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "digest_of"]
 
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
@@ -35,6 +36,53 @@ class _Failure:
     """How a rank failed that should have told something: its error as JSON."""
 
     text: str
+
+
+class Arguments(Mapping[str, str]):
+    """The arguments of a call about many arrays, as text. The name of each is made only when somebody looks at it.
+
+    Parameters
+    ----------
+    shared : mapping of str to str
+        Arguments of the whole call.
+    own : sequence of (str, mapping of str to str)
+        The arguments of each array, after the text that says which array it is: ``"spec of array ['gas']"``.
+    more : mapping of str to str
+        What comes after them.
+    """
+
+    def __init__(
+        self, shared: Mapping[str, str], own: Sequence[tuple[str, Mapping[str, str]]], more: Mapping[str, str] | None = None
+    ) -> None:
+        self._shared, self._own, self._more = shared, own, more or {}
+
+    @cached_property
+    def _flat(self) -> dict[str, str]:
+        own = {f"{name} of {where}": text for where, told in self._own for name, text in told.items()}
+        return {**self._shared, **own, **self._more}
+
+    @cached_property
+    def compact(self) -> str:
+        """All of it as one text: equal for equal arguments, and for no others."""
+        return json.dumps([self._shared, self._own, self._more])
+
+    def also(self, more: Mapping[str, str]) -> Arguments:
+        """A copy with more values."""
+        return Arguments(self._shared, self._own, {**self._more, **more})
+
+    def __getitem__(self, name: str) -> str:
+        return self._flat[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+
+def compact(values: Mapping[str, str]) -> str:
+    """The names and values of a mapping as one text: equal for equal mappings, and for no others."""
+    return values.compact if isinstance(values, Arguments) else json.dumps([*values.items()])
 
 
 @dataclass(frozen=True)
@@ -55,14 +103,16 @@ class Invocation:
     title: str
     values: Mapping[str, str]
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """64-bit digest of kind and values."""
-        return digest_of(json.dumps([self.kind, *self.values.items()]))
+        return digest_of(json.dumps(self.kind) + compact(self.values))
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
-        return Invocation(self.kind, self.title, {**self.values, **values})
+        mine = self.values
+        more = mine.also(values) if isinstance(mine, Arguments) else {**mine, **values}
+        return Invocation(self.kind, self.title, more)
 
 
 class Agreement:
@@ -78,10 +128,11 @@ class Agreement:
     size: int
     _collectives: Collectives
 
-    def begin(self, asked: Invocation, find: Callable[[], AnyStr]) -> AnyStr | None:
+    def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
-        Returns that text, or those bytes if `find` returns bytes. If `find` raises on rank 0, every rank raises that error.
+        Returns that text, or those bytes if `find` returns bytes, or a list of bytes-like parts (which saves joining them). If
+        `find` raises on rank 0, every rank raises that error.
         Returns None if rank 0 made another call; the next message (`all_same`) tells all ranks.
         """
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
@@ -135,20 +186,19 @@ class Agreement:
         """Gather a text from every rank, on every rank. Collective."""
         return [self.send_text(text, root) for root in range(self.size)]
 
-    def tell(self, make: Callable[[], AnyStr], root: int) -> AnyStr:
+    def tell(self, make: Callable[[], Any], root: int) -> Any:
         """Return on every rank what `make` returns on `root`, or raise on every rank what it raises there. Collective."""
         found = self._tell(make, root, b"")
         if found is None:
             raise ValueError("a message without a mark has none that could differ")
         return self._told(found, root)
 
-    def _tell(
-        self, make: Callable[[], AnyStr], root: int, mark: bytes
-    ) -> tuple[AnyStr | _Failure, BaseException | None] | None:
+    def _tell(self, make: Callable[[], Any], root: int, mark: bytes) -> tuple[Any, BaseException | None] | None:
         """What `root` made or how it failed and, on `root`, the exception; None if the mark of `root` differs."""
         if self.size == 1:
             try:
-                return make(), None
+                alone = make()
+                return (b"".join(alone) if isinstance(alone, list) else alone), None
             except ShardloadError as found:
                 let_interruption_pass(found)
                 raise
@@ -160,7 +210,8 @@ class Agreement:
             try:
                 made = make()
                 framed += _TEXT if isinstance(made, str) else _BYTES
-                framed += _to_bytes(made) if isinstance(made, str) else made
+                for part in made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]:
+                    framed += part
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
@@ -172,7 +223,7 @@ class Agreement:
         told: Any = _Failure(_to_text(body)) if kind == _FAILED else body if kind == _BYTES else _to_text(body)
         return told, error
 
-    def _told(self, found: tuple[AnyStr | _Failure, BaseException | None], root: int) -> AnyStr:
+    def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:
         made, error = found
         if isinstance(made, _Failure):
             # Wrong arguments are wrong on every rank, though only `root` has checked them.
@@ -217,7 +268,8 @@ class Agreement:
             return is_fine
         # If each of n ranks has a number h, ``n * sum(h * h) == sum(h) ** 2`` holds exactly when all are equal. So one sum
         # carries the comparison and the counts, and every rank gets the same answer. h has 16 bits: the sums do not overflow.
-        numbers = [asked.digest >> 16 * k & 0xFFFF for k in range(4)]
+        digest = asked.digest
+        numbers = [digest >> 16 * k & 0xFFFF for k in range(4)]
         sent = [int(not is_fine), *numbers, *(h * h for h in numbers), *mine, *[0] * (MOST_COUNTS - len(mine))]
         n_failed, *sums = self.sum_ints(sent)
         firsts, seconds = sums[:4], sums[4:8]

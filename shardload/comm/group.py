@@ -20,17 +20,17 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.agreement import Agreement, Invocation
+from shardload.comm.agreement import Agreement, Arguments, Invocation, compact
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
-from shardload.comm.topology import Machine, Node, find_machine, pretended_ranks_per_node
+from shardload.comm.topology import Machine, Node, find_machine, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
 
-__all__ = ["Group", "Invocation", "group_of"]
+__all__ = ["Arguments", "Group", "Invocation", "compact", "group_of"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -120,6 +120,7 @@ class Group(Agreement):
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
         self._machine: Machine | None = None
+        self._bundle_comm: Any = None
         self._memory = NodeMemory(self.rank)
         self._one_call = threading.Lock()
         self._caller = 0  # id of the thread that is in a call
@@ -229,9 +230,9 @@ class Group(Agreement):
             else:
                 self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
                 comm = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
-                pretended = pretended_ranks_per_node()
-                if pretended:
-                    whole, comm = comm, comm.Split(self.rank // pretended, self.rank)
+                pretended = pretended_node(self.rank)
+                if pretended is not None:
+                    whole, comm = comm, comm.Split(pretended, self.rank)
                     whole.Free()
                 ranks = self._over(comm).gather(np.array([self.rank], dtype=np.int64))[:, 0]
                 self._node = Node(comm, tuple(int(r) for r in ranks))
@@ -244,6 +245,14 @@ class Group(Agreement):
             node = self.node
             self._machine = find_machine(self, node, None if node.comm is None else self._over(node.comm))
         return self._machine
+
+    @property
+    def bundle_comm(self) -> Any:
+        """A second duplicate, for the bundles of an exchange with relays. Collective the first time."""
+        if self._bundle_comm is None and self.comm is not None:
+            self.gather_int(0)  # the next call spins without a timeout: make it only when all ranks are there
+            self._bundle_comm = self.comm.Dup()
+        return self._bundle_comm
 
     def shared_memory(self, nbytes: int) -> dict[int, Segment]:
         """Shared memory of every rank on this machine, by rank, at least `nbytes` each; empty if memory cannot be shared.
@@ -265,6 +274,8 @@ class Group(Agreement):
             return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:
             self._node.comm.Free()
+        if self._bundle_comm is not None:
+            self._bundle_comm.Free()
         if self.comm is not None:
             self.comm.Free()
 

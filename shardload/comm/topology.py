@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives
 from shardload.system.spare_memory import limit_nbytes
 
-__all__ = ["UNKNOWN_NBYTES", "Machine", "Node", "find_machine", "pretended_ranks_per_node"]
+__all__ = ["UNKNOWN_NBYTES", "Machine", "Node", "find_machine", "pretended_node"]
 
 UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 
@@ -48,16 +49,37 @@ class Machine:
     n_cores: int
     memory_nbytes: int = field(default=UNKNOWN_NBYTES, compare=False)
 
-    @property
+    @cached_property
     def ranks_per_node(self) -> int:
         """Number of ranks on the machine that has most."""
         return max(Counter(self.leaders).values())
 
+    @cached_property
+    def n_nodes(self) -> int:
+        """Number of machines."""
+        return len(set(self.leaders))
 
-def pretended_ranks_per_node() -> int:
-    """SHARDLOAD_RANKS_PER_NODE: the number of ranks to treat as one machine, to measure or test traffic between machines."""
-    text = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "")
-    return int(text) if text.isdigit() else 0
+
+def pretended_node(rank: int) -> int | None:
+    """The machine that a rank is to be treated as being on, to measure or test traffic between machines; None: its own.
+
+    From SHARDLOAD_RANKS_PER_NODE: the number of consecutive ranks of one machine, or for each rank the number of its machine.
+
+    >>> os.environ["SHARDLOAD_RANKS_PER_NODE"] = "2"
+    >>> [pretended_node(rank) for rank in range(4)]
+    [0, 0, 1, 1]
+    >>> os.environ["SHARDLOAD_RANKS_PER_NODE"] = "0,1,0,1"
+    >>> [pretended_node(rank) for rank in range(4)]
+    [0, 1, 0, 1]
+    >>> del os.environ["SHARDLOAD_RANKS_PER_NODE"]
+    """
+    given = os.environ.get("SHARDLOAD_RANKS_PER_NODE", "").split(",")
+    if not all(one.isdigit() for one in given):
+        return None
+    numbers = [int(one) for one in given]
+    if len(numbers) == 1:
+        return rank // numbers[0] if numbers[0] else None
+    return numbers[rank] if rank < len(numbers) else None
 
 
 def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> Machine:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -47,6 +47,7 @@ __all__ = [
     "nbytes_of",
     "read_at",
     "read_by_chunks",
+    "read_whole",
     "refusal",
     "settle_bools",
     "some",
@@ -114,22 +115,40 @@ class ArrayInfo:
     packing: Packing = field(default_factory=dict)
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)
 
-    def to_json(self) -> str:
-        """As text, for another rank. Names that nobody has looked at are not read for that."""
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types, for another rank. Names that nobody has looked at are not read for that."""
         # Not `asdict`: it copies all values, and small loads call this often.
         known = None if isinstance(self.labels, OnDemand) else self.labels
-        mappings = {"attributes": dict(self.attributes), "packing": dict(self.packing), "labels": to_plain(known)}
-        return json.dumps({f.name: getattr(self, f.name) for f in fields(self)} | mappings)
+        return {
+            **vars(self),
+            "attributes": dict(self.attributes),
+            "packing": dict(self.packing),
+            "labels": None if known is None else to_plain(known),
+        }
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> ArrayInfo:
+        """The inverse of `to_dict`, also after JSON made lists of its tuples."""
+        chunks, shards, labels = found["chunks"], found["shards"], found["labels"]
+        shape = tuple(found["shape"])
+        return cls(
+            **{
+                **found,
+                "shape": shape,
+                "chunks": None if chunks is None else tuple(chunks),
+                "shards": None if shards is None else tuple(shards),
+                "labels": None if labels is None else from_plain(labels, len(shape)),
+            }
+        )
+
+    def to_json(self) -> str:
+        """`to_dict` as text."""
+        return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> ArrayInfo:
         """The inverse of `to_json`."""
-        found = json.loads(text)
-        for name in ("shape", "chunks", "shards"):
-            found[name] = None if found[name] is None else tuple(found[name])
-        if found["labels"] is not None:
-            found["labels"] = from_plain(found["labels"], len(found["shape"]))
-        return cls(**found)
+        return cls.from_dict(json.loads(text))
 
     @property
     def dims(self) -> tuple[str | None, ...]:
@@ -411,6 +430,37 @@ def read_by_chunks(
             part: Any = (*common.slices(start), ...)
             out[into] = whole[part]
     return missing
+
+
+def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
+
+    False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
+    is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
+
+    >>> read_whole(None, (2,), np.empty(4))
+    False
+    """
+    if not isinstance(reader, BatchReader):
+        return False
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    stored = reader.fetch_many([range(n) for n in counts])
+    if stored is None or any(one is None for one in stored):
+        return False
+    if out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:]):  # they lie as in `out`
+        reader.decode_many(stored, out.reshape(-1, *chunk_shape))
+        return True
+    chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
+    reader.decode_many(stored, chunks)
+    ndim = len(counts)
+    order = [axis for k in range(ndim) for axis in (k, ndim + k)]  # the chunks along an axis, then the elements of a chunk
+    padded = (
+        chunks.reshape((*counts, *chunk_shape))
+        .transpose(order)
+        .reshape([n * c for n, c in zip(counts, chunk_shape, strict=True)])
+    )
+    np.copyto(out, padded[tuple(map(slice, out.shape))])
+    return True
 
 
 def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Iterator[Region]:

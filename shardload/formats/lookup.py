@@ -23,7 +23,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, refusal
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, refusal
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -59,6 +59,7 @@ __all__ = [
 State = tuple[int, ...] | None
 
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
+_WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
@@ -466,10 +467,15 @@ def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
 
 def _values_of(source: Source) -> memoryview | None:
     """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
-    before, whole = source.state(), Region.whole(source.info.shape)
-    values = np.empty(whole.shape, dtype=source.dtype)
-    source.read_into(whole, values)
-    return None if source.missing(whole) or source.state() != before else values.reshape(-1).view(np.uint8).data
+    before, info = source.state(), source.info
+    whole, values = Region.whole(info.shape), np.empty(info.shape, dtype=source.dtype)
+    # Chunks that are not encoded go through HDF5 as fast; a batch of them needs a second buffer.
+    has_many = info.chunks is not None and info.codec != "none" and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
+    if not (has_many and read_whole(source.chunk_reader(), info.chunks or (), values)):
+        source.read_into(whole, values)
+        if source.missing(whole):
+            return None
+    return None if source.state() != before else values.reshape(-1).view(np.uint8).data
 
 
 class Finder:

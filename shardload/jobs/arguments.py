@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -27,8 +28,8 @@ from shardload.formats.memory import MemorySource
 from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.consistency import State, check_unchanged
 from shardload.jobs.machine_file import machine_for
-from shardload.jobs.planner import staging_together
-from shardload.jobs.request import Call, Memo, Request, Target, plan_file, plan_memory, targets_of
+from shardload.jobs.planner import read_in_turn, staging_together
+from shardload.jobs.request import Call, Memo, Planned, Request, Target, for_each_kind, plan_file, plan_memory, targets_of
 from shardload.jobs.trees import (
     ArrayTree,
     Place,
@@ -45,6 +46,7 @@ from shardload.options import AUTO, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
+from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.messages import sendable
 
 _SEARCHED_NBYTES = 1 << 24  # of a coordinate in which a selection is searched
@@ -104,8 +106,10 @@ class Arguments:
         """Values for the arrays, in the structure that the caller asked for."""
         return self.tree.build(values)
 
-    def find(self, calls: list[Call], values: bool = True) -> bytes:
-        """The metadata of all arrays, and the values of small ones if `readers` is "auto". Runs on one rank.
+    def find(self, calls: list[Call], values: bool = True) -> list[bytes | memoryview]:
+        """The metadata of all arrays, and the values of small ones if `readers` is "auto", as parts of one message.
+
+        Runs on one rank.
 
         With names of axes and coordinates if a selection may name them.
         """
@@ -121,7 +125,7 @@ class Arguments:
         """The option as the caller passed it."""
         return None if self._given is None else self._given[2].get("select")
 
-    def _find_all(self, calls: list[Call], values: bool, label: Label) -> bytes:
+    def _find_all(self, calls: list[Call], values: bool, label: Label) -> list[bytes | memoryview]:
         options, tuning = calls[0].options, calls[0].tuning
         if calls[0].is_alone:  # there is no other rank that would have to open the file
             tuning = replace(tuning, small_nbytes=min(tuning.small_nbytes, tuning.tiny_nbytes))
@@ -134,13 +138,15 @@ class Arguments:
                 with naming_errors(target.where):
                     if not place.is_pattern:
                         info, of_array = finder.find(place.path, place.dataset, bool(call.options.decode))
-                        found.append(sent.add(label(place.path, info), of_array, finder.state_of(place.path)))
+                        found.append(sent.add(label(place.path, info), of_array, partial(finder.state_of, place.path)))
                         continue
                     infos, left_out = finder.find_below(place.path, place.group)
                 found.append(
                     {
-                        "all": [sent.add(label(place.path, info), one, finder.state_of(place.path)) for info, one in infos],
-                        "left_out": [info.to_json() for info in left_out],
+                        "all": [
+                            sent.add(label(place.path, info), one, partial(finder.state_of, place.path)) for info, one in infos
+                        ],
+                        "left_out": [info.to_dict() for info in left_out],
                     }
                 )
             for path, before, now in finder.states():  # else the small arrays could be of different versions of the file
@@ -160,28 +166,32 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if figures is not None:
             machine = Machine.from_table(figures, "rank 0's")
-            calls = [replace(call, machine=machine) for call in calls]
+            calls = for_each_kind(calls, lambda call: replace(call, machine=machine))
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
-            self._refuse_ambiguous([ArrayInfo.from_json(one[0]) for one in found])
+            self._refuse_ambiguous([ArrayInfo.from_dict(one[0]) for one in found])
         tuning = calls[0].tuning.for_many(len(calls))
+        calls, planned = for_each_kind(calls, lambda call: replace(call, tuning=tuning)), Planned()
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:
-                with naming_errors(target.where):
-                    planned = _plan_found(replace(call, tuning=tuning), place.path, one, values)
-                    loads.append(replace(planned, where=target.where))
-            except ConfigError as error:
-                self._explain(error, k, [ArrayInfo.from_json(other[0]) for other in found])
-                raise
-        return _share_staging(calls[0], loads) if len(loads) > 1 else loads
+                loads.append(_plan_found(call, place.path, one, values, target.where, planned))
+            except Exception as error:
+                let_interruption_pass(error)
+                named = in_array(target.where, error)
+                if isinstance(named, ConfigError):
+                    self._explain(named, k, [ArrayInfo.from_dict(other[0]) for other in found])
+                if named is error:
+                    raise
+                raise named from error
+        return _share_staging(calls[0], _in_turn(calls[0], loads)) if len(loads) > 1 else loads
 
     def _grow(self, request: Request, calls: list[Call], found: list[Any]) -> tuple[list[Call], list[Any]]:
         """Replace the patterns by the arrays that were found."""
         patterns = {k: one for k, one in enumerate(found) if isinstance(one, dict)}
-        flat = {k: [(ArrayInfo.from_json(one[0]), one) for one in of["all"]] for k, of in patterns.items()}
-        self.left_out = [ArrayInfo.from_json(one) for of in patterns.values() for one in of["left_out"]]
+        flat = {k: [(ArrayInfo.from_dict(one[0]), one) for one in of["all"]] for k, of in patterns.items()}
+        self.left_out = [ArrayInfo.from_dict(one) for of in patterns.values() for one in of["left_out"]]
         grown = self.tree.grow({k: [info.dataset for info, _ in pairs] for k, pairs in flat.items()})
         by_name = {(id(self.tree.places[k]), info.dataset): (info, one) for k, pairs in flat.items() for info, one in pairs}
         kept = {id(place): k for k, place in enumerate(self.tree.places)}
@@ -236,6 +246,16 @@ class Arguments:
             )
 
 
+def _in_turn(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
+    """The same loads; each of many small arrays is read by one rank."""
+    kinds = read_in_turn(call.ask(), [one.kind for one in loads]) if call.group is not None and call.group.size > 1 else []
+    return (
+        [one if kind is one.kind else replace(one, kind=kind) for one, kind in zip(loads, kinds, strict=True)]
+        if kinds
+        else loads
+    )
+
+
 def _share_staging(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
     """The same loads under one staging cap, which is that of the array that needs most.
 
@@ -250,7 +270,7 @@ def _share_staging(call: Call, loads: list[ArrayLoad]) -> list[ArrayLoad]:
 
     staging = max(one.options.staging_nbytes for one in loads)
     staging = staging_together(list({id(one.layout): one.layout for one in loads}.values()), staging, most_nbytes)
-    return [one.with_staging(staging) for one in loads]
+    return [one if one.options.staging_nbytes == staging else one.with_staging(staging) for one in loads]
 
 
 def _fits(target: Target, info: ArrayInfo, with_padding: bool) -> bool:
@@ -282,23 +302,23 @@ class _Values:
         self._n = 0
         self._stated: set[str] = set()
 
-    def add(self, info: ArrayInfo, values: bytes | memoryview | None, state: State = None) -> list[Any]:
+    def add(self, info: ArrayInfo, values: bytes | memoryview | None, state: Callable[[], State]) -> list[Any]:
         """What the text says of an array: its metadata, and where its values begin (None: they are not sent).
 
         With the first values of each file, also the state of the file in which they were read.
         """
         if values is None:
-            return [info.to_json(), None, None]
+            return [info.to_dict(), None, None]
         start, self._n = self._n, self._n + len(values)
         self._parts.append(values)
         is_first = info.path not in self._stated
         self._stated.add(info.path)
-        return [info.to_json(), start, state if is_first else None]
+        return [info.to_dict(), start, state() if is_first else None]
 
-    def join(self, found: list[Any], figures: Any) -> bytes:
-        """The message. `figures` are those of the machine."""
+    def join(self, found: list[Any], figures: Any) -> list[bytes | memoryview]:
+        """The message, in parts. `figures` are those of the machine."""
         text = json.dumps([found, figures]).encode()
-        return b"".join([len(text).to_bytes(8, "little"), text, *self._parts])
+        return [len(text).to_bytes(8, "little"), text, *self._parts]
 
     @staticmethod
     def split(told: bytes) -> tuple[list[Any], memoryview, Any]:
@@ -327,13 +347,15 @@ def _as_it_is(path: Any, info: ArrayInfo) -> ArrayInfo:
     return info
 
 
-def _plan_found(call: Call, path: Any, found: list[Any], values: memoryview) -> ArrayLoad:
-    text, start, state = found
-    info = ArrayInfo.from_json(text)
+def _plan_found(
+    call: Call, path: Any, found: list[Any], values: memoryview, where: str = "", planned: Planned | None = None
+) -> ArrayLoad:
+    told, start, state = found
+    info = ArrayInfo.from_dict(told)
     if start is None:
-        return plan_file(call, info, path)
+        return plan_file(call, info, path, None, where, planned)
     array = np.frombuffer(values, dtype=info.dtype, count=math.prod(info.shape), offset=start).reshape(info.shape)
-    return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path)
+    return plan_file(call, info, MemorySource(array, info, None if state is None else tuple(state)), path, where, planned)
 
 
 class ToVerify(Arguments):

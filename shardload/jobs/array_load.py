@@ -32,8 +32,9 @@ from shardload.jobs.consistency import State, check_same_file, check_unchanged, 
 from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.report import Phase
 from shardload.jobs.trees import in_array, naming_errors
-from shardload.options import Options, fill_value, pad_value
+from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
+from shardload.planning.hops import MESSAGES, Hops
 from shardload.planning.tuning import Tuning
 from shardload.transfer.allocator import empty_pieces
 from shardload.transfer.buffers import Piece, fill_padding
@@ -57,8 +58,10 @@ class ArrayLoad:
 
     Attributes
     ----------
-    plan : Plan
-        Its plan.
+    kind : Plan
+        Its plan, but for `info`: arrays of the same kind share it.
+    info : ArrayInfo
+        Metadata of the array in its file.
     options : Options
         Its options.
     handle : object
@@ -69,16 +72,17 @@ class ArrayLoad:
         Which array of a tree it is, for messages: ``"array ['gas']"``; empty if it is the only one.
     """
 
-    plan: Plan
+    kind: Plan
+    info: ArrayInfo
     options: Options
     handle: Any
     origin: Any = None
     where: str = ""
 
     @property
-    def info(self) -> ArrayInfo:
-        """Metadata of the array in its file."""
-        return self.plan.info
+    def plan(self) -> Plan:
+        """Its plan."""
+        return replace(self.kind, info=self.info)
 
     @property
     def name(self) -> str:
@@ -88,7 +92,7 @@ class ArrayLoad:
     @property
     def layout(self) -> Layout:
         """How it lies in its file and over the ranks."""
-        return self.plan._layout
+        return self.kind._layout
 
     @property
     def is_open(self) -> bool:
@@ -112,8 +116,8 @@ class ArrayLoad:
         """The same load under another staging cap."""
         if nbytes == self.options.staging_nbytes:
             return self
-        plan = replace(self.plan, staging_nbytes=nbytes, staging_is_raised=True)
-        return replace(self, plan=plan, options=replace(self.options, staging=nbytes))
+        kind = replace(self.kind, staging_nbytes=nbytes, staging_is_raised=True)
+        return replace(self, kind=kind, options=replace(self.options, staging=nbytes))
 
     def contents(self) -> State:
         """A fingerprint of the open array, to compare with those of the other ranks."""
@@ -262,25 +266,28 @@ class OwnArray:
             self._state = self._source.state()
         self.contents = self.load.contents() if self.load.is_open else self._state
 
-    def make_room(self) -> None:
-        """Allocate the pieces and fill their padding. The exchange writes the rest."""
-        layout, dtype = self.load.layout, self.load.plan.dtype
-        shards = layout.schedule.shards
-        numbers = list(shards.shards_of(self.rank))
-        regions = [shards.region(shard) for shard in numbers]
-        for shard, region, data in zip(numbers, regions, empty_pieces([r.shape for r in regions], dtype), strict=True):
+    @property
+    def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
+        """The shapes of the pieces, and their dtype."""
+        return self.load.layout.share(self.rank).shapes, self.load.kind.dtype
+
+    def make_room(self, room: list[np.ndarray[Any, Any]] | None = None) -> None:
+        """Allocate the pieces, or take them from `room`, and fill their padding. The exchange writes the rest."""
+        layout, kind = self.load.layout, self.load.kind
+        dtype, shards, share = kind.dtype, layout.schedule.shards, layout.share(self.rank)
+        room = empty_pieces(share.shapes, dtype) if room is None else room
+        for shard, region, data in zip(share.numbers, share.regions, room, strict=True):
             self.shards[shard] = Piece(region, data)
         if isinstance(shards, HaloShards):
-            self._halos = HaloPieces(shards, self.load.plan.shape, self.shards, self.rank)
+            self._halos = HaloPieces(shards, kind.shape, self.shards, self.rank)
             self._halos.fill(partial(fill_value, self.load.options.pad, dtype))
             self.pieces = self._halos.sections
         else:
             self.pieces = self.shards
-            for shard, piece in self.shards.items():
-                held = layout.schedule.true_region(shard)
-                if held != piece.region:
-                    fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
-        self._early = EarlyPieces(self.load.plan.shape_global, self.load.plan.sharding)
+            for shard in share.padded:
+                piece, held = self.shards[shard], layout.schedule.true_region(shard)
+                fill_padding(piece, held, pad_value(self.load.options.pad, dtype) if piece.region.size else 0)
+        self._early = EarlyPieces(kind.shape_global, kind.sharding)
 
     def make_reader(self, opened: ExitStack, resources: Resources, tuning: Tuning) -> None:
         """Make the reader of this rank's blocks. `opened` waits for the reads that it has begun."""
@@ -317,9 +324,13 @@ class OwnArray:
         """Bytes of this rank's pieces."""
         return sum(piece.data.nbytes for piece in self.shards.values())
 
-    def move(self, seed: int, is_named: bool) -> ArrayMove:
-        """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays."""
-        flow, dtype = BlocksToPieces(self.load.layout.schedule), self.load.plan.dtype
+    def move(self, seed: int, is_named: bool, hops: Hops | None = None) -> ArrayMove:
+        """The task of the exchange for this array; `is_named` if errors must name it, because there are other arrays.
+
+        `hops`: the relays of the job, for arrays whose plan has some.
+        """
+        layout, dtype = self.load.layout, self.load.kind.dtype
+        flow = BlocksToPieces(layout.schedule, None if layout.way == MESSAGES else hops)
         name = self.load.name if is_named else ""
         return ArrayMove(flow, self.reader, self.pieces, dtype, self._start_early, seed, name, self.load.named)
 
@@ -330,15 +341,15 @@ class OwnArray:
             return
         started = time.perf_counter()
         for shard, piece in self.pieces.items():
-            region = layout.schedule.true_region(shard)
-            if region is not None and region.size:
-                place, target = layout.source.selection.to_file(region), piece.view(region)
-                view = source.view(place)
-                values = source.plain(place) if view is None else view
-                np.copyto(target, values.reshape(region.shape), casting="no")
+            cut = layout.cut(shard)
+            if cut is not None:
+                target = piece.view(cut.region)
+                view = source.view(cut.place)
+                values = source.plain(cut.place) if view is None else view
+                np.copyto(target, values.reshape(cut.region.shape), casting="no")
                 settle_bools(target)
                 self._filled.nbytes_read += target.nbytes
-                self._filled.chunks_decoded += layout.source.has_chunks and layout.source.chunks.n_meeting(region)
+                self._filled.chunks_decoded += cut.n_chunks
             self._start_early(piece)
         self._filled.read_seconds += time.perf_counter() - started
 
@@ -354,9 +365,9 @@ class OwnArray:
         if self._halos is not None:
             self._halos.finish()
         held = ((p.region, p.data) for p in self.shards.values())
-        plan = self.load.plan
-        self.array = assemble(plan.shape_global, plan.sharding, plan.dtype, held, self._early)
-        remember(self.array, plan.extent)
+        kind = self.load.kind
+        self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)
+        remember(self.array, self.load.layout.extent)
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:
@@ -367,6 +378,9 @@ class OwnArray:
 
     def verify(self, sources: OpenSources | None) -> None:
         """Verify what the devices of this process hold, at the level that the caller asked for. `sources` opens the files."""
+        if self.load.options.verify == INDEX:  # `assemble` has compared each shard
+            self.checked = Found(n_shards=len(self.load.kind.sharding.addressable_devices))
+            return
         held = {piece.region: piece.data for piece in self.shards.values()}
         self.checked = self.load.verifier(sources=sources).check(self.array, self.rank, held)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from shardload.errors import printable
+from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
 from shardload.units import format_nbytes
@@ -18,6 +19,7 @@ __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_p
 if TYPE_CHECKING:
     from shardload.jobs.plan import Plan
 
+_WAYS = {MESSAGES: "part by part", NODES: "in bundles to a relay on each node", TWO_HOPS: "in bundles over two hops"}
 _MOST_ON_A_NODE = 64  # ranks; more of them are on several nodes, whatever a plan without a machine assumes
 _WIDE = 60  # from this width on, names have a column of their own
 
@@ -87,6 +89,9 @@ def _facts(plan: Plan) -> dict[str, str]:
         + (f", because of chunks of {format_nbytes(nbytes_chunk)}" if plan.staging_is_raised else ""),
         "taken": f"{plan.readers}: {plan.why}",
     }
+    cost = plan.costs[plan.readers]
+    if cost.way_why and (cost.way != MESSAGES or plan.machine.has_limits):
+        facts["sent"] = f"between nodes {_WAYS[cost.way]}: {cost.way_why}"
     machine = _machine_text(plan)
     return facts | ({"machine": machine} if machine else {})
 
@@ -147,6 +152,8 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
         "peak host": [format_nbytes(c.peak_nbytes) for c in costs],
         "est. seconds": [f"{c.seconds:.2g}" for c in costs],
     }
+    if plan.machine.has_limits or any(c.way != MESSAGES for c in costs):
+        rows |= {"partners": [f"{c.partners:,}" if c.partners else "-" for c in costs]}
     if plan.machine.has_limits:
         rows |= {"slowest": [c.limit or "-" for c in costs]}
     if plan.machine.has_file_system:
@@ -198,5 +205,5 @@ def describe_job(made: Plan) -> str:
     return (
         f"{made.readers} of {made.shape} {made.dtype} as {made.shape_global}, blocks {p.blocks}, {p.strategy} of "
         f"{p.n_ranks} ranks, shards {p.shards.cuts} on ranks {p.shards.table.describe()}"
-        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}"
+        f"{', halo ' + p.shards.halo_text if p.shards.halo_text else ''}{'' if made.way == MESSAGES else ', by ' + made.way}"
     )

@@ -26,26 +26,29 @@ import jax
 import numpy as np
 
 from shardload.arrays.verification import Found, VerifyReport, agree_all
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.group import Group, Invocation, compact, group_of
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
 from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
-from shardload.jobs.plan import Plan
+from shardload.jobs.plan import Layout, Plan
 from shardload.jobs.progress import progress_of
 from shardload.jobs.report import ArrayReport, LoadReport, Phase, join_proven, make_report
 from shardload.jobs.trees import keys_text
-from shardload.options import Options
+from shardload.options import FILE, FULL, Options
 from shardload.planning.blocks import aligned
-from shardload.planning.staging import Staging, plan_staging
+from shardload.planning.hops import MESSAGES, WAYS, Hops, least_bundle_nbytes, node_map
+from shardload.planning.staging import BundleStaging, Staging, least_together, plan_bundles, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
 from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.transfer.allocator import empty_pieces_of_many
 from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
+from shardload.transfer.relay import N_HOPS, RelayBuffers
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
 
@@ -88,7 +91,7 @@ class Execution:
 
     def __call__(self, plan: Plan) -> tuple[jax.Array, LoadReport]:
         """Agree that all ranks execute the same plan, then load. Collective."""
-        loaded = _execute(self.comm, [ArrayLoad(plan, self.options, self.handle)], self.agreed, self.tuning)
+        loaded = _execute(self.comm, [ArrayLoad(plan, plan.info, self.options, self.handle)], self.agreed, self.tuning)
         return loaded.arrays[0], loaded.report
 
 
@@ -103,7 +106,7 @@ class ExecutionOfMany:
 
     def __call__(self, plans: Sequence[Plan]) -> tuple[list[jax.Array], LoadReport]:
         """Agree that all ranks execute the same plan, then load. Collective."""
-        loads = [replace(load, plan=plan) for load, plan in zip(self.loads, plans, strict=True)]
+        loads = [replace(load, kind=plan, info=plan.info) for load, plan in zip(self.loads, plans, strict=True)]
         loaded = _execute(self.comm, loads, self.agreed, self.tuning)
         return loaded.arrays, loaded.report
 
@@ -174,6 +177,33 @@ class Outcome:
         return self.error is None and all(own.array is not None for own in self.arrays)
 
 
+def _each(arrays: Sequence[OwnArray], do: Callable[[OwnArray], None]) -> None:
+    """Do something for each array. An error names its array, as in `ArrayLoad.naming_errors`, which costs each a context."""
+    if not arrays[0].load.where:  # the only one
+        for own in arrays:
+            do(own)
+        return
+    at = arrays[0]
+    try:
+        for at in arrays:
+            do(at)
+    except StallError:
+        raise
+    except Exception as error:
+        let_interruption_pass(error)
+        with at.load.naming_errors():
+            raise
+
+
+def _make_room(arrays: Sequence[OwnArray]) -> None:
+    """Allocate the pieces of all arrays, at once if there are several: the memory of an earlier load is then used again."""
+    if len(arrays) == 1:
+        _each(arrays, OwnArray.make_room)
+        return
+    rooms = iter(empty_pieces_of_many([own.wanted for own in arrays]))
+    _each(arrays, lambda own: own.make_room(next(rooms)))
+
+
 class Job:
     """The arrays that one call loads. Every method is collective, inside a call that all ranks make.
 
@@ -195,6 +225,7 @@ class Job:
         more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
         self.name = f"{loads[0].info}{more}"
         self.is_tree = any(load.where for load in loads)
+        self._bundle_comm: Any = None
 
     def begin(self) -> None:
         """Tell the watchdog that this job has begun."""
@@ -214,17 +245,17 @@ class Job:
         sources = OpenSources([], ExitStack())  # these sources need no file
         self.group.watch.enter("assemble")
         with mine.keeping_errors(), ExitStack() as opened:
-            for own in mine.arrays:
-                with own.load.naming_errors():
-                    own.open(sources)
-                    own.make_room()
+            _each(mine.arrays, lambda own: own.open(sources))
+            _make_room(mine.arrays)
             total = sum(own.nbytes for own in mine.arrays)
             advance = opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
-            for own in mine.arrays:
-                with own.load.naming_errors():
-                    own.fill()
-                    own.assemble()
+
+            def fill(own: OwnArray) -> None:
+                own.fill()
+                own.assemble()
                 advance(own.nbytes)
+
+            _each(mine.arrays, fill)
         self._verify(mine)
         return mine
 
@@ -243,16 +274,16 @@ class Job:
         if mine.is_loaded:
             self.group.watch.enter("verify")
             with mine.keeping_errors(), ExitStack() as opened:
-                sources = OpenSources([own.load for own in mine.arrays], opened) if len(mine.arrays) > 1 else None
-                for own in mine.arrays:
-                    with own.load.naming_errors():
-                        own.verify(sources)
+                is_read = len(mine.arrays) > 1 and self._options.verify in (FILE, FULL)
+                sources = OpenSources([own.load for own in mine.arrays], opened) if is_read else None
+                _each(mine.arrays, lambda own: own.verify(sources))
 
     def run(self, started: float | None = None) -> Loaded:
         """Load the arrays. The report counts seconds from `started`, a value of `time.perf_counter`."""
         started = time.perf_counter() if started is None else started
         tags = self.group.next_tags()  # counted on every rank, also on one that fails before it exchanges anything
-        segments = self.group.shared_memory(self._slots_nbytes) if self._shares else {}
+        segments = self.group.shared_memory(self._slots_nbytes + self._bundles_nbytes) if self._shares else {}
+        self._bundle_comm = self.group.bundle_comm if self.hops is not None else None
         mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
         self._do_own(mine, tags, segments)
         self._verify(mine)
@@ -285,7 +316,7 @@ class Job:
         counts = group.agree(error, [number for one in found for number in one.counts])
         n_each = len(counts) // len(found)
         sums_of = [counts[k * n_each : (k + 1) * n_each] for k in range(len(found))]
-        proven = agree_all(group, [load.verifier(seed) for load in self.loads], found, sums_of)
+        proven = agree_all(group, self._options.verify, lambda: [load.verifier(seed) for load in self.loads], found, sums_of)
         group.watch.close()
         return proven
 
@@ -297,13 +328,46 @@ class Job:
     # --- what this rank does
 
     @cached_property
+    def _layouts(self) -> list[Layout]:
+        return list({id(load.layout): load.layout for load in self.loads}.values())  # many arrays share theirs
+
+    @cached_property
     def staging(self) -> Staging:
         """How all arrays together use the memory under the cap."""
-        layouts = list({id(load.layout): load.layout for load in self.loads}.values())  # many arrays share theirs
+        layouts, cap_nbytes = self._layouts, self._options.staging_nbytes
         if len(layouts) == 1:
-            return layouts[0].staging(self._options.staging_nbytes)
+            return layouts[0].staging(cap_nbytes)
         n_threads = max(layout.n_threads for layout in layouts)
-        return plan_staging([(made.schedule, made.source) for made in layouts], self._options.staging_nbytes, n_threads)
+        left = cap_nbytes - (0 if self.bundles is None else self.bundles.nbytes)
+        return plan_staging([(made.schedule, made.source) for made in layouts], left, n_threads)
+
+    @cached_property
+    def bundles(self) -> BundleStaging | None:
+        """Memory for bundles that all arrays share; None if none has relays."""
+        layouts, cap_nbytes = self._layouts, self._options.staging_nbytes
+        relayed = [layout for layout in layouts if layout.way != MESSAGES]
+        if len(layouts) == 1 or not relayed:
+            return layouts[0].bundles(cap_nbytes)
+        largest = max(layout.schedule.max_part_nbytes for layout in relayed)
+        partners = next(layout.n_partners for layout in relayed if layout.way == self._way)
+        found = plan_bundles(least_bundle_nbytes(largest), cap_nbytes, partners)
+        needed = least_together([(made.schedule, made.source) for made in layouts])
+        return None if found is None or needed > cap_nbytes - found.nbytes else found
+
+    @property
+    def _way(self) -> str:
+        """How parts go to other nodes. All arrays with relays have the same ones."""
+        return max((layout.way for layout in self._layouts), key=WAYS.index)
+
+    @cached_property
+    def hops(self) -> Hops | None:
+        """The relays; None if there are none."""
+        return None if self.bundles is None else Hops.of(node_map(self.group.machine.leaders), self._way)
+
+    @property
+    def _bundles_nbytes(self) -> int:
+        """Bytes of shared memory for bundles that come to this rank."""
+        return 0 if self.bundles is None else self.bundles.shared_nbytes
 
     @property
     def _is_direct(self) -> bool:
@@ -313,6 +377,8 @@ class Job:
     @property
     def _shares(self) -> bool:
         """True if the ranks of a machine pass blocks in shared memory."""
+        if self.bundles is not None:
+            return True
         least = self.tuning.worth_sharing_nbytes
         schedules = [load.layout.schedule for load in self.loads]
         return any(not made.is_direct and made.max_block_size * made.itemsize >= least for made in schedules)
@@ -332,7 +398,22 @@ class Job:
             Slots(staging.n_pack, staging.pack_nbytes),
             segments,
             Bell() if segment is None else segment.bell,
+            self._make_relay_buffers(segment),
+            self._bundle_comm,
         )
+
+    def _make_relay_buffers(self, segment: Segment | None) -> RelayBuffers | None:
+        """Buffers for bundles, behind the slots in the shared memory."""
+        bundles = self.bundles
+        if bundles is None:
+            return None
+        n, size = bundles.n_arriving, bundles.arriving_nbytes
+        first, step = self._slots_nbytes, n * aligned(size)
+        arriving = [
+            Slots(n, size, None if segment is None else segment.data[first + k * step : first + (k + 1) * step])
+            for k in range(N_HOPS)
+        ]
+        return RelayBuffers(arriving, [Slots(*one) for one in bundles.leaving])
 
     def _do_own(self, mine: Outcome, tags: tuple[int, int, int], segments: Mapping[int, Segment]) -> None:
         """Open, agree, exchange, assemble, close. What goes wrong is kept: the ranks still have to agree on it."""
@@ -360,19 +441,13 @@ class Job:
         arrays = mine.arrays
         here = {own.load.info.path for own in arrays if own.reads}
         sources = OpenSources([own.load for own in arrays if own.load.info.path in here], opened)
-        for own in arrays:
-            with own.load.naming_errors():
-                own.open(sources)
+        _each(arrays, lambda own: own.open(sources))
         mine.files = sources.states(mine.shared_paths, self.loads)
-        for own in arrays:
-            with own.load.naming_errors():
-                own.make_room()
+        _make_room(arrays)
         resources = opened.enter_context(
             Resources(buffers.slots, buffers.bell, self.staging.n_threads, self.staging.batch_nbytes)
         )
-        for own in arrays:
-            with own.load.naming_errors():
-                own.make_reader(opened, resources, self.tuning)
+        _each(arrays, lambda own: own.make_reader(opened, resources, self.tuning))
         total = sum(own.nbytes for own in arrays)
         return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
 
@@ -380,20 +455,16 @@ class Job:
         self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
     ) -> None:
         """Read and exchange all arrays, and hand them to JAX."""
-        seed = crc32(json.dumps([*self._agreed.items(), *tags]).encode())
-        moves = [own.move(seed, is_named=len(mine.arrays) > 1) for own in mine.arrays]
+        seed = crc32(json.dumps([compact(self._agreed), *tags]).encode())
+        moves = [own.move(seed, is_named=len(mine.arrays) > 1, hops=self.hops) for own in mine.arrays]
         failed, mine.moved = exchange(
             self.group, moves, buffers, tags=tags, checksums=self._options.checksums, on_progress=on_progress
         )
         if failed is not None:
             raise failed
         self.group.watch.enter("assemble")
-        for own in mine.arrays:
-            with own.load.naming_errors():
-                own.assemble()
-        for own in mine.arrays:
-            with own.load.naming_errors():
-                own.check_unchanged()
+        _each(mine.arrays, OwnArray.assemble)
+        _each(mine.arrays, OwnArray.check_unchanged)
 
     # --- what all ranks do together
 
@@ -406,18 +477,21 @@ class Job:
         n_files = len(mine.shared_paths) * N_SUMS
         of_files, sums = sums[len(sums) - n_files :], sums[: len(sums) - n_files]
         n_each = len(sums) // len(mine.arrays)
-        n_missing, verified, costs = [], [], []
-        for k, own in enumerate(mine.arrays):
-            n, n_decoded, n_read, *of_array = sums[k * n_each : (k + 1) * n_each]
-            n_missing.append(n)
-            costs.append((n_decoded, n_read))
-            load = own.load
-            check_same(load.name, of_array[:N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
-            verified.append(of_array[N_SUMS:])
+        of_arrays = [sums[k * n_each : (k + 1) * n_each] for k in range(len(mine.arrays))]
+        n_missing, costs = [one[0] for one in of_arrays], [(one[1], one[2]) for one in of_arrays]
+        verified = [one[3 + N_SUMS :] for one in of_arrays]
+        for own, one in zip(mine.arrays, of_arrays, strict=True):
+            if any(one[3 : 3 + N_SUMS]):  # some rank had the file open
+                load = own.load
+                check_same(load.name, one[3 : 3 + N_SUMS], load.info.path, load.info.dataset, is_open=load.is_open)
         for k, path in enumerate(mine.shared_paths):  # also if each array was read by one rank, but not all by the same
             check_same(f"'{path}'", of_files[k * N_SUMS : (k + 1) * N_SUMS], path, "")
         proven = agree_all(
-            self.group, [own.load.verifier() for own in mine.arrays], [own.checked for own in mine.arrays], verified
+            self.group,
+            self._options.verify,
+            lambda: [own.load.verifier() for own in mine.arrays],
+            [own.checked for own in mine.arrays],
+            verified,
         )
         self._settle_missing(mine.arrays, n_missing)
         self._warn_of_packed()

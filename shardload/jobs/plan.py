@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,10 +25,12 @@ from shardload.jobs.describe import describe_plan, describe_plan_as_html, descri
 from shardload.jobs.picture import draw_shards
 from shardload.jobs.report import LoadReport
 from shardload.planning.cost import Cost
+from shardload.planning.hops import MESSAGES, least_bundle_nbytes
 from shardload.planning.machine import WORKSTATION, Machine
+from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.staging import Staging, plan_staging
+from shardload.planning.staging import BundleStaging, Staging, plan_bundles, plan_staging
 from shardload.planning.traffic import count_held
 from shardload.system.terminal import width_of_prints
 from shardload.values.decoding import Decoding
@@ -37,6 +40,43 @@ __all__ = ["Executor", "Layout", "Plan"]
 _MOST_TOLD = 4096  # devices to name in a picture; for more, JAX's list takes longer than a reader will wait
 
 Executor = Callable[["Plan"], tuple[jax.Array, LoadReport]]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one rank holds of each array of a layout.
+
+    Attributes
+    ----------
+    numbers : list of int
+        Its shards.
+    regions, shapes : list
+        The region of each in the jax.Array, and its shape.
+    padded : list of int
+        Those that have padding, if there is no halo.
+    """
+
+    numbers: list[int]
+    regions: list[Region]
+    shapes: list[tuple[int, ...]]
+    padded: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Which elements of a section are the file's.
+
+    Attributes
+    ----------
+    region, place : Region
+        In the selected array, and in the file's array.
+    n_chunks : int
+        Chunks that they meet; 0 for an array without chunks.
+    """
+
+    region: Region
+    place: Region
+    n_chunks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +91,10 @@ class Layout:
         Which rank reads which block, and which rank needs which part of it.
     decoding : Decoding or None
         How stored numbers become values; None if they are only cast.
+    way : str
+        How parts go to other nodes: one of `planning.hops.WAYS`.
+    n_partners : tuple of int
+        For each hop over relays, to how many ranks a rank sends.
     n_threads : int
         Chunks that a rank may decode at once, if `staging` has room.
     """
@@ -59,7 +103,12 @@ class Layout:
     schedule: Schedule
     n_threads: int = 1
     decoding: Decoding | None = None
-    _staging: dict[int, Staging] = field(default_factory=dict, init=False)  # a cache: loads of the same kind share a layout
+    way: str = MESSAGES
+    n_partners: tuple[int, ...] = ()
+    # Caches: loads of the same kind share a layout.
+    _staging: dict[int, Staging] = field(default_factory=dict, init=False)
+    _shares: dict[int, Share] = field(default_factory=dict, init=False)
+    _cuts: dict[int, Cut | None] = field(default_factory=dict, init=False)
 
     def staging(self, cap_nbytes: int) -> Staging:
         """How the memory under a cap is used if this array is loaded alone."""
@@ -67,8 +116,41 @@ class Layout:
             self._staging[cap_nbytes] = self._plan_staging(cap_nbytes)
         return self._staging[cap_nbytes]
 
+    def share(self, rank: int) -> Share:
+        """What one rank holds: this process's own."""
+        if rank not in self._shares:
+            shards = self.schedule.shards
+            regions = {shard: shards.region(shard) for shard in shards.shards_of(rank)}
+            padded = [] if shards.has_halo else [s for s, r in regions.items() if self.schedule.true_region(s) != r]
+            self._shares[rank] = Share(list(regions), list(regions.values()), [r.shape for r in regions.values()], padded)
+        return self._shares[rank]
+
+    def cut(self, section: int) -> Cut | None:
+        """How one of this process's sections is cut out of the array in the file; None if it has none of its elements."""
+        if section not in self._cuts:
+            region, made = self.schedule.true_region(section), None
+            if region is not None and region.size:
+                n_chunks = self.source.chunks.n_meeting(region) if self.source.has_chunks else 0
+                made = Cut(region, self.source.selection.to_file(region), n_chunks)
+            self._cuts[section] = made
+        return self._cuts[section]
+
+    @cached_property
+    def extent(self) -> Extent:
+        """Which elements of the jax.Array are the file's, and which are padding or halo."""
+        shards = self.schedule.shards
+        return Extent(self.schedule.blocks.shape, shards.shape_global, shards.cuts, shards.halo_widths)
+
     def _plan_staging(self, cap_nbytes: int) -> Staging:
-        return plan_staging([(self.schedule, self.source)], cap_nbytes, self.n_threads)
+        bundles = self.bundles(cap_nbytes)
+        left = cap_nbytes - (0 if bundles is None else bundles.nbytes)
+        return plan_staging([(self.schedule, self.source)], left, self.n_threads)
+
+    def bundles(self, cap_nbytes: int) -> BundleStaging | None:
+        """Memory for bundles under a cap; None without relays."""
+        if self.way == MESSAGES:
+            return None
+        return plan_bundles(least_bundle_nbytes(self.schedule.max_part_nbytes), cap_nbytes, self.n_partners)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -162,9 +244,14 @@ class Plan:
         return self._layout.schedule
 
     @property
+    def way(self) -> str:
+        """How parts go to other nodes: ``"messages"``, or over relays, ``"nodes"`` or ``"two hops"``."""
+        return self._layout.way
+
+    @property
     def extent(self) -> Extent:
         """Which elements of the jax.Array are the file's, and which are padding or halo."""
-        return Extent(self.shape, self.shape_global, self.schedule.shards.cuts, self.halo)
+        return self._layout.extent
 
     @property
     def halo(self) -> tuple[int, ...]:

@@ -26,27 +26,30 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
+from shardload.planning.blocks import BLOCKS_PER_OWNER
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
+from shardload.planning.hops import MESSAGES, WAYS, n_partners
 from shardload.planning.limits import Stored
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text
+from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import ample_staging, least_staging, least_together
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Root
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Alone, Parallel, Root
 from shardload.planning.tuning import Tuning
 from shardload.units import format_nbytes
 from shardload.values.decoding import VALID, Decoding, decoding_of
 
-__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "staging_together"]
+__all__ = ["Ask", "Ranks", "plan_array", "plan_scatter", "read_in_turn", "staging_together"]
 
 # Memory of one reading rank, in blocks: three staging buffers, two buffers of packed parts, and about as much again in the
 # threads that decode.
 _BLOCKS_HELD = 7
 _MOST_NBYTES, _MOST_SHARD_NBYTES = 2**63 - 1, 2**56  # NumPy can count the first; processors can address the second
 _SHARE = 4  # of the memory that a process may use: staging="auto" takes one part
+_IN_TURN_NBYTES = 64 << 20  # larger arrays have enough blocks for all readers
 _NO_MPI = "without MPI these processes can send each other nothing"
 
 
@@ -97,7 +100,7 @@ class Ranks:
         """True if all ranks run on one machine; assumed if the machine is not known."""
         if self.machine is None:
             return self.per_node is None or self.per_node >= self.n
-        return len(set(self.machine.leaders)) == 1
+        return self.machine.n_nodes == 1
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,14 @@ class Ask:
             return Nodes(found.ranks_per_node, found.n_cores)
         cores = self.machine.cores_per_node
         return Nodes(self.ranks.per_node, cores)
+
+    @property
+    def n_nodes(self) -> int:
+        """Number of nodes."""
+        found = self.ranks.machine
+        if found is not None:
+            return found.n_nodes
+        return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
 
     @property
     def max_block_nbytes(self) -> int:
@@ -162,7 +173,7 @@ def _with_readers(
 
     def cost(schedule: Schedule) -> Cost:
         layout = Layout(source, schedule, ask.ranks.n_threads)
-        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored)
+        return _cost(layout, nodes, ask.options.staging_nbytes, ask.machine, stored, _ways(ask, layout))
 
     most = source.chunks.n_cells
     numbers = numbers_of_readers(ask.ranks.n, nodes.spread(ask.ranks.n)[0], most)
@@ -217,6 +228,62 @@ def staging_together(layouts: Sequence[Layout], staging_nbytes: int, most_nbytes
             f"{format_nbytes(staging_nbytes)}. Pass staging='{-(-needed // (1 << 20))}MiB' or more, or load them one by one"
         )
     return staging_nbytes
+
+
+def read_in_turn(ask: Ask, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of many arrays, so that one rank reads each of the small ones which several would have read together.
+
+    A rank then opens fewer arrays, and there are fewer and larger blocks. Arrays of the same plan and reader share the new one.
+    """
+    many = [k for k, plan in enumerate(plans) if _is_worth_turns(plan)]
+    owners = {strategy for k in many if isinstance(strategy := plans[k].schedule.strategy, Parallel)}
+    if len(owners) != 1:
+        return list(plans)
+    (strategy,) = owners
+    n = strategy.n_owners_of(ask.ranks.n)
+    readers = dict(zip(many, share_out([math.prod(plans[k].shape) * plans[k].dtype.itemsize for k in many], n), strict=True))
+    per_owner = replace(ask.tuning, blocks_per_owner=BLOCKS_PER_OWNER).for_many(len(many) // n).blocks_per_owner
+    made: dict[tuple[int, int], Plan] = {}
+    found = []
+    for k, plan in enumerate(plans):
+        reader = readers.get(k)
+        if reader is None:
+            found.append(plan)
+            continue
+        key = id(plan), reader
+        if key not in made:
+            made[key] = _read_by(ask, plan, strategy.owner_rank(reader, ask.ranks.n), per_owner)
+        found.append(made[key])
+    return found
+
+
+def _is_worth_turns(plan: Plan) -> bool:
+    nbytes = math.prod(plan.shape) * plan.dtype.itemsize
+    strategy = plan.schedule.strategy
+    is_shared = isinstance(strategy, Parallel) and strategy.n_owners > 1 and plan._layout.way == MESSAGES
+    return is_shared and 0 < nbytes <= _IN_TURN_NBYTES
+
+
+def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
+    """The plan with one rank as the only reader."""
+    layout = plan._layout
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
+    schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
+    alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)), way=MESSAGES, n_partners=())
+    cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None, {MESSAGES: 0})
+    costs: dict[str, Callable[[], Cost]] = {mode: partial(_known_cost, plan.costs, mode) for mode in plan.costs}
+    costs[PARALLEL] = partial(_cost_in_turn, plan.costs, cost)
+    why = f"{plan.why}; of many arrays, each is read by one rank, this one by rank {rank}"
+    return replace(plan, _layout=alone, n_readers=1, why=why, costs=Costs(costs))
+
+
+def _known_cost(costs: Mapping[str, Cost], mode: str) -> Cost:
+    return costs[mode]
+
+
+def _cost_in_turn(costs: Mapping[str, Cost], alone: Callable[[], Cost]) -> Cost:
+    """The cost of one reader; its seconds are those of all readers together, because the others read other arrays meanwhile."""
+    return replace(alone(), seconds=costs[PARALLEL].seconds)
 
 
 def decoding_for(options: Options, info: ArrayInfo) -> Decoding | None:
@@ -355,12 +422,15 @@ def _choose(
 
     `known` are the costs that have been counted already.
     """
-    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     is_memory = ROOT in schedules and len(schedules) == 1
+    layouts = {mode: Layout(source, made, ask.ranks.n_threads, decoding) for mode, made in schedules.items()}
     cap_nbytes = 0 if is_memory else ask.options.staging_nbytes
     nodes, machine = ask.nodes, WORKSTATION if is_memory else ask.machine
     stored = _stored(info, source) if machine.has_limits else None
-    count = {mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored) for mode, layout in layouts.items()}
+    count = {
+        mode: partial(_cost, layout, nodes, cap_nbytes, machine, stored, {MESSAGES: 0} if is_memory else _ways(ask, layout))
+        for mode, layout in layouts.items()
+    }
     costs = Costs(count, known)
     mode, why = _choose_mode(costs, ask.options.readers, ask.ranks.n)
     if machine.has_limits and mode == PARALLEL and not isinstance(ask.options.readers, int):
@@ -383,15 +453,45 @@ def _choose(
         staging_nbytes=ask.options.staging_nbytes,
         machine=machine,
         ranks_per_node=nodes.ranks_per_node,
-        _layout=layouts[mode],
+        _layout=_over(layouts[mode], ask, costs[mode].way),
         _is_decoded=bool(ask.options.decode),
     )
 
 
-def _cost(layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None) -> Cost:
+def _over(layout: Layout, ask: Ask, way: str) -> Layout:
+    """The layout with relays, if they are taken."""
+    return layout if way == MESSAGES else replace(layout, way=way, n_partners=_n_partners(ask, way))
+
+
+def _ways(ask: Ask, layout: Layout) -> dict[str, int]:
+    """The ways in which parts may go to other nodes, with the bytes of memory for bundles.
+
+    Relays are a way if these have room beside the staging buffers.
+    """
+    schedule, asked, straight = layout.schedule, ask.tuning.way, {MESSAGES: 0}
+    if asked == MESSAGES or schedule.is_direct or ask.ranks.is_one_machine or not schedule.can_relay:
+        return straight
+    found = straight if asked == AUTO else {}
+    cap_nbytes = ask.options.staging_nbytes
+    for way in WAYS:
+        bundles = replace(layout, way=way, n_partners=_n_partners(ask, way)).bundles(cap_nbytes)
+        if bundles is None or asked not in (AUTO, way):
+            continue
+        if least_together([(schedule, layout.source)]) <= cap_nbytes - bundles.nbytes:
+            found[way] = bundles.nbytes
+    return found or straight
+
+
+def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
+    return () if way == MESSAGES else n_partners(ask.n_nodes, ask.nodes.spread(ask.ranks.n)[0], way)
+
+
+def _cost(
+    layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Mapping[str, int]
+) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0
-    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored)
+    return plan_cost(layout.schedule, layout.source, nodes, staging_blocks=n_blocks, machine=machine, stored=stored, ways=ways)
 
 
 def _choose_mode(costs: Costs, readers: str | int, n_ranks: int) -> tuple[str, str]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from numbers import Integral
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.comm.agreement import MOST_COUNTS
-from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.base import ArrayInfo
@@ -45,14 +46,16 @@ from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
+from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
-__all__ = ["Call", "Memo", "Request", "Target", "plan_file", "plan_memory", "targets_of"]
+__all__ = ["Call", "Memo", "Planned", "Request", "Target", "for_each_kind", "plan_file", "plan_memory", "targets_of"]
 
 _RECENT = 32  # plans to keep, per group: those of the last calls, or of the arrays of a tree
 # A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
 _PLAN = "a plan"
+_DATASET = OPTIONS["dataset"]
 _NAMES = tuple(Options.check().describe())
 _OWN_NAMES = {"path", "x", "sharding", "dataset", *(option.name for option in OWN)}  # may differ from array to array
 _MOST_TOLD = 8  # arrays in a message
@@ -119,6 +122,8 @@ class Target:
         True if some of its arguments are its own, because the caller passed a tree of them.
     is_pattern : bool
         True if it stands for all arrays below a group. `mesh`, `spec` and the options of arrays may then be trees.
+    dataset : object
+        Its name in the file, if `options` has no ``dataset`` because it is that of many arrays.
     """
 
     mesh: Any
@@ -128,6 +133,7 @@ class Target:
     where: str = ""
     has_own: bool = False
     is_pattern: bool = False
+    dataset: Any = None
 
     def check(self, processes: Any, tuning: Tuning, memo: Memo | None = None) -> Call:
         """The checked arguments, without a group of ranks yet. For a pattern: all values are checked, the first are returned.
@@ -140,7 +146,9 @@ class Target:
             return first
         try:
             n = devices_per_process(_mesh_of(self.mesh), processes)
-            return Call(memo.sharding(self.mesh, self.spec), memo.options(self.options), tuning, devices_per_rank=n)
+            if self.dataset is not None:
+                _DATASET.check(self.dataset)
+            return memo.call(memo.sharding(self.mesh, self.spec), memo.options(self.options), tuning, n)
         except ConfigError as error:
             raise in_array(self.where if self.has_own else "", error) from None
 
@@ -149,7 +157,9 @@ class Target:
         if call is None:
             return {**self.what, "sharding": "", **dict.fromkeys(_NAMES, "")}
         memo = Memo() if memo is None else memo
-        told = {**self.what, "sharding": memo.text(call.sharding, describe_sharding), **call.options.describe()}
+        told = {**self.what, "sharding": memo.text(call.sharding, describe_sharding), **memo.texts(call.options)}
+        if self.dataset is not None:
+            told["dataset"] = _text_of_dataset(self.dataset)
         if self.is_pattern:
             told["sharding"] = f"{_tree_text(self.mesh, _mesh_text)}, {_tree_text(self.spec, repr)}"
             for option in OWN:
@@ -187,8 +197,9 @@ class Memo:
 
     def __init__(self) -> None:
         self._shardings: dict[tuple[int, int], NamedSharding] = {}
-        self._options: dict[tuple[int, ...], Options] = {}
-        self._texts: dict[int, str] = {}
+        self._options: dict[int, Options] = {}
+        self._calls: dict[tuple[int, int, int], Call] = {}
+        self._texts: dict[int, Any] = {}
         self._held: list[Any] = []  # whatever has its id in a key
 
     def sharding(self, mesh: Any, spec: Any) -> NamedSharding:
@@ -201,19 +212,42 @@ class Memo:
 
     def options(self, given: dict[str, Any]) -> Options:
         """See `Options.check`."""
-        key = tuple(id(value) for name, value in given.items() if name != "dataset")
+        key = id(given)
         if key not in self._options:
             self._options[key] = Options.check(**given)
-            self._held += given.values()
-            return self._options[key]
-        return replace(self._options[key], dataset=OPTIONS["dataset"].check(given.get("dataset")))
+            self._held.append(given)
+        return self._options[key]
+
+    def call(self, sharding: NamedSharding, options: Options, tuning: Tuning, devices_per_rank: int) -> Call:
+        """The `Call` of these; one for all arrays that share them."""
+        key = id(sharding), id(options), devices_per_rank
+        if key not in self._calls:
+            self._calls[key] = Call(sharding, options, tuning, devices_per_rank=devices_per_rank)
+        return self._calls[key]
+
+    def derived(self, call: Call, make: Callable[[], Call]) -> Call:
+        """What `make` makes of a `Call` of this memo; made once, so that it does not cost each of many arrays."""
+        key = id(call), 0, 0
+        if key not in self._calls:
+            self._calls[key] = make()
+            self._held.append(call)
+        return self._calls[key]
 
     def text(self, value: Any, describe: Callable[[Any], str]) -> str:
         """The text of a value that many arrays share."""
         if id(value) not in self._texts:
             self._texts[id(value)] = describe(value)
             self._held.append(value)
-        return self._texts[id(value)]
+        text: str = self._texts[id(value)]
+        return text
+
+    def texts(self, options: Options) -> dict[str, str]:
+        """See `Options.describe`."""
+        if id(options) not in self._texts:
+            self._texts[id(options)] = options.describe()
+            self._held.append(options)
+        texts: dict[str, str] = self._texts[id(options)]
+        return texts
 
 
 def targets_of(
@@ -243,18 +277,22 @@ def targets_of(
     has_own = not (is_one(mesh) and is_one_spec(spec)) or any(
         not (option.is_one or is_one)(options[option.name]) for option in OWN if option.name in options
     )
-    return [
-        Target(
-            meshes[k],
-            specs[k],
-            what(place),
-            {**options, **{name: values[k] for name, values in trees.items()}, **_dataset(place, options)},
-            where_text(tree.where[k]),
-            has_own,
-            place.is_pattern,
-        )
-        for k, place in enumerate(tree.places)
-    ]
+    shared = {name: value for name, value in options.items() if name != "dataset"}
+    many: dict[tuple[int, ...], dict[str, Any]] = {}  # arrays with the same values share a dict, and `Memo` checks it once
+    targets = []
+    for k, place in enumerate(tree.places):
+        own = [values[k] for values in trees.values()]
+        key = tuple(map(id, own))
+        if key not in many:
+            many[key] = {**shared, **dict(zip(trees, own, strict=True))}
+        dataset = place.dataset if "dataset" in options else None
+        where = where_text(tree.where[k])
+        targets.append(Target(meshes[k], specs[k], what(place), many[key], where, has_own, place.is_pattern, dataset))
+    return targets
+
+
+def _text_of_dataset(name: Any) -> str:
+    return repr(name) if _DATASET.text is None else _DATASET.text(name)
 
 
 def _dataset(place: Place, options: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +313,8 @@ class Request:
         What must be the same on every rank. After `plan` it includes the plan.
     calls : list of Call or None
         The checked arguments for each array; None if `error` says what is wrong.
+    is_many : bool
+        True if the call is about several arrays, or all of a group.
     loaded : Loaded or None
         After `plan`: the arrays, if they are loaded already.
     """
@@ -286,6 +326,7 @@ class Request:
     error: ConfigError | None
     _processes: Any = None
     _ranks_per_node: int | None = None
+    is_many: bool = False
     loaded: Loaded | None = None
 
     @classmethod
@@ -319,15 +360,17 @@ class Request:
         calls: list[Call] | None = None
         asked: Invocation | None = None
         tuning, memo = default_tuning(), Memo()
+        is_many = len(targets) > 1 or any(target.is_pattern for target in targets)
         try:
             if error is not None and not targets:
                 raise error
             calls = [target.check(processes, tuning, memo) for target in targets]
             if ranks_per_node is not None:
                 _check_ranks_per_node(ranks_per_node, targets)
-                calls = [replace(call, ranks_per_node=int(ranks_per_node)) for call in calls]
-            for call in calls[1:]:
-                calls[0].options.check_shared(call.options)
+                n = int(ranks_per_node)
+                calls = for_each_kind(calls, lambda call: replace(call, ranks_per_node=n))
+            for options in {id(call.options): call.options for call in calls}.values():
+                calls[0].options.check_shared(options)
             asked = _invocation(kind, targets, calls, memo)
         except ConfigError as found:
             error = error or found
@@ -339,7 +382,7 @@ class Request:
         timeout = TIMEOUT if calls is None else calls[0].options.timeout
         if any(isinstance(_mesh_of(target.mesh), AbstractMesh) for target in targets):
             if kind == "plan":
-                yield cls(None, comm, asked, calls, error, processes, ranks_per_node)
+                yield cls(None, comm, asked, calls, error, processes, ranks_per_node, is_many)
                 return
             error = error or ConfigError(f"{kind} needs a mesh of devices, found an AbstractMesh: pass a jax.sharding.Mesh")
         group = group_of(comm, timeout)
@@ -348,13 +391,13 @@ class Request:
             _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
             error = refusal or error
             if calls is not None:
-                calls = [replace(call, group=group) for call in calls]
-            yield cls(group, comm, asked, None if error is not None else calls, error, processes)
+                calls = for_each_kind(calls, lambda call: replace(call, group=group))
+            yield cls(group, comm, asked, None if error is not None else calls, error, processes, is_many=is_many)
 
     def call_of(self, target: Target, memo: Memo) -> Call:
         """The checked arguments of an array that was found by a pattern."""
         call = target.check(self._processes, default_tuning(), memo)
-        return replace(call, group=self.group, ranks_per_node=self._ranks_per_node)
+        return memo.derived(call, lambda: replace(call, group=self.group, ranks_per_node=self._ranks_per_node))
 
     def agree(self) -> list[Call]:
         """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
@@ -375,7 +418,7 @@ class Request:
 
     def plan(
         self,
-        find: Callable[[list[Call]], bytes],
+        find: Callable[[list[Call]], Any],
         make: Callable[[list[Call], bytes], list[ArrayLoad]],
         root: int | None = None,
         loads: bool = False,
@@ -389,7 +432,7 @@ class Request:
         Parameters
         ----------
         find : callable
-            Takes the checked arguments; returns the metadata as bytes. Runs on one rank.
+            Takes the checked arguments; returns the metadata as bytes, or in parts (`Agreement.begin`). Runs on one rank.
         make : callable
             Takes the checked arguments and these bytes; returns the planned arrays. Runs on every rank.
         root : int, optional
@@ -397,6 +440,16 @@ class Request:
         loads : bool
             True to load arrays whose values `find` has sent too (`loaded`).
         """
+        with collections_wait(self.is_many):
+            return self._plan(find, make, root, loads)
+
+    def _plan(
+        self,
+        find: Callable[[list[Call]], Any],
+        make: Callable[[list[Call], bytes], list[ArrayLoad]],
+        root: int | None,
+        loads: bool,
+    ) -> list[ArrayLoad]:
         started = time.perf_counter()
         group, told, made = self.group, None, None
         self._enter("metadata")
@@ -440,7 +493,7 @@ class Request:
         return made
 
     def load(
-        self, find: Callable[[list[Call]], bytes], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
+        self, find: Callable[[list[Call]], Any], make: Callable[[list[Call], bytes], list[ArrayLoad]], root: int | None = None
     ) -> Loaded:
         """Do `plan`, and load what is planned. Collective.
 
@@ -479,7 +532,7 @@ class Request:
         plans = [
             replace(
                 _with_names(one),
-                _executor=Execution(self.comm, one.options, one.handle, {**agreed, "array": one.where}, tuning),
+                _executor=Execution(self.comm, one.options, one.handle, _with(agreed, array=one.where), tuning),
             )
             for one in loads
         ]
@@ -491,13 +544,17 @@ class Request:
         if self.group is not None:
             self.group.watch.enter(phase)
 
-    def _find(self, find: Callable[[list[Call]], bytes], root: int | None) -> bytes | None:
-        def run() -> bytes:
+    def _find(self, find: Callable[[list[Call]], Any], root: int | None) -> bytes | None:
+        def run() -> Any:
             return find(self._checked())
 
+        told: bytes | None
         if self.group is None:
-            return run()
-        return self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
+            found = run()
+            told = b"".join(found) if isinstance(found, list) else found
+        else:
+            told = self.group.begin(self.asked, run) if root is None else self.group.tell(run, root)
+        return told
 
 
 def _check_ranks_per_node(given: Any, targets: Sequence[Target]) -> None:
@@ -515,27 +572,35 @@ def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | No
     """What the ranks compare: the arguments for all arrays, as text."""
     path = targets[0].what["path"] if targets else "nothing"
     title = path if path.startswith(kind) else f"{kind} of {path}"
-    values: dict[str, str] = {}
-    for k, target in enumerate(targets):
-        described = target.describe(None if calls is None else calls[k], memo)
-        if k == 0:
-            values = described if len(targets) == 1 else {}
-            values |= {name: text for name, text in described.items() if name not in _OWN_NAMES}
-        if len(targets) > 1:
-            values |= {f"{name} of {target.where}": text for name, text in described.items() if name in _OWN_NAMES}
-    if len(targets) > 1:  # a kind of its own, because it has other values
-        names = [target.where.removeprefix("array ") for target in targets]
-        kind = json.dumps([kind, *names])
-        told = ", ".join(names[:_MOST_TOLD]) + (", ..." if len(names) > _MOST_TOLD else "")
-        title = f"{title} ({len(targets)} arrays: {told})"
-    return Invocation(kind, title, values)
+    if len(targets) < 2:
+        return Invocation(kind, title, targets[0].describe(calls[0] if calls else None, memo) if targets else {})
+    described = [target.describe(None if calls is None else calls[k], memo) for k, target in enumerate(targets)]
+    shared = {name: text for name, text in described[0].items() if name not in _OWN_NAMES}
+    own_names = [name for name in described[0] if name in _OWN_NAMES]
+    own = [(target.where, {name: one[name] for name in own_names}) for target, one in zip(targets, described, strict=True)]
+    names = [target.where.removeprefix("array ") for target in targets]
+    kind = json.dumps([kind, *names])  # a kind of its own, because it has other values
+    told = ", ".join(names[:_MOST_TOLD]) + (", ..." if len(names) > _MOST_TOLD else "")
+    return Invocation(kind, f"{title} ({len(targets)} arrays: {told})", Arguments(shared, own))
+
+
+def for_each_kind(calls: Sequence[Call], make: Callable[[Call], Call]) -> list[Call]:
+    """What `make` makes of each of some calls. Calls that are one object stay one: many arrays share theirs."""
+    made = {id(call): call for call in calls}
+    made = {key: make(call) for key, call in made.items()}
+    return [made[id(call)] for call in calls]
 
 
 def _describe_jobs(loads: Sequence[ArrayLoad]) -> str:
-    """All plans as text. Arrays of the same kind share theirs."""
-    texts = {id(load.layout): load.plan for load in loads}
-    said = {key: describe_job(plan) for key, plan in texts.items()}
-    return "; ".join(said[id(load.layout)] for load in loads)
+    """All plans as text. Arrays of the same kind share theirs, and neighbours of the same kind are counted."""
+    kinds = {id(load.layout): load.kind for load in loads}
+    said = {key: describe_job(plan) for key, plan in kinds.items()}
+    counted = [(said[key], len(list(same))) for key, same in groupby(id(load.layout) for load in loads)]
+    return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
+
+
+def _with(values: Mapping[str, str], **more: str) -> Mapping[str, str]:
+    return values.also(more) if isinstance(values, Arguments) else {**values, **more}
 
 
 def _with_names(load: ArrayLoad) -> Plan:
@@ -544,31 +609,59 @@ def _with_names(load: ArrayLoad) -> Plan:
     if info.labels is not None:
         return load.plan
     read = partial(read_labels, load.handle, info, load.options.access)
-    return replace(load.plan, info=replace(info, labels=OnDemand(read)))
+    return replace(load.kind, info=replace(info, labels=OnDemand(read)))
 
 
 def _mesh_of(mesh: Any) -> Any:
     return mesh.mesh if isinstance(mesh, NamedSharding) else mesh
 
 
-def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> ArrayLoad:
+Planned = dict[tuple[Any, ...], tuple[Plan, Options]]
+
+
+def plan_file(
+    call: Call, info: ArrayInfo, path: Any, origin: Any = None, where: str = "", planned: Planned | None = None
+) -> ArrayLoad:
     """Plan the load of an array in a file.
 
-    `info` is its metadata. `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
+    Parameters
+    ----------
+    call : Call
+        The checked arguments.
+    info : ArrayInfo
+        Its metadata.
+    path, origin : object
+        `path` opens it; if `path` is a source that has the values already, `origin` opens the file.
+    where : str
+        As in `ArrayLoad`.
+    planned : dict, optional
+        The plans of other arrays of the same job, to which this one is added. The calls that were planned exist until then.
     """
+    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
+    if call.options.decode:
+        kind = (*kind, json.dumps(dict(info.packing)))  # with the types
+    of_call = (id(call), origin is None, *kind)
+    found = None if planned is None else planned.get(of_call)
+    if found is None:
+        is_same = not is_by_name(call.options.select)  # names mean something else for each array
+        found = _plan_kind(call, info, origin is not None, kind)
+        if is_same and call.group is not None and planned is not None:
+            planned[of_call] = found
+    return ArrayLoad(found[0], info, found[1], path, origin, where)
+
+
+def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]) -> tuple[Plan, Options]:
+    """A plan for arrays of a kind, and the options with its staging cap; `is_sent` if every rank has the values."""
     if is_by_name(call.options.select):
         call = replace(call, options=_with_positions(call.options, info))
     group = call.group
     if group is None:
         alone = plan_array(call.ask(), info)
-        return ArrayLoad(alone, _with_staging(call.options, alone), path)
-    if origin is not None:  # every rank has the values, so none needs to send any
+        return alone, _with_staging(call.options, alone)
+    if is_sent:  # none needs to send any
         call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
     known = _recent.setdefault(group, OrderedDict())
-    kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
-    if call.options.decode:
-        kind = (*kind, json.dumps(dict(info.packing)))  # with the types
     how = call.options.describe() | {"dataset": ""}  # its name changes nothing
     key = (call.sharding, call.tuning, call.machine, *how.items(), *kind, jax.config.read("jax_enable_x64"))
     made = known.pop(key, None)
@@ -577,7 +670,7 @@ def plan_file(call: Call, info: ArrayInfo, path: Any, origin: Any = None) -> Arr
     known[key] = made
     while len(known) > _RECENT:
         known.popitem(last=False)
-    return ArrayLoad(replace(made, info=info), _with_staging(call.options, made), path, origin)
+    return made, _with_staging(call.options, made)
 
 
 def _with_staging(options: Options, made: Plan) -> Options:
@@ -596,4 +689,4 @@ def _with_positions(options: Options, info: ArrayInfo) -> Options:
 
 def plan_memory(call: Call, info: ArrayInfo, source: MemorySource | None, root: int, as_it_is: bool) -> ArrayLoad:
     """Plan the scatter of an array in the memory of `root`; `as_it_is` if it can be sent from views."""
-    return ArrayLoad(plan_scatter(call.ask(), info, root, as_it_is), call.options, source)
+    return ArrayLoad(plan_scatter(call.ask(), info, root, as_it_is), info, call.options, source)

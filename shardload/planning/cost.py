@@ -5,7 +5,7 @@ they are exact if that is cheap, else marked as bounds. Seconds come from a mode
 docs/design/auto.md), which is good for choosing between ways, not for predicting a time.
 
 1. Reading: the bytes that the busiest rank decodes (by codec) or reads, and the number of runs that it reads.
-2. Sending: one copy inside a node, messages between nodes, and a cost per message of either kind.
+2. Sending: one copy inside a node, messages or relays between nodes (`ways`), and a cost per message of either kind.
 3. All at the rates of the cores that the ranks of a node share. The fastest way wins, unless a simpler way is about as fast.
 4. On a machine whose memory, network or file system is known (`machine`), a load takes as long as the slowest of these
    (`limits`), if that is longer.
@@ -14,18 +14,21 @@ docs/design/auto.md), which is good for choosing between ways, not for predictin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
+from shardload.planning.hops import MESSAGES
 from shardload.planning.limits import Load, Stored, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.rates import CHUNK_SECONDS, WIRE_RATE, decode_rate
+from shardload.planning.rates import CHUNK_SECONDS, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
+from shardload.planning.ways import Sending, WayCost, choose_way, way_costs
 from shardload.units import format_nbytes
 
 __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Cost", "Costs", "Nodes", "choose_mode", "plan_cost"]
@@ -35,8 +38,8 @@ _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
 _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied out
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
-_PART_SECONDS = 3e-5  # per part between nodes, at each end
 _MOST_THREADS = 16  # of one rank, as in `staging`
+_STRAIGHT = MappingProxyType({MESSAGES: 0})
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
 # Below this, messages take longer than reading anything twice.
@@ -61,13 +64,13 @@ class Cost:
         `decoded_nbytes` divided by the bytes of the array; 1.0 means each byte once.
     messages, moved_nbytes : int
         Number of messages between different ranks (inside a node one per block and rank, between nodes one per part, before
-        long ones are split), and the bytes in them.
+        long ones are split, or over relays one per bundle), and the bytes of the parts in them.
     is_exact : bool
         Whether these two are exact; otherwise they are upper bounds.
     reader_nbytes : int
         Bytes decoded by the busiest rank (an upper bound: the last blocks may be smaller).
     peak_nbytes : int
-        Host memory of the fullest rank: its pieces and its staging blocks.
+        Host memory of the fullest rank: its pieces, its staging blocks and its bundles.
     seconds : float
         Estimate of the model for the busiest rank.
     same_node : float
@@ -79,6 +82,10 @@ class Cost:
         file system that limits anything.
     limit : str
         What takes longest (`limits.seconds_of`), on a machine that has limits: ``"cores"``, ``"file system"``; else empty.
+    way, way_why : str
+        How parts go to other nodes (`hops.WAYS`), and why; empty if none do.
+    partners, message_nbytes : int
+        Ranks on other nodes that the busiest rank sends to, and mean bytes of a message between nodes.
     """
 
     mode: str
@@ -97,6 +104,10 @@ class Cost:
     fs_nbytes: int = 0
     operations: int = 0
     limit: str = ""
+    way: str = MESSAGES
+    way_why: str = ""
+    partners: int = 0
+    message_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,7 @@ def plan_cost(
     staging_blocks: int = 2,
     machine: Machine = WORKSTATION,
     stored: Stored | None = None,
+    ways: Mapping[str, int] = _STRAIGHT,
 ) -> Cost:
     """Compute what a load by this schedule costs.
 
@@ -161,6 +173,9 @@ def plan_cost(
         What limits a load beside the cores: nothing by default.
     stored : Stored, optional
         How the values lie on disk.
+    ways : mapping of str to int
+        The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
+        for bundles. The best of them is taken.
     """
     per_node, cores = (nodes or Nodes()).spread(schedule.n_ranks)
     itemsize = schedule.itemsize
@@ -175,8 +190,9 @@ def plan_cost(
     seconds = _read_seconds(reading, schedule.n_ranks, per_node, cores, rate)
     is_in_place = takes_apart and reading.runs > 0 and not reading.span_nbytes
     seconds += 0.0 if is_in_place else piece_nbytes / _COPY_RATE / min(1, cores / per_node)
-    between_nbytes = _between(traffic)
-    seconds += _traffic_seconds(traffic, between_nbytes, reading.n_readers, n_holders, machine.network_latency)
+    way, way_why = _way(schedule, traffic, reading.n_readers, n_holders, per_node, machine.network_latency, [*ways])
+    seconds += way.seconds + traffic.handovers * _HANDOVER_SECONDS / max(1, min(reading.n_readers, n_holders))
+    between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
         stored, n_threads = stored or Stored(), min(_MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
@@ -206,14 +222,18 @@ def plan_cost(
         chunks_decoded=reading.chunks,
         decoded_nbytes=reading.nbytes,
         amplification=reading.nbytes / array_nbytes if array_nbytes else 1.0,
-        messages=traffic.handovers + traffic.parts,
+        messages=traffic.handovers + math.ceil(way.messages),
         moved_nbytes=traffic.moved_nbytes,
-        is_exact=traffic.is_exact,
+        is_exact=traffic.is_exact and way.way == MESSAGES,
         reader_nbytes=reading.reader_nbytes,
-        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize,
+        peak_nbytes=piece_nbytes + is_staged * schedule.max_block_size * staging_itemsize + ways[way.way],
         seconds=seconds,
         same_node=traffic.same_node,
         runs=reading.runs,
+        way=way.way,
+        way_why=way_why if traffic.parts else "",
+        partners=way.partners if traffic.parts else 0,
+        message_nbytes=int(way.message_nbytes),
         **limits,
     )
 
@@ -266,11 +286,19 @@ def _between(traffic: Traffic) -> float:
     return between if traffic.is_exact else between * (1 - traffic.stays)
 
 
-def _traffic_seconds(traffic: Traffic, between_nbytes: float, n_readers: int, n_holders: int, latency: float) -> float:
-    """Seconds of sending and receiving, in addition to the copy that every piece needs, at the busier end."""
-    end = max(1, min(n_readers, n_holders))
-    part_seconds = max(_PART_SECONDS, latency)
-    return (between_nbytes / WIRE_RATE + traffic.handovers * _HANDOVER_SECONDS + traffic.parts * part_seconds) / end
+def _way(
+    schedule: Schedule,
+    traffic: Traffic,
+    n_readers: int,
+    n_holders: int,
+    per_node: int,
+    latency: float,
+    ways: Sequence[str],
+) -> tuple[WayCost, str]:
+    """How parts go to other nodes, and why."""
+    n_blocks = -(-schedule.blocks.n_cells // max(1, n_readers))
+    sending = Sending(traffic.parts, _between(traffic), n_readers, n_holders, n_blocks, schedule.n_ranks, per_node, latency)
+    return choose_way(way_costs(sending, ways))
 
 
 class Costs(Mapping[str, Cost]):

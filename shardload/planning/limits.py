@@ -29,8 +29,8 @@ __all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
 # counted with HDF5 (which opens a file twice, beside our own look at it), and with Zarr.
 _OPENS_OF_FILE, _READS_OF_FILE = 3, 5
 _OPENS_OF_STORE, _READS_OF_STORE = 2, 1
-# A node that reads ahead reads gaps between runs too, if they are so much shorter than what it reads ahead.
-_READ_AHEAD_PER_GAP = 3
+# After several reads in order the system reads ahead so many times as much as they were: in vain, if a gap follows.
+_AHEAD_PER_RUN = 2
 _MOST_COUNTED = 1 << 14  # blocks whose owners are counted one by one
 _PAGE_NBYTES = 4096  # the least that a file system with a page cache fetches
 
@@ -99,6 +99,8 @@ class FileReads:
     reader_nbytes, reader_waits, reader_opens : int
         By the busiest reader, also from what its node's page cache has; the reads whose latency it waits for (while it reads on
         and on, what comes next is fetched already); opens after those of the array.
+    in_vain : float
+        What is read ahead and not wanted, for each byte that is. It is not in `nbytes`; it is in `operations`.
     """
 
     nbytes: int
@@ -108,6 +110,7 @@ class FileReads:
     reader_waits: int
     reader_opens: int
     readers_on_node: int
+    in_vain: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +158,15 @@ def seconds_of(load: Load, reads: FileReads, machine: Machine, stored: Stored, f
     of: dict[str, float] = {"cores": load.core_seconds}
     # Threads of a rank wait for the file system at the same time.
     wait = reads.reader_opens * machine.open_seconds + reads.reader_waits * machine.read_seconds
-    of["stream"] = (reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
+    with_ahead = 1 + reads.in_vain
+    of["stream"] = (with_ahead * reads.reader_nbytes / machine.stream_rate + wait) / load.n_threads
     of["memory"] = (
         reads.readers_on_node * (2 * reads.reader_nbytes + load.decoded_nbytes) + 2 * load.per_node * load.piece_nbytes
     ) / machine.memory_rate
     n_ends = -(-load.n_readers // reads.readers_on_node), min(load.n_nodes, load.n_holders)
     of["network"] = load.between_nbytes / max(1, min(n_ends)) / machine.network_rate
-    of["node's link"] = reads.node_nbytes / machine.node_rate
-    of["file system"] = reads.nbytes / machine.file_rate(file_nbytes)
+    of["node's link"] = with_ahead * reads.node_nbytes / machine.node_rate
+    of["file system"] = with_ahead * reads.nbytes / machine.file_rate(file_nbytes)
     of["operations"] = reads.operations / machine.operations_rate
     slowest = max(of, key=of.__getitem__)
     start = machine.network_latency * (load.between_nbytes > 0)
@@ -253,11 +257,15 @@ def _of_direct(
 ) -> FileReads:
     """Each rank fetches what it holds, as chunks or, without chunks, as runs with the gaps between near ones."""
     is_ahead = machine.has_file_system and machine.page_cache_nbytes > 0 and not stored.files_per_chunk
+    vain = 0.0
     if layout.has_chunks:
         units, unit_nbytes = layout, layout.chunk_nbytes * stored.share
-        run_nbytes = unit_nbytes * (_chunks_in_run(schedule, layout) if is_ahead else 1)
+        n_in_run, n_in_gap = _chunks_in_run(schedule, layout) if is_ahead else (1, 0)
+        run_nbytes = unit_nbytes * n_in_run
+        if n_in_run > 1:
+            vain = min(n_in_gap * unit_nbytes, machine.read_ahead_nbytes, _AHEAD_PER_RUN * run_nbytes) / run_nbytes
     else:
-        units, unit_nbytes, run_nbytes = _spans(schedule, layout, machine.read_ahead_nbytes if is_ahead else 0)
+        units, unit_nbytes, run_nbytes = _spans(schedule, layout)
     request = min(run_nbytes, machine.read_ahead_nbytes)
     if not layout.has_chunks and machine.page_cache_nbytes and machine.has_file_system:
         unit_nbytes *= max(1.0, _PAGE_NBYTES / run_nbytes)  # of a short run its page is fetched
@@ -274,20 +282,25 @@ def _of_direct(
     waits = math.ceil(reader_nbytes / max(1.0, run_nbytes if is_ahead and layout.has_chunks else request))
     return FileReads(
         nbytes=nbytes,
-        operations=math.ceil(nbytes / request) + opens * _per_file(stored) + _opening(stored, machine, n_readers, n_nodes),
+        operations=math.ceil((1 + vain) * nbytes / request)
+        + opens * _per_file(stored)
+        + _opening(stored, machine, n_readers, n_nodes),
         node_nbytes=math.ceil(of_node * unit_nbytes),
         reader_nbytes=reader_nbytes,
         reader_waits=waits + (of_reader if stored.file_chunks else 0),
         reader_opens=of_reader,
         readers_on_node=min(per_node, n_readers),
+        in_vain=vain,
     )
 
 
-def _chunks_in_run(schedule: Schedule, layout: SourceLayout) -> int:
-    """Chunks of a rank that follow each other in the file, so that what comes next is read ahead."""
+def _chunks_in_run(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
+    """Chunks of a rank that follow each other in the file, so that what comes next is read ahead; and those up to its next."""
     counts = layout.chunks.counts
     met = [min(n, -(-e // c)) for n, e, c in zip(counts, schedule.extent, layout.chunks.cell, strict=True)]
-    return max(1, math.prod(met) // max(1, count_runs(counts, met)))
+    n_runs = count_runs(counts, met)
+    in_run = max(1, math.prod(met) // max(1, n_runs))
+    return in_run, max(0, run_stride(counts, met) - in_run) if n_runs > 1 else 0
 
 
 def _by_file(layout: SourceLayout, stored: Stored) -> SourceLayout:
@@ -296,19 +309,12 @@ def _by_file(layout: SourceLayout, stored: Stored) -> SourceLayout:
     return replace(layout, chunks=Grid(layout.chunks.shape, cell, layout.chunks.phase))
 
 
-def _spans(schedule: Schedule, layout: SourceLayout, ahead_nbytes: int) -> tuple[SourceLayout, float, float]:
-    """What a rank reads of a file without chunks: the units to count it in, the bytes of one, and of a contiguous span.
-
-    Gaps between near runs are read too, and those that are short against what the node reads ahead (`ahead_nbytes`).
-    """
+def _spans(schedule: Schedule, layout: SourceLayout) -> tuple[SourceLayout, float, float]:
+    """What a rank reads of a file without chunks: the units to count it in, the bytes of one, and of a contiguous span."""
     shape, itemsize = schedule.blocks.shape, layout.file_dtype.itemsize
     extent = [min(n, e) for n, e in zip(shape, schedule.extent, strict=True)]
     cell = [1] * len(shape)
-    while (n_runs := count_runs(shape, extent)) > 1:
-        stride = run_stride(shape, extent) * itemsize
-        gap = stride - math.prod(extent) * itemsize // n_runs
-        if not (0 < stride <= NEAR_NBYTES or 0 < _READ_AHEAD_PER_GAP * gap <= ahead_nbytes):
-            break
+    while 0 < run_stride(shape, extent) * itemsize <= NEAR_NBYTES and count_runs(shape, extent) > 1:
         last = max(k for k, (n, e) in enumerate(zip(shape, extent, strict=True)) if e < n)
         extent[last] = cell[last] = shape[last]  # the gaps along this axis are read too
     size = math.prod(extent)

@@ -129,9 +129,12 @@ class Schedule:
         """The blocks that a rank owns, in file order, each with its parts. `Part.rank` is the rank that holds the piece."""
         return self.strategy.owned_blocks(self, rank)
 
-    def remote_parts(self, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
-        return self.strategy.remote_parts(self, rank)
+    def remote_parts(self, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
+
+        If `owners` are given, only the parts in their blocks.
+        """
+        return self.strategy.remote_parts(self, rank, owners)
 
     # --- for strategies
 
@@ -161,8 +164,17 @@ class Schedule:
     @cached_property
     def is_never_split(self) -> bool:
         """True if every part fits into one message."""
-        part = map(min, self.blocks.cell, self.blocks.shape, self.shards.section_shape)
-        return math.prod(part) * self.itemsize <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
+        return self.max_part_nbytes <= min(self.max_message_nbytes, MAX_MESSAGE_NBYTES)
+
+    @property
+    def can_relay(self) -> bool:
+        """True if parts can go over relays (`hops`): none is split, and each is named by a block and a section in 32 bits."""
+        return self.is_never_split and max(self.blocks.n_cells, self.shards.grid.n_cells, self.n_ranks) < 1 << 32
+
+    @cached_property
+    def max_part_nbytes(self) -> int:
+        """Upper bound on the bytes of a part."""
+        return math.prod(map(min, self.blocks.cell, self.blocks.shape, self.shards.section_shape)) * self.itemsize
 
     def messages(self, block: Region, shard: int) -> Iterator[Region]:
         """The region that a block and a section have in common, cut into messages."""

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from shardload.planning.parts import Block, Part, Parts, PartsByRank
+from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
 from shardload.planning.region import Region
 
 if TYPE_CHECKING:
     from shardload.planning.schedule import Schedule
 
-__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
+__all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEach", "Parallel", "Root", "Strategy"]
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
@@ -78,8 +78,11 @@ class Strategy(Protocol):
         """A rank's blocks in file order, each with its parts."""
         ...
 
-    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks."""
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
+        """The parts of a rank's pieces that lie in blocks of other ranks, by owner, in the order of the owner's blocks.
+
+        If `owners` are given, only the parts in their blocks.
+        """
         ...
 
 
@@ -126,17 +129,21 @@ class OneOwnerEach(ABC):
     def owned_blocks(self, schedule: Schedule, rank: int) -> Iterator[Block]:
         """The rank's blocks, each with the parts of all pieces that meet it."""
         for block in self.blocks_of(schedule, rank):
-            yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block))
+            yield Block(schedule.blocks.region(block), _meeting_parts(schedule, block), block)
 
-    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
-        """The parts of the rank's pieces, except those in its own blocks."""
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
+        """The parts of the rank's pieces, except those in its own blocks; of these owners only, if they are given."""
         blocks = schedule.blocks
         block, shard = schedule.pairs_of(rank)
         owner = self.owners(schedule, block)
         # Owners ascend with blocks, so the pairs of one owner are contiguous.
-        starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
-        stops = [*starts, len(owner)][1:]
-        runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
+        if owners is None:
+            starts = np.flatnonzero(np.diff(owner, prepend=-1)).tolist()
+            stops = [*starts, len(owner)][1:]
+            runs = {rank_: range(a, b) for rank_, a, b in zip(owner[starts].tolist(), starts, stops, strict=True)}
+        else:
+            bounds = [(o, *np.searchsorted(owner, [o, o + 1]).tolist()) for o in sorted(owners)]
+            runs = {rank_: range(a, b) for rank_, a, b in bounds if a < b}
         runs.pop(rank, None)
         if not schedule.is_never_split:
             return {
@@ -176,7 +183,35 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
             shard, stride = shard + axis[step] * stride, stride * count
         return schedule.part(bounds, shard, holder(shard, k))
 
-    return Parts(make, range(math.prod(map(len, met)) * n_holders))
+    def tabulate() -> PartTable:
+        shard: Any = np.zeros((), dtype=np.int64)
+        for axis, count in zip(met, counts, strict=True):
+            shard = np.add.outer(shard * count, np.arange(axis.start, axis.stop))
+        shard = shard.reshape(-1)
+        along = [_along(*axis) for axis in zip(met, bounds, shards.shard_shape, strict=True)]
+        low, high = (_product([ends[k] for ends in along]) for k in (0, 1))
+        if shards.n_replicas == 1:
+            return PartTable(low, high, shard, shards.table.ranks_at(shard, 0))
+        held = np.sort(shards.table.ranks_at(shard.reshape(-1, 1), np.arange(shards.n_replicas)), axis=1)
+        once = np.diff(held, axis=1, prepend=-1) != 0
+        number = np.nonzero(once)[0]
+        return PartTable(low[number], high[number], shard[number], held[once])
+
+    n_parts = math.prod(map(len, met)) * n_holders
+    return Parts(make, range(n_parts), None if shards.has_halo else tabulate)
+
+
+def _product(axes: list[IntArray]) -> IntArray:
+    """All combinations of a number of each axis, in C order, as rows."""
+    if not axes:
+        return np.zeros((1, 0), dtype=np.int64)
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
+
+
+def _along(met: range, bounds: tuple[int, int], size: int) -> tuple[IntArray, IntArray]:
+    """Along one axis: where the common elements of a block and each shard that it meets start and stop."""
+    first = np.arange(met.start, met.stop, dtype=np.int64) * size
+    return np.maximum(first, bounds[0]), np.minimum(first + size, bounds[1])
 
 
 @dataclass(frozen=True)
@@ -209,6 +244,13 @@ class Root(OneOwnerEach):
     def owners(self, schedule: Schedule, blocks: IntArray) -> IntArray:
         """The root, for every block."""
         return np.full(blocks.shape, self.root)
+
+
+@dataclass(frozen=True)
+class Alone(Root):
+    """One rank owns all blocks of this array, and other ranks those of other arrays: together they read in parallel."""
+
+    mode: ClassVar[str] = PARALLEL
 
 
 @dataclass(frozen=True)
@@ -332,6 +374,6 @@ class Direct:
             stop = tuple(map(max, zip(*(part.region.stop for part in parts), strict=True)))
             yield Block(Region(start, stop), parts)
 
-    def remote_parts(self, schedule: Schedule, rank: int) -> Mapping[int, Sequence[Part]]:
+    def remote_parts(self, schedule: Schedule, rank: int, owners: Sequence[int] | None = None) -> Mapping[int, Sequence[Part]]:
         """Empty: nothing is sent."""
         return {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardload.planning.blocks import BLOCKS_PER_OWNER
+from shardload.planning.hops import AUTO_WAY
 
 __all__ = ["Tuning", "default_tuning", "tuned"]
 
@@ -48,6 +49,8 @@ class Tuning:
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
         that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay in the
         cores' caches; between machines there should be few messages.
+    way : str
+        Whether parts go to other nodes as messages or over relays (`planning.hops`): ``"auto"``, or one of `hops.WAYS`.
     blocks_per_owner : int
         Fewest blocks for each rank that reads: enough that reading overlaps sending. (See `for_many`.)
     """
@@ -63,6 +66,7 @@ class Tuning:
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     block_between_nodes_nbytes: int = 16 << 20
+    way: str = AUTO_WAY
     blocks_per_owner: int = BLOCKS_PER_OWNER
 
     def for_many(self, n_arrays: int) -> Tuning:

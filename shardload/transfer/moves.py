@@ -18,10 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardload.planning.hops import Hops
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece
 
-__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Staged"]
+__all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Relayed", "Staged"]
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Staged(Protocol):
@@ -80,12 +83,56 @@ class Flow(Protocol):
         """Number of elements that a target needs."""
         ...
 
+    @property
+    def hops(self) -> Hops | None:
+        """The relays over which parts go to other nodes; None if each part goes straight to its rank.
+
+        With relays, `incoming` has the parts of ranks of the own node, and `relayed` those of all others.
+        """
+        ...
+
+    def relayed(self, rank: int) -> Relayed:
+        """The parts that a rank receives from other nodes."""
+        ...
+
+    def sends(self, rank: int) -> bool:
+        """True if a rank stages blocks. A formula: it may be asked for any rank."""
+        ...
+
+
+class Relayed:
+    """The parts that one rank receives over relays, as arrays: a part is made when it arrives.
+
+    Parameters
+    ----------
+    block, section, sender : ndarray of int
+        Of each part, ordered by block, then section. Each pair of a block and a section occurs once.
+    make : callable
+        The part of a block and a section.
+    """
+
+    def __init__(self, block: IntArray, section: IntArray, sender: IntArray, make: Callable[[int, int], Part]) -> None:
+        self.block, self.section, self.sender, self._make = block, section, sender, make
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    def find(self, block: int, section: int) -> int | None:
+        """The place of a part; None if this rank does not expect it."""
+        low, high = np.searchsorted(self.block, (block, block + 1)).tolist()
+        k = low + int(np.searchsorted(self.section[low:high], section))
+        return k if k < high and int(self.section[k]) == section else None
+
+    def __getitem__(self, k: int) -> Part:
+        return self._make(int(self.block[k]), int(self.section[k]))
+
 
 @dataclass(frozen=True)
 class BlocksToPieces:
-    """Loading: the owner of each block sends, the holders of the shards receive."""
+    """Loading: the owner of each block sends, the holders of the shards receive. `hops`: the relays to other nodes, if any."""
 
     schedule: Schedule
+    hops: Hops | None = None
 
     @property
     def ndim(self) -> int:
@@ -98,7 +145,33 @@ class BlocksToPieces:
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
-        return self.schedule.remote_parts(rank)
+        if self.hops is None:
+            return self.schedule.remote_parts(rank)
+        ranks = self.hops.ranks
+        node = ranks.node(rank)
+        near = [ranks.rank(node, member) for member in range(ranks.n_members(node))]
+        return self.schedule.remote_parts(rank, [one for one in near if one != rank])
+
+    def relayed(self, rank: int) -> Relayed:
+        """See `Flow`."""
+        schedule = self.schedule
+        block, section = schedule.pairs_of(rank)
+        sender = schedule.owners(block)
+        if self.hops is None:
+            is_far = np.zeros(len(block), dtype=bool)
+        else:
+            is_far = self.hops.ranks.nodes(sender) != self.hops.ranks.node(rank)
+        of = np.broadcast_to(sender, block.shape)[is_far]
+        owner = schedule.owner
+
+        def make(block: int, section: int) -> Part:
+            return schedule.part(schedule.blocks.bounds(block), section, owner(block))
+
+        return Relayed(block[is_far], section[is_far], of, make)
+
+    def sends(self, rank: int) -> bool:
+        """See `Flow`."""
+        return self.schedule.is_owner(rank)
 
     def n_wanted(self, target: int) -> int:
         """See `Flow`."""
@@ -143,6 +216,24 @@ class PiecesToBlocks:
                 if part.rank == self._sender(part.shard) != rank:
                     found.setdefault(part.rank, []).append(Part(part.region, number, part.rank))
         return found
+
+    @property
+    def hops(self) -> None:
+        """None: each part goes straight to its rank."""
+        return None
+
+    def relayed(self, rank: int) -> Relayed:
+        """Nothing."""
+        none = np.empty(0, dtype=np.int64)
+        return Relayed(none, none, none, self._no_part)
+
+    @staticmethod
+    def _no_part(block: int, section: int) -> Part:
+        raise IndexError(block)
+
+    def sends(self, rank: int) -> bool:
+        """True if a rank holds any shard."""
+        return bool(self.schedule.shards.shards_of(rank))
 
     def n_wanted(self, target: int) -> int:
         """See `Flow`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ __all__ = ["DEATHS", "EXPECTED", "INTERRUPTS", "Row", "check_survivors", "dies",
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 PHASES = ("metadata", "planning", "opening", "reading", "exchange", "assembly")
-DEATHS = ("metadata", "reading", "assembly")
+DEATHS = ("metadata", "reading", "assembly", "passing on")
+RELAYS = {"FAULTS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "2"}
 INTERRUPTS = PHASES
 N = 4
 
@@ -61,10 +62,12 @@ class Row:
     seconds: float
 
 
-def start(folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", fresh: bool = True) -> Job:
+def start(
+    folder: Path, *what: str, timeout: float = 90, mpi: str = "mpich", env: Mapping[str, str] | None = None, fresh: bool = True
+) -> Job:
     """Run the script."""
     command = ["-W", "error", SCRIPT, folder, *what]
-    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, fresh=fresh)
+    return run_job(command, N, timeout=timeout, mpi=mpi, env={"PYTHONPATH": str(ROOT), **(env or {})}, fresh=fresh)
 
 
 def said(job: Job) -> list[list[dict[str, Any]]]:
@@ -95,12 +98,15 @@ def check_survivors(ranks: list[list[dict[str, Any]]], cases: Sequence[str] = tu
 
 def dies(folder: Path, phase: str, mpi: str = "mpich") -> Job:
     """A job of which one rank is killed (rank 0 reads metadata, rank 2 does the rest)."""
-    return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi)
+    env = RELAYS if phase == "passing on" else {}
+    return start(folder, "die", phase, "0" if phase == "metadata" else "2", mpi=mpi, env=env)
 
 
-def interrupted(folder: Path, mpi: str = "mpich") -> list[list[dict[str, Any]]]:
+def interrupted(
+    folder: Path, mpi: str = "mpich", phases: Sequence[str] = INTERRUPTS, env: Mapping[str, str] | None = None
+) -> list[list[dict[str, Any]]]:
     """What each rank said after Ctrl-C in each phase; it loaded well after each."""
-    return said(start(folder, "interrupt", *INTERRUPTS, mpi=mpi, fresh=False).check())
+    return said(start(folder, "interrupt", *phases, mpi=mpi, env=env, fresh=False).check())
 
 
 def rows() -> Iterator[Row]:

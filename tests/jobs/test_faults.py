@@ -39,6 +39,14 @@ def test_interrupted_on_all_ranks(tmp_path: Path) -> None:
         assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
 
 
+def test_interrupted_while_relays_pass_on(tmp_path: Path) -> None:
+    """Wrong if a bundle of the interrupted load were taken for one of the next, or its buffer used again."""
+    phases = ("reading", "passing on")
+    for rank in faults.interrupted(tmp_path, phases=phases, env=faults.RELAYS):
+        expected = [(sent, phase, "interrupted") for sent in ("SIGINT", "SIGALRM") for phase in phases]
+        assert [(said["signal"], said["phase"], said["outcome"]) for said in rank] == expected
+
+
 def ours_in_shared_memory() -> set[str]:
     """What is in /dev/shm, without what MPI libraries leave there when they are killed."""
     foreign = ("mpich_shm", "vader_segment", "ompi", "prte", "pmix", "sm_segment", "dstore")

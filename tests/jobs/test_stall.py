@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "thread parallel": (2, True, 2, ("rank 2 is reading chunk", "(phase: read)", "other rank", FILE)),
     "thread direct": (2, True, 2, ("rank 2 is reading chunk", "3 other ranks wait for all to be done", FILE)),
     "inline parallel": (2, False, 2, ("rank 2 ", "held up", "other rank", PROCESS)),
+    "relay hops": (2, False, 2, ("rank 2 ", "held up", "other ranks wait for parts (phase: exchange)", PROCESS)),
     "metadata": (0, False, 0, ("nothing was heard of rank 0", "for 4 s (call: 'x.h5')", PROCESS)),
     "absent": (3, False, 3, ("rank 3 did not come to this call", "other rank", "(phase: ", PROCESS)),
     "absent_at_first": (1, False, None, ("not all ranks of this communicator have made their first call within 4 s", PROCESS)),
@@ -32,7 +33,8 @@ OPEN_MPI = ("thread parallel", "absent")
 
 
 def hold_up(folder: Path, case: str, mpi: str = "mpich", n: int = 4) -> Job:
-    return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env={"PYTHONPATH": str(ROOT)}, cwd=folder)
+    env = {"PYTHONPATH": str(ROOT), **({"SHARDLOAD_RANKS_PER_NODE": "2"} if case.startswith("relay") else {})}
+    return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
 
 
 def said_by(job: Job, rank: int) -> dict[str, Any]:

@@ -21,12 +21,12 @@ LIMITS = Limits(
     rate=16e6,
     node_rate=10e6,
     stream_rate=6e6,
-    operations_rate=250,
-    open_seconds=2e-2,
-    read_seconds=1e-2,
-    read_ahead_nbytes=1 << 17,
+    operations_rate=100,
+    open_seconds=4e-2,
+    read_seconds=2e-2,
+    read_ahead_nbytes=1 << 18,
     network_rate=20e6,
-    network_latency=5e-3,
+    network_latency=2e-2,
 )
 FOUND = {
     "file_system.rate": LIMITS.rate,

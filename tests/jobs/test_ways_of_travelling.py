@@ -48,3 +48,21 @@ def test_many_threads_several_devices_and_both_ways_in_one_load(tmp_path: Path) 
         assert min(found["chunks decoded"], found["batches decoded"], found["messages sent"]) > 50, found
     for found in (first, second):
         assert found["notes sent"] > 50 and found["tiles taken"] > 50, found
+
+
+def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
+    """Wrong if relays took ranks that follow each other to be on one node, or went over a node that a short last row lacks.
+
+    Six ranks on five nodes: two columns and three rows.
+    """
+    env = {"WAYS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "3,0,1,0,4,2"}
+    for found in run_suite(tmp_path, "test_three_axes or (test_tiny_staging and chunks1)", 6, env):
+        assert min(found["bundles sent"], found["parts of bundles taken"]) > 10, found
+
+
+def test_relays_where_ranks_of_a_node_share_no_memory(tmp_path: Path) -> None:
+    """Wrong if a relay could give parts to the ranks of its node through shared memory only."""
+    env = {"WAYS_RELAYS": "nodes", "SHARDLOAD_RANKS_PER_NODE": "0,1,0,1", "SHARDLOAD_SHARED_MEMORY": "0"}
+    for found in run_suite(tmp_path, "test_halos_are", 4, env, fresh=False):
+        assert min(found["bundles sent"], found["parts of bundles taken"], found["messages sent"]) > 10, found
+        assert "notes sent" not in found, found

@@ -231,3 +231,35 @@ def test_load_is_the_list_of_one(paths: dict[str, str]) -> None:
     (y,) = load(paths, ("rho",)).arrays
     assert isinstance(x, jax.Array) and x.sharding == y.sharding
     np.testing.assert_array_equal(np.asarray(x.addressable_shards[0].data), np.asarray(y.addressable_shards[0].data))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_each_of_many_small_arrays_is_read_by_one_rank(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if two ranks read an array or none did, or if the arrays beyond a multiple of the ranks were left out."""
+    n, size = 2 * comm.size + 1, unit()
+
+    def values(k: int) -> Any:
+        return ramp((size, 3 * size, 2)) + 1000 * k
+
+    def write() -> None:
+        with h5py.File(shared_tmp_path / "turns.h5", "w") as file:
+            for k in range(n):
+                file.create_dataset(f"v{k:02d}", data=values(k), chunks=(1, size, 2), compression="gzip")
+
+    on_root(comm, write)
+    names, spec = [f"v{k:02d}" for k in range(n)], P(None, ("a", "b"))
+    path = str(shared_tmp_path / "turns.h5")
+    plan = shardload.plan(path, mesh_of(), spec, dataset=names, readers="parallel")
+    for verify in ("index", "checksum"):
+        arrays = shardload.load(path, mesh_of(), spec, dataset=names, readers="parallel", verify=verify)
+        for k, x in enumerate(arrays):
+            check(x, values(k), mesh_of(), spec, k)
+    owners = [[rank for rank in range(comm.size) if one.schedule.is_owner(rank)] for one in plan.leaves]
+    assert owners[:-1] == [[k // 2] for k in range(n - 1)]
+    assert [one.n_readers for one in plan.leaves] == [1] * (n - 1) + [len(owners[-1])]
+    assert len(owners[-1]) == min(comm.size, plan.leaves[-1].schedule.blocks.n_cells)
+    plan.execute()
+    of_array = [one.chunks_decoded for one in plan.report.arrays]
+    assert of_array == [3 * size] * n and plan.report.chunks_decoded == 3 * size * n
+    check(plan.leaves[1].execute(), values(1), mesh_of(), spec)
+    assert plan.leaves[1].costs["parallel"].n_readers == 1 and "by one rank, this one by rank 0" in plan.leaves[1].why

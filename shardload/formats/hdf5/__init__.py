@@ -6,6 +6,7 @@ metadata                       describes an array
 links                          follows a name, and finds the other files of a dataset
 missing                        finds the missing chunks
 integrity                      checks that what the file says of itself is true
+opened                         what is asked once of a file and of a dataset
 chunks, contiguous, raw_file   read without the library and its lock
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 """

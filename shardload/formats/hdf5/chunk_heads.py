@@ -24,6 +24,7 @@ from h5py._objects import phil
 
 from shardload.formats.codecs import check_blosc, unzstd
 from shardload.formats.hdf5.missing import MISSING_WORDS
+from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.planning.region import Region
 
 __all__ = ["check_heads"]
@@ -40,14 +41,14 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
     ValueError
         If a chunk declares an impossible length, or its filters hide what it declares.
     """
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     if creation.get_layout() != h5py.h5d.CHUNKED or region.size == 0:
         return
     filters = [creation.get_filter(k)[:3:2] for k in range(creation.get_nfilters())]
     if not any(number in _CHECKS for number, _ in filters):
         return
     chunk = tuple(creation.get_chunk())
-    size = int(dataset.id.get_type().get_size())
+    size = int(kind_of(dataset).get_size())
     axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk, strict=True)]
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))

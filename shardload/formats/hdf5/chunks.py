@@ -27,6 +27,7 @@ from shardload.formats.base import Encoded, Room, Spans, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
+from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
@@ -42,8 +43,8 @@ _Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]
 
 def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
     """A reader for the chunks of `dataset` as values of `dtype` (a native type); None if only HDF5 may decode them."""
-    creation = dataset.id.get_create_plist()
-    swap = swap_size(dataset, dtype)
+    creation = creation_of(dataset)
+    swap = swap_size(kind_of(dataset), dtype)
     if creation.get_layout() != h5py.h5d.CHUNKED or swap is None:
         return None
     filters = [creation.get_filter(k) for k in range(creation.get_nfilters())]
@@ -63,7 +64,7 @@ def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, A
 
     HDF5 does that if the dataset's creator chose never to fill, or no fill value. h5py passes HDF5 a buffer of zeros.
     """
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     value = np.zeros((), dtype)
     if not leaves_gaps(dataset):
         creation.get_fill_value(value)
@@ -72,7 +73,7 @@ def fill_value(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> np.ndarray[Any, A
 
 def leaves_gaps(dataset: h5py.Dataset) -> bool:
     """True if HDF5 writes nothing into the reader's buffer for missing values."""
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     return bool(
         creation.get_fill_time() == h5py.h5d.FILL_TIME_NEVER or creation.fill_value_defined() == h5py.h5d.FILL_VALUE_UNDEFINED
     )

@@ -18,6 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 from shardload.planning.region import Region
 from shardload.system.scratch import shared_scratch
@@ -30,10 +31,10 @@ _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they
 
 def open_contiguous(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile) -> Hdf5Contiguous | None:
     """A reader of `dataset` as values of `dtype` (a native type); None if HDF5 has to read it."""
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count() > 0:
         return None
-    swap, offset = swap_size(dataset, dtype), dataset.id.get_offset()
+    swap, offset = swap_size(kind_of(dataset), dtype), dataset.id.get_offset()
     is_whole = dataset.id.get_storage_size() == math.prod(dataset.shape) * dtype.itemsize
     if swap is None or offset is None or not is_whole:  # no offset: nothing was ever written
         return None
@@ -67,6 +68,9 @@ class Hdf5Contiguous:
         OSError
             If the file is too short or cannot be read.
         """
+        if not self._swap and region.shape == self._shape:  # most small arrays are read whole
+            self._raw.read_into(out.reshape(-1).view(np.uint8), self._offset)
+            return
         size = self._swap or min(out.dtype.itemsize, 8)
         kind = np.dtype(f"u{size}")
         per_element = out.dtype.itemsize // size

@@ -22,6 +22,7 @@ from typing import Any
 import h5py
 
 from shardload.formats.access import STRICT, Access
+from shardload.formats.hdf5.opened import creation_of, kind_of
 
 __all__ = ["NAMES", "SIZED", "SURVIVED", "is_stacked", "n_compressors", "refuse_filter", "refuse_filters"]
 
@@ -72,7 +73,7 @@ def is_stacked(dataset: h5py.Dataset, access: Access = STRICT) -> bool:
 
     Filters that the caller allows are not always counted: see `Access.counts`.
     """
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     return n_compressors((creation.get_filter(k)[0] for k in range(creation.get_nfilters())), access) > 1
 
 
@@ -86,10 +87,10 @@ def n_compressors(numbers: Iterable[int], access: Access = STRICT) -> int:
 
 def refuse_filters(dataset: h5py.Dataset, access: Access) -> str | None:
     """Why a dataset's chunks are not decoded, in words that follow "holds"; None if they are."""
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     if creation.get_layout() != h5py.h5d.CHUNKED:
         return None
-    kind, chunk = dataset.id.get_type(), tuple(creation.get_chunk())
+    kind, chunk = kind_of(dataset), tuple(creation.get_chunk())
     for k in range(creation.get_nfilters()):
         number, _, values, label = creation.get_filter(k)
         refused = refuse_filter(number, label, values, kind, chunk, access) or _missing(number, label)

@@ -14,6 +14,8 @@ from typing import Any
 import h5py
 from h5py._objects import phil
 
+from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
+
 __all__ = ["Sizes", "Whole"]
 
 _LIST_AT_ONCE, _MOST_LISTED = 1 << 10, 1 << 21  # chunks
@@ -29,11 +31,11 @@ class Sizes:
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
-        identifier, creation = dataset.id, dataset.id.get_create_plist()
+        identifier, creation = dataset.id, creation_of(dataset)
         self._wrong = ""
         if creation.get_layout() != h5py.h5d.CHUNKED:
             return
-        self._nbytes = math.prod(creation.get_chunk()) * identifier.get_type().get_size()
+        self._nbytes = math.prod(creation.get_chunk()) * kind_of(dataset).get_size()
         self._most = self._nbytes + self._nbytes // 2 + 4096  # no filter makes a chunk longer than this
         self._filters = [creation.get_filter(k)[0] for k in range(creation.get_nfilters())]
         self._every_filter = (1 << creation.get_nfilters()) - 1
@@ -90,6 +92,8 @@ class Whole:
     def of(cls, dataset: h5py.Dataset) -> Whole:
         """For the file that holds `dataset`."""
         file = dataset.file
+        if isinstance(dataset, OpenDataset):
+            return cls(dataset.facts.descriptor, file.id.get_filesize())
         plain = file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
         reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer may still make the file longer
         return cls(file.id.get_vfd_handle() if plain and reading else None, file.id.get_filesize())

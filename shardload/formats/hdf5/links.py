@@ -36,9 +36,10 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_not_a_file
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
+from shardload.formats.hdf5.opened import OpenFacts, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import plain_descriptor
 
-__all__ = ["LostError", "Others", "close_all", "follow", "look_through", "nothing_else_opened", "place_of"]
+__all__ = ["LostError", "Others", "close_all", "follow", "follow_hard", "look_through", "nothing_else_opened", "place_of"]
 
 _MOST_LINKS = 40  # links in one name, as for the system's own symbolic links
 _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
@@ -138,6 +139,27 @@ def follow(file: h5py.File, name: str, fence: Fence) -> tuple[Any, list[h5py.Fil
         if isinstance(error, _NotThereError):
             raise KeyError(name) from None
         raise
+
+
+def follow_hard(facts: OpenFacts, name: str) -> Any:
+    """What `follow` finds, if hard links alone lead to it and nothing is wrong; else None."""
+    parts = [part for part in os.fsencode(name).split(b"/") if part not in (b"", b".")]
+    above = b"/".join(parts[:-1])
+    try:
+        at = facts.group(above)
+        if at is None:
+            at = facts.root
+        else:
+            parts = parts[-1:]
+        for k, part in enumerate(parts):
+            if k == len(parts) - 1:
+                facts.keep_group(above, at)
+            if b"\0" in part or not isinstance(at, h5py.h5g.GroupID) or at.links.get_info(part).type != h5py.h5l.TYPE_HARD:
+                return None
+            at = h5py.h5o.open(at, part)
+    except (KeyError, RuntimeError, ValueError):  # `follow` says what is wrong
+        return None
+    return at
 
 
 def close_all(files: Sequence[h5py.File]) -> None:
@@ -271,7 +293,7 @@ class _RefusedError(Exception):
 
 
 def _look(dataset: h5py.Dataset, others: Others, seen: set[tuple[str, str]], level: int) -> None:
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     layout = creation.get_layout()
     if level > _MOST_LEVELS:
         raise _RefusedError(f"virtual datasets made of virtual datasets, more than {_MOST_LEVELS} deep")
@@ -433,7 +455,7 @@ def _look_at_source(
 
 def _look_at_storage(dataset: h5py.Dataset, creation: Any, others: Others) -> None:
     """Check the files of external storage: each must be long enough for its values."""
-    left = math.prod(dataset.shape or ()) * int(dataset.id.get_type().get_size())
+    left = math.prod(dataset.shape or ()) * int(kind_of(dataset).get_size())
     prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "")
     if prefix.startswith("${ORIGIN}"):
         prefix = _beside(dataset.file) + "/" + prefix.removeprefix("${ORIGIN}")

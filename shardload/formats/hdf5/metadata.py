@@ -15,6 +15,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
+from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
@@ -58,9 +59,9 @@ def describe(
     access : Access
         What the caller allows.
     """
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     filters = filters_of(dataset)
-    dtype, refused = _type_of(dataset.id.get_type())
+    dtype, refused = _type_of(kind_of(dataset))
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
@@ -143,7 +144,7 @@ def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
     """The filters of a dataset: number, flags, parameters, name."""
-    creation = dataset.id.get_create_plist()
+    creation = creation_of(dataset)
     return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
@@ -186,10 +187,19 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
 
 def _flavour(dataset: h5py.Dataset) -> str:
     """``"netCDF4"`` if the file has the netCDF library's marks, else ``"HDF5"``."""
-    file = dataset.file
-    marks = (file, "_NCProperties"), (file, "_nc3_strict"), (dataset, "_Netcdf4Dimid")
-    marked = any(_has_attributes(owner) and key in owner.attrs for owner, key in marks)
+    marked = _file_has_marks(dataset) or (_has_attributes(dataset) and "_Netcdf4Dimid" in dataset.attrs)
     return "netCDF4" if marked else "HDF5"
+
+
+def _file_has_marks(dataset: h5py.Dataset) -> bool:
+    facts = dataset.facts if isinstance(dataset, OpenDataset) else None
+    if facts is not None and facts.has_marks is not None:
+        return facts.has_marks
+    file = dataset.file
+    found = _has_attributes(file) and any(key in file.attrs for key in ("_NCProperties", "_nc3_strict"))
+    if facts is not None:
+        facts.has_marks = found
+    return found
 
 
 def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
+from shardload.formats.hdf5.opened import creation_of
 from shardload.planning.region import Region
 
 __all__ = ["MISSING_WORDS", "MissingChunks"]
@@ -38,7 +39,7 @@ class MissingChunks:
 
     def __init__(self, dataset: h5py.Dataset) -> None:
         self._identifier = dataset.id
-        creation = dataset.id.get_create_plist()
+        creation = creation_of(dataset)
         self._layout = creation.get_layout()
         self._chunk: tuple[int, ...] = ()
         self._grid: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ load, the duplicate's number cannot come to mean another file.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -22,7 +23,7 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "plain_descriptor", "swap_size"]
+__all__ = ["RawFile", "file_number", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -33,6 +34,11 @@ def plain_descriptor(file: h5py.File) -> int | None:
     is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
     is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
     return int(below.get_vfd_handle()) if is_plain else None
+
+
+def file_number(identifier: Any) -> Any:
+    """HDF5's number of the file that an object is in; another one than that of the open file, if one is mounted in it."""
+    return h5py.h5o.get_info(identifier).fileno
 
 
 class RawFile:
@@ -52,9 +58,13 @@ class RawFile:
     def open(cls, dataset: h5py.Dataset) -> RawFile | None:
         """The file that holds the values of `dataset`; None if only the HDF5 library may read it."""
         file = dataset.file
-        descriptor = plain_descriptor(file)
-        is_mounted = h5py.h5o.get_info(dataset.id).fileno != h5py.h5o.get_info(file.id).fileno
-        if descriptor is None or is_mounted or file.userblock_size:
+        is_mounted = file_number(dataset.id) != file_number(file.id)
+        return None if is_mounted else cls.of_file(file, plain_descriptor(file))
+
+    @classmethod
+    def of_file(cls, file: h5py.File, descriptor: int | None) -> RawFile | None:
+        """The same, for an open file and its `plain_descriptor`."""
+        if descriptor is None or file.userblock_size:
             return None
         raw = cls(descriptor)
         mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
@@ -95,8 +105,8 @@ class RawFile:
         return self._descriptor
 
 
-def swap_size(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> int | None:
-    """How the values' bytes in the file become values of `dtype`, a native type.
+def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
+    """How bytes of the type `in_file` (h5py's identifier) become values of `dtype`, a native type.
 
     Returns
     -------
@@ -104,14 +114,19 @@ def swap_size(dataset: h5py.Dataset, dtype: np.dtype[Any]) -> int | None:
         0: they are the same. n > 1: reverse each group of n bytes (the real or imaginary part of a complex number is a group).
         None: HDF5 has to convert them, or may have to.
     """
-    in_file = dataset.id.get_type()
     part = dtype.itemsize // (2 if dtype.kind == "c" else 1)
     for is_native in (True, False):
-        known = [h5py.h5t.py_create(dtype if is_native else dtype.newbyteorder(), logical=True)]
-        if dtype.kind == "c":
-            order = "LE" if is_native == (sys.byteorder == "little") else "BE"
-            name = f"COMPLEX_IEEE_F{8 * part}{order}"  # the complex type of HDF5 2.0
-            known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
-        if any(in_file.equal(one) for one in known):
+        if any(in_file.equal(one) for one in _known_types(dtype, is_native)):
             return 0 if is_native or part == 1 else part
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
+    """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
+    known = [h5py.h5t.py_create(dtype if is_native else dtype.newbyteorder(), logical=True)]
+    if dtype.kind == "c":
+        order = "LE" if is_native == (sys.byteorder == "little") else "BE"
+        name = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{order}"  # the complex type of HDF5 2.0
+        known += [getattr(h5py.h5t, name)] if hasattr(h5py.h5t, name) else []
+    return tuple(known)

@@ -44,9 +44,10 @@ from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
-from shardload.formats.hdf5.links import LostError, Others, close_all, follow, look_through, place_of
+from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
 from shardload.formats.hdf5.missing import MissingChunks
+from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
@@ -76,6 +77,8 @@ class Hdf5Source(Source):
         The files to close with this source.
     is_own : bool
         True if `close` closes the dataset; False if it is the caller's.
+    facts : OpenFacts, optional
+        Closed with this source.
     """
 
     def __init__(
@@ -85,14 +88,16 @@ class Hdf5Source(Source):
         others: Others,
         files: Sequence[h5py.File] = (),
         is_own: bool = False,
+        facts: OpenFacts | None = None,
     ) -> None:
+        self._facts = facts
         self._dataset, self._info, self._others, self._files, self._is_own = dataset, info, others, files, is_own
         self._whole = Whole.of(dataset)
         self._missing: list[tuple[int, ...]] | None = None  # chunks that `read_into` did not find, if it read chunk by chunk
         self._dtype = np.dtype("V1") if info.refused else native_dtype(dataset.dtype)
         # h5py makes the type in memory from NumPy's: for complex numbers a pair (r, i). HDF5 cannot convert the complex type of
         # HDF5 2.0 in the other byte order to that pair.
-        is_native_complex = dataset.id.get_type().get_class() == getattr(h5py.h5t, "COMPLEX", None)
+        is_native_complex = kind_of(dataset).get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
         self._leaves_gaps = leaves_gaps(dataset)
@@ -218,7 +223,7 @@ class Hdf5Source(Source):
     @functools.cached_property
     def _raw(self) -> RawFile | None:
         """The bytes of the file; None if only HDF5 may read them."""
-        return RawFile.open(self._dataset)
+        return raw_of(self._dataset)
 
     @functools.cached_property
     def _contiguous(self) -> Hdf5Contiguous | None:
@@ -230,6 +235,9 @@ class Hdf5Source(Source):
     def state(self) -> tuple[int, ...] | None:
         """The state of the open file that holds the dataset, if it is a plain file and open for reading only; else None."""
         try:
+            if isinstance(self._dataset, OpenDataset):
+                descriptor = self._dataset.facts.state_descriptor()
+                return None if descriptor is None else state_of(descriptor)
             return _state_of(self._dataset.file)
         except (RuntimeError, ValueError):  # it was closed
             return None
@@ -237,8 +245,10 @@ class Hdf5Source(Source):
     def close(self) -> None:
         """Close the dataset and the files, if this object opened them."""
         raw = self.__dict__.get("_raw")
-        if raw is not None:
+        if raw is not None and not isinstance(self._dataset, OpenDataset):
             raw.close()
+        if self._facts is not None:
+            self._facts.close()
         if self._is_own:
             if self._dataset.id.valid:
                 self._dataset.id.close()
@@ -285,7 +295,7 @@ class Hdf5Format(Format):
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
         file = _open_file(path)
         try:
-            return _open_dataset(file, path, dataset, access, is_own=True)
+            return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True)
         except BaseException:
             close_all([file])
             raise
@@ -320,11 +330,11 @@ class _Hdf5File(OpenFile):
     """A file that is opened once; its datasets share it."""
 
     def __init__(self, file: h5py.File, path: str, access: Access) -> None:
-        self._file, self._path, self._access = file, path, access
+        self._file, self._path, self._access, self._facts = file, path, access, OpenFacts(file)
         self._fence = Fence.around_file(path, access.allow_external)
 
     def open(self, dataset: str) -> Source:
-        return _open_dataset(self._file, self._path, dataset, self._access, is_own=False, fence=self._fence)
+        return _open_dataset(self._facts, self._path, dataset, self._access, is_own=False, fence=self._fence)
 
     def only_name(self) -> str | None:
         names: list[Any] = []
@@ -339,12 +349,11 @@ class _Hdf5File(OpenFile):
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""
-        try:
-            return _state_of(self._file)
-        except (RuntimeError, ValueError):  # it was closed
-            return None
+        descriptor = self._facts.state_descriptor()
+        return None if descriptor is None else state_of(descriptor)
 
     def close(self) -> None:
+        self._facts.close()
         close_all([self._file])
 
 
@@ -354,15 +363,16 @@ def _state_of(file: h5py.File) -> tuple[int, ...] | None:
 
 
 def _open_dataset(
-    file: h5py.File, path: str, name: str, access: Access, is_own: bool, fence: Fence | None = None
+    facts: OpenFacts, path: str, name: str, access: Access, is_own: bool, fence: Fence | None = None
 ) -> Hdf5Source:
     """Open a dataset of an open file. With `is_own`, the file is closed with the source. `fence` is that around the file."""
     fence, opened = fence or Fence.around_file(path, access.allow_external), list[h5py.File]()
     try:
-        found, opened = _look_up(file, path, name, fence)
+        found, opened = _look_up(facts, path, name, fence)
         others = look_through(found, fence, access)
-        files = [file, *opened] if is_own else opened
-        return Hdf5Source(found, _describe(found, path, name, others, access=access), others, files, is_own=True)
+        info = _describe(found, path, name, others, access=access)
+        files = [facts.file, *opened] if is_own else opened
+        return Hdf5Source(found, info, others, files, is_own=True, facts=facts if is_own else None)
     except BaseException:
         close_all(opened)
         raise
@@ -388,12 +398,15 @@ def _open_file(path: str) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
 
 
-def _look_up(file: h5py.File, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
+def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
     """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a link
     has no target, or leads outside.
     """
+    found = follow_hard(facts, name)
+    if isinstance(found, h5py.h5d.DatasetID):
+        return OpenDataset(found, facts), []
     try:
-        found, opened = follow(file, name, fence)
+        found, opened = follow(facts.file, name, fence)
     except OutsideError as error:
         raise SourceError(f"'{name}' in '{path}' cannot be loaded: {error}.", path=path, dataset=name) from None
     except LostError as error:

@@ -41,11 +41,13 @@ BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
 execute = importlib.import_module("shardload.jobs.array_load")
-as_large(batched_chunk_nbytes=0)  # faults happen at a chunk
+# Faults happen at a chunk, or with relays at a bundle, which needs more room.
+RELAYS = os.environ.get("FAULTS_RELAYS", "")
+as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))
 
 
 def load(path: Any = "good.h5", readers: Any = "parallel", **options: Any) -> Any:
-    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="48KiB", **options)
+    return shardload.load(path, mesh_of(), SPEC, readers=readers, staging="1MiB" if RELAYS else "48KiB", **options)
 
 
 def write_hdf5(path: str, values: np.ndarray, **how: Any) -> None:
@@ -233,8 +235,9 @@ FAULTS: dict[str, tuple[int | None, Callable[[], Any], Callable[[], str]]] = {
 }
 
 
-def first_reader(readers: Any) -> int:
-    return 0 if readers in ("root", 2) else 2
+def first_reader(readers: Any, in_tree: bool) -> int:
+    """The first rank that reads the array at fault. Of five arrays in a tree, each of the first four is read by one rank."""
+    return 0 if readers == "root" or (readers == 2 and not in_tree) else 2
 
 
 def load_tree(path: str, readers: Any, comm: Any) -> jax.Array:
@@ -258,7 +261,7 @@ def survive(names: list[str]) -> None:
 def survive_one(name: str, readers: Any, in_tree: bool) -> None:
     where, patch, path_of = FAULTS[name]
     path = at_fault[0] = path_of()
-    rank = first_reader(readers) if where is None else where
+    rank = first_reader(readers, in_tree) if where is None else where
     own = comm.Dup()  # shared memory is made anew
     said: dict[str, Any] = {"rank": comm.rank, "case": name, "readers": readers, "tree": in_tree, "type": None, "text": ""}
     started = time.perf_counter()
@@ -282,6 +285,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),
     "assembly": (execute, "assemble"),
+    "passing on": (importlib.import_module("shardload.transfer.relay").Relays, "_pass_on"),
 }
 
 

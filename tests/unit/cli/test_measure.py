@@ -95,46 +95,47 @@ def test_the_bytes_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class SlowSystem(System):
-    """A disk with a rate and a latency, and a clock on which nothing else takes time."""
+    """A disk with a rate and a latency, and a clock on which nothing else takes time. Writes may go to memory."""
 
-    def __init__(self, rate: float, latency: float) -> None:
-        self.rate, self.latency, self.time = rate, latency, 1000.0
+    def __init__(self, rate: float, latency: float, write_rate: float) -> None:
+        self.rate, self.latency, self.write_rate, self.time = rate, latency, write_rate, 1000.0
         self.n_read = self.n_written = self.n_calls = 0
 
     def now(self) -> float:  # type: ignore[override]
         self.time += 1e-6  # a loop that only looks at the clock ends too
         return self.time
 
-    def _take(self, nbytes: int) -> None:
+    def _take(self, nbytes: int, rate: float) -> None:
         self.n_calls += 1
-        self.time += self.latency + nbytes / self.rate
+        self.time += self.latency + nbytes / rate
 
     def open(self, path: str) -> int:
-        self._take(0)
+        self._take(0, 1.0)
         return super().open(path)
 
     def write(self, file: int, data: bytes) -> None:
-        self._take(len(data))
+        self._take(len(data), self.write_rate)
         self.n_written += len(data)
         os.write(file, data)
 
     def read(self, file: int, into: memoryview, offset: int) -> int:
         n = super().read(file, into, offset)
-        self._take(n)
+        self._take(n, self.rate)
         self.n_read += n
         return n
 
 
+@pytest.mark.parametrize("write_rate", [None, 1e9])
 @pytest.mark.parametrize(
     ("rate", "latency"), [(1e9, 1e-4), (1e9, 0.0), (1e7, 1e-2), (1e6, 0.5), (3e4, 0.01), (1e4, 1.0), (1e9, 2.0)]
 )
 def test_time_and_bytes_are_kept_on_any_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, latency: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, latency: float, write_rate: float | None
 ) -> None:
     """Wrong if a step went by its bytes alone (64 MiB at 10 kB/s are two hours), or by its time alone (a full disk)."""
     monkeypatch.setattr(module, "_FILE_NBYTES", 4 << 20)
     monkeypatch.setattr(probe, "_COPY_NBYTES", 1 << 16)
-    system = SlowSystem(rate, latency)
+    system = SlowSystem(rate, latency, write_rate or rate)
 
     def decode(self: Probe, seconds: float) -> dict[str, float]:  # it takes all its time, on any disk
         system.time += seconds

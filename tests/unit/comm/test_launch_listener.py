@@ -68,8 +68,8 @@ def test_somebody_else_has_the_port(host: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(coordinator, "_LISTENER_SECONDS", 0)
     monkeypatch.setattr(launch.jax.distributed, "initialize", lambda *how, **_: started.append(how[2]))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as server:
-        port = server.getsockname()[1]
+    port = free_ports(1)[0]
+    with socket.create_server((host, port), family=family):
         assert not is_free(port)
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: another process .* has port {port}"):
             launch._start(f"127.0.0.1:{port}", 2, 0, None, False, None)

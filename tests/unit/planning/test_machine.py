@@ -226,6 +226,22 @@ def test_latency_is_waited_for_once_in_chunks_that_follow_each_other() -> None:
     assert waits == {"planes": 1, "columns": 1, "cubes": 16, "uncached": 32}
 
 
+def test_what_is_read_ahead_in_vain_takes_time() -> None:
+    """Two chunks in a run and two in the gap: as much again is read ahead. Single chunks, and one run: nothing."""
+    shape = (8, 8, 64)
+    shards = plan_shards(shape, ((0,), (), (1,)), np.arange(4).reshape(2, 2))
+    seconds = {}
+    nbytes = math.prod(shape) * 4
+    for name, cell, ahead in (("pairs", (1, 8, 16), 1 << 20), ("less", (1, 8, 16), 512), ("single", (1, 8, 32), 1 << 20)):
+        layout = SourceLayout.cut(select_axes(None, shape), cell, F4, F4)
+        plan = plan_schedules(layout, shards, 4, max_nbytes=1 << 24, modes=(DIRECT,))[DIRECT]
+        cost = plan_cost(plan, layout, Nodes(1), machine=Machine("m", fs_rate=nbytes / 10, read_ahead_nbytes=ahead))
+        seconds[name] = round(cost.seconds, 6)
+        assert cost.fs_nbytes == nbytes
+    # A chunk has 512 bytes, a run two of them, and so has a gap.
+    assert seconds == {"pairs": 20, "less": 15, "single": 10}
+
+
 def test_one_file_has_the_rate_of_its_storage_targets() -> None:
     machine = Machine("m", fs_rate=1e12, target_rate=1e9, target_nbytes=1e6, most_targets=4)
     assert [machine.file_rate(n) for n in (10, 1e6, 1e6 + 1, 1e9, math.inf)] == [1e9, 1e9, 2e9, 4e9, 1e12]

@@ -29,7 +29,7 @@ from shardload.planning.schedule import (
 )
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import Direct, Parallel, Root, Strategy
+from shardload.planning.strategies import Alone, Direct, Parallel, Root, Strategy
 from tests.unit.brute_force import Case, cases, cell_numbers, chunks_read, flat_index, grids, held_regions, simulate
 
 
@@ -230,6 +230,20 @@ def test_readers_are_spread_over_the_ranks(n_readers: int, n_blocks: int) -> Non
         assert gaps.max() - gaps.min() <= 1
 
 
+@pytest.mark.parametrize("alone", range(4))
+def test_one_of_many_ranks_reads_an_array(alone: int) -> None:
+    """Wrong if the rank that is alone were only told to read, and the others still expected values of rank 0, or of all."""
+    case = Case((7, 6), ((0,), (1,)), SQUARE, 4, (2, 4), (1, 3), 1, block_nbytes=1)
+    plan, other = (case.plan(strategy=strategy) for strategy in (Alone(alone), Root(alone)))
+    simulate(case, plan)
+    for rank in range(4):
+        assert list(plan.owned_blocks(rank)) == list(other.owned_blocks(rank))
+        remote = [{k: list(parts) for k, parts in one.remote_parts(rank).items()} for one in (plan, other)]
+        assert remote[0] == remote[1] and plan.blocks_of(rank) == other.blocks_of(rank)
+    assert [plan.owner(k) for k in range(plan.blocks.n_cells)] == [alone] * plan.blocks.n_cells
+    assert [plan.is_owner(rank) for rank in range(4)] == [rank == alone for rank in range(4)]
+
+
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 40), st.integers(1, 100))
 def test_readers_are_spread_over_the_nodes_also_if_the_last_has_fewer_ranks(
     n_ranks: int, per_node: int, n_readers: int, n_blocks: int
@@ -348,6 +362,7 @@ def test_shards_that_cannot_be() -> None:
         (Parallel(3), "3 of 2 ranks cannot own the blocks"),
         (Parallel(-1), "-1 of 2 ranks cannot own the blocks"),
         (Parallel(0), "0 of 2 ranks cannot own the blocks"),
+        (Alone(2), "rank 2 of 2 ranks cannot own the blocks"),
         (Root(2), "rank 2 of 2 ranks cannot own the blocks"),
         (Root(-1), "rank -1 of 2 ranks cannot own the blocks"),
     ],

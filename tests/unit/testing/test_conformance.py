@@ -95,7 +95,7 @@ NETCDF_TYPES = [
 FEW = ("bool", "int16", "float64", ">i4", ">c8")
 OURS: dict[str, tuple[Format, Callable[[str, dict[str, Array]], None], dict[str, Any]]] = {
     "HDF5": (HDF5, hdf5(), {}),
-    "HDF5, gzip and shuffle": (HDF5, hdf5(compression="gzip", shuffle=True), {"write_missing": hdf5_missing}),
+    "HDF5, gzip and shuffle": (HDF5, hdf5(compression="gzip", shuffle=True), {"dtypes": FEW, "write_missing": hdf5_missing}),
     "netCDF4": (HDF5, netcdf, {"dtypes": NETCDF_TYPES, "shapes": [shape for shape in SHAPES if 0 not in shape]}),
     "Zarr v2": (ZARR, zarr_store(2), {"dtypes": FEW}),
     "Zarr v3": (ZARR, zarr_store(3), {"dtypes": FEW, "write_missing": zarr_missing}),

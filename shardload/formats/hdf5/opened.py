@@ -1,0 +1,114 @@
+"""What does an open HDF5 file, or a dataset in it, say of itself? It is asked once, however many parts of this package need it.
+
+A call of the HDF5 library takes 1 to 10 microseconds, and an h5py object of a file 10 more. For a thousand small datasets that
+was most of the time. So `OpenFacts` has what is the same for all datasets of a file, and an `OpenDataset` has what never
+changes while it is open. An `h5py.Dataset` of the caller is asked each time: the file may be open for writing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import h5py
+
+from shardload.formats.hdf5.raw_file import RawFile, file_number, plain_descriptor
+
+__all__ = ["OpenDataset", "OpenFacts", "creation_of", "kind_of", "raw_of"]
+
+_MOST_GROUPS = 64
+
+
+class OpenFacts:
+    """A file that this package has opened, for reading only.
+
+    Parameters
+    ----------
+    file : h5py.File
+        The file. It stays the caller's; `close` ends what this object has opened besides.
+    """
+
+    def __init__(self, file: h5py.File) -> None:
+        self.file = file
+        self.descriptor = plain_descriptor(file)
+        self._groups: dict[bytes, Any] = {}
+        self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
+
+    @functools.cached_property
+    def root(self) -> Any:
+        """The root group."""
+        return h5py.h5g.open(self.file.id, b"/")
+
+    def group(self, name: bytes) -> Any:
+        """The group of that name, if `keep_group` has kept it; else None."""
+        return self._groups.get(name)
+
+    def keep_group(self, name: bytes, group: Any) -> None:
+        """Keep an open group to which hard links alone led: many datasets are in few groups."""
+        if len(self._groups) >= _MOST_GROUPS:
+            self._groups.clear()
+        self._groups[name] = group
+
+    @functools.cached_property
+    def number(self) -> Any:
+        """HDF5's number for this file, which all objects in it have."""
+        return file_number(self.file.id)
+
+    @functools.cached_property
+    def raw(self) -> RawFile | None:
+        """The bytes of the file; None if only the HDF5 library may read them."""
+        return RawFile.of_file(self.file, self.descriptor)
+
+    def state_descriptor(self) -> int | None:
+        """The descriptor of the file, if it is a plain one and still open."""
+        return self.descriptor if self.descriptor is not None and self.file.id.valid else None
+
+    def close(self) -> None:
+        """Close the groups and the descriptor of this object."""
+        self._groups.clear()
+        self.__dict__.pop("root", None)
+        if (raw := self.__dict__.pop("raw", None)) is not None:
+            raw.close()
+
+
+class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
+    """A dataset of a file that this package has opened for reading only."""
+
+    def __init__(self, identifier: Any, facts: OpenFacts) -> None:
+        super().__init__(identifier, readonly=True)
+        self.facts = facts
+
+    @property
+    def file(self) -> h5py.File:
+        """The file that it is in."""
+        return self.facts.file
+
+    @functools.cached_property
+    def creation(self) -> Any:
+        """Its creation properties."""
+        return self.id.get_create_plist()
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """The type of its values in the file."""
+        return self.id.get_type()
+
+
+def creation_of(dataset: h5py.Dataset) -> Any:
+    """The creation properties of a dataset."""
+    return dataset.creation if isinstance(dataset, OpenDataset) else dataset.id.get_create_plist()
+
+
+def kind_of(dataset: h5py.Dataset) -> Any:
+    """The type of a dataset's values in the file."""
+    return dataset.kind if isinstance(dataset, OpenDataset) else dataset.id.get_type()
+
+
+def raw_of(dataset: h5py.Dataset) -> RawFile | None:
+    """The bytes of the file that holds a dataset; None if only the HDF5 library may read its values.
+
+    Of an `OpenDataset` they belong to its file, and the file closes them.
+    """
+    if not isinstance(dataset, OpenDataset):
+        return RawFile.open(dataset)
+    return dataset.facts.raw if file_number(dataset.id) == dataset.facts.number else None
