@@ -6,10 +6,11 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
@@ -94,6 +95,14 @@ def save(path: Any, values: Mapping[str, Array], specs: Mapping[str, ArraySpec] 
         catalog.finish()
         catalog.commit()
     return sink
+
+
+@pytest.fixture
+def quick_fsync() -> Iterator[None]:
+    """`os.fsync` does nothing: on a busy disk a thousand of them take minutes, and these tests pull no plug."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def forked() -> int:

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -193,8 +194,7 @@ class _Hdf5Catalog(Catalog):
             noted.offsets[:] = dataset.get_offset() or 0
             noted.sizes[:] = dataset.get_storage_size()
             return Places.of(noted.offsets)
-        for number, found in _chunks_of(dataset, self._sink.arrays[name].spec):
-            noted.offsets[number], noted.sizes[number] = found.byte_offset, found.size
+        noted.offsets, noted.sizes, _ = _chunks_of(dataset, self._sink.arrays[name].spec)
         return Places.of(noted.offsets)
 
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
@@ -258,18 +258,16 @@ class _Hdf5Catalog(Catalog):
                     if noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:
                         raise self._misplaced(name, (), dataset.get_offset(), int(noted.offsets[0]))
                     continue
-                n = 0
-                for number, found in _chunks_of(dataset, spec):
-                    n += 1
-                    is_same = found.byte_offset == noted.offsets[number] and found.size == noted.sizes[number]
-                    if not is_same or found.filter_mask != noted.masks.get(number, 0):
-                        raise self._misplaced(name, chunk_index(number, spec.grid), found, int(noted.offsets[number]))
-                if n != int(np.count_nonzero(noted.sizes >= 0)):
-                    raise RuntimeError(f"'{name}' in '{self._sink.path}' has {n} chunks, expected {len(noted.sizes)}")
+                offsets, sizes, masks = _chunks_of(dataset, spec)
+                wrong = np.flatnonzero((offsets != noted.offsets) | (sizes != noted.sizes)).tolist()
+                wrong += [k for k in masks.keys() | noted.masks.keys() if masks.get(k) != noted.masks.get(k)]
+                if wrong:
+                    k = min(wrong)
+                    raise self._misplaced(name, chunk_index(k, spec.grid), int(offsets[k]), int(noted.offsets[k]))
 
     def _misplaced(self, name: str, index: tuple[int, ...], found: Any, expected: int) -> SourceError:
         return SourceError(
-            f"chunk {index} of '{name}' in '{self._sink.path}' is at {found}, but was written at byte {expected}",
+            f"chunk {index} of '{name}' in '{self._sink.path}' is at byte {found} for HDF5, but was written at byte {expected}",
             path=self._sink.path,
             dataset=name,
             chunk=index,
@@ -333,16 +331,21 @@ class _Noted:
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
 
 
-def _chunks_of(dataset: h5py.h5d.DatasetID, spec: ArraySpec) -> Iterable[tuple[int, Any]]:
-    """The stored chunks of a dataset: number, and what HDF5 says of it."""
-    found: list[Any] = []
-    dataset.chunk_iter(found.append)
-    chunks, grid = spec.chunks or (), spec.grid
-    for one in found:
-        number = 0
-        for at, c, n in zip(one.chunk_offset, chunks, grid, strict=True):
-            number = number * n + at // c
-        yield number, one
+def _chunks_of(dataset: h5py.h5d.DatasetID, spec: ArraySpec) -> tuple[Int64s, Int64s, dict[int, int]]:
+    """What HDF5 says of all chunks: offsets (0 if not stored) and sizes (-1) in C order, and masks that are not 0."""
+    n = math.prod(spec.grid)
+    offsets, sizes = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+    masks: dict[int, int] = {}
+    steps = [(c, math.prod(spec.grid[k + 1 :])) for k, c in enumerate(spec.chunks or ())]
+
+    def note(found: Any) -> None:
+        number = sum([at // c * step for at, (c, step) in zip(found.chunk_offset, steps, strict=True)])
+        offsets[number], sizes[number] = found.byte_offset, found.size
+        if found.filter_mask:
+            masks[number] = found.filter_mask
+
+    dataset.chunk_iter(note)
+    return offsets, sizes, masks
 
 
 class _opened:

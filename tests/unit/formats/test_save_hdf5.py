@@ -26,7 +26,9 @@ from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket
 from shardload.testing import check_format
-from tests.unit.saving import put_whole, ramp, save, write_all
+from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 SHAPE, CHUNKS = (3, 4, 5), (2, 3, 4)
 DTYPES = ("?", "i1", "u1", ">i2", "<u2", "<i4", ">u4", "<i8", "<u8", "<f2", ">f2", "<f4", ">f4", "<f8", ">f8", "<c8", ">c16")

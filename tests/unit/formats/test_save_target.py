@@ -19,7 +19,9 @@ from shardload.formats import Region, target
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.formats.target import Target, temporary_of
-from tests.unit.saving import forked, put_whole, ramp, save, write_all
+from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 KINDS = ["x.h5", "x.nc", "x.zarr", "sharded.zarr"]
 VALUES, OLD = ramp((9, 4), "f4"), np.arange(3.0)

@@ -24,7 +24,9 @@ from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import check_format
-from tests.unit.saving import ramp, save, write_all
+from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
 
 SHAPE, CHUNKS, SHARDS = (5, 7, 6), (2, 3, 4), (4, 6, 4)
 DTYPES = ("?", "i1", "<u2", ">i4", "<i8", "<f2", "<f4", ">f8", "<c8", ">c16")
@@ -32,6 +34,7 @@ BLOSC_ZSTD = {"name": "blosc", "level": 1, "shuffle": False, "options": {"cname"
 COMMON: dict[str, Any] = {
     "none": None,
     "gzip": "gzip",
+    "gzip0": {"name": "gzip", "level": 0},
     "zstd": {"name": "zstd", "level": 9},
     "blosc": "blosc",
     "bits": BLOSC_ZSTD,
