@@ -29,7 +29,7 @@ from benchmarks.remote import RemoteError, RemoteJob
 from benchmarks.runs.environments import ROOT
 from benchmarks.runs.measure import median, new_record, without_folders, write_record
 from benchmarks.throttle import Cluster, Limits
-from benchmarks.throttle.links import Links
+from benchmarks.throttle.links import Links, check_rate
 from shardload.comm import topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
@@ -83,6 +83,9 @@ def measure_grid(
     """
     record = new_record("grid", files, repeats=repeats, by_links=by_links, limits=limits_of(file_systems, networks))
     record["infos"] = {layout: info_of(file) for layout, file in files.items()}
+    if by_links:
+        with tempfile.TemporaryDirectory() as scratch:
+            check_rate(Path(scratch))
     # The rate of links is that of the whole job.
     for n, some in itertools.product(ranks, [[w] for w in networks] if by_links else [networks]):
         nodes = n if by_links else NODES.get(n, 1)

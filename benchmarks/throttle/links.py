@@ -13,10 +13,32 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Links", "why_not"]
+from tests.jobs.launch import job_command, job_environment
+
+__all__ = ["Links", "check_rate", "why_not"]
 
 _NETWORK = "10.77.0"
 _BURST, _QUEUE = "32kb", "200ms"
+_BURST_NBYTES, _SENT_NBYTES, _CHECKED_RATE = 32 << 10, 1 << 20, 2e6
+# Ranks: a megabyte from one to the other, and an answer.
+_SEND = """
+import time
+import numpy as np
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+data = np.arange(1 << 20, dtype=np.uint8) if comm.rank == 0 else np.zeros(1 << 20, np.uint8)
+comm.Barrier()
+began = time.monotonic()
+if comm.rank == 0:
+    comm.Send(data, 1)
+    comm.Recv(data[:1], 1)
+    print(time.monotonic() - began, comm.Split_type(MPI.COMM_TYPE_SHARED).size)
+else:
+    comm.Recv(data, 0)
+    assert data[-1] == 255
+    comm.Send(data[:1], 0)
+    comm.Split_type(MPI.COMM_TYPE_SHARED)
+"""
 
 
 def why_not() -> str:
@@ -102,3 +124,18 @@ class Links:
 
 def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def check_rate(folder: Path) -> None:
+    """RuntimeError if a message between two ranks takes less time than its link says: then it went around the link."""
+    with Links(2, _CHECKED_RATE, folder) as links:
+        command = job_command(["-c", _SEND], 2)
+        command = [*command[:3], *links.command(command[3:])]
+        env = job_environment(2) | links.env
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise RuntimeError(f"no message passes the links: {done.stderr}")
+    seconds, n_here = done.stdout.split()
+    least = (_SENT_NBYTES - 2 * _BURST_NBYTES) / _CHECKED_RATE
+    if float(seconds) < least or n_here != "1":
+        raise RuntimeError(f"a message took {seconds} s, and at least {least:.2f} were expected: it went around the link")

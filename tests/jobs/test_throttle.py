@@ -45,16 +45,20 @@ def test_doctor_finds_the_limits(tmp_path: Path) -> None:
 
     The limits are far below what the machine can do, so that they decide also where it is busy.
     """
-    folder, output = tmp_path / "scratch", tmp_path / "machine.toml"
+    folder = tmp_path / "scratch"
     folder.mkdir()
-    with Cluster(folder, 2, LIMITS) as cluster:
-        env = {"PYTHONPATH": str(ROOT), **cluster.env}
-        program = [str(Path(__file__).parent / "scripts" / "measured.py"), str(folder), str(output)]
-        run_job(program, 4, timeout=120, env=env, preloaded=False).check()
-    machine = machine_for(str(output))
-    figures = machine.figures()
-    assert {name: figures[name] for name in FOUND} == pytest.approx(FOUND, rel=0.2)
-    assert figures["node.ranks"] == 2 and not os.listdir(folder)
+    for attempt in range(3):  # another program may hold up a rank in the one moment in which it measures a figure
+        output = tmp_path / f"machine-{attempt}.toml"
+        with Cluster(folder, 2, LIMITS) as cluster:
+            env = {"PYTHONPATH": str(ROOT), **cluster.env}
+            program = [str(Path(__file__).parent / "scripts" / "measured.py"), str(folder), str(output)]
+            run_job(program, 4, timeout=120, env=env, preloaded=False).check()
+        figures = machine_for(str(output)).figures()
+        assert figures["node.ranks"] == 2 and not os.listdir(folder)
+        found = {name: figures[name] for name in FOUND}
+        if found == pytest.approx(FOUND, rel=0.2):
+            break
+    assert found == pytest.approx(FOUND, rel=0.2)
 
 
 def test_the_grid_times_every_way_and_what_plans_say(tmp_path: Path) -> None:
