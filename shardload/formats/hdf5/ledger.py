@@ -21,7 +21,7 @@ import numpy as np
 __all__ = ["HEAD_NBYTES", "Ledger"]
 
 HEAD_NBYTES = 512  # what is written last: the superblock lies there
-_PAGE = 4096
+_PAGE = 1024  # a node of the index has 3 KiB and lies anywhere: larger pages would be half empty
 
 
 class Ledger(io.RawIOBase):
@@ -40,7 +40,7 @@ class Ledger(io.RawIOBase):
         self._pages: dict[int, bytearray] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}  # of each page: which bytes were written, in order, not touching
         self._end = 0  # of the last metadata
-        self._blank = mmap.mmap(-1, _PAGE, prot=mmap.PROT_READ)
+        self._blank = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
         self._view, self._address = memoryview(self._blank), _address(self._blank)
         self._expected: int | None = None
         self._noted: int | None = None
@@ -57,7 +57,7 @@ class Ledger(io.RawIOBase):
         """
         if nbytes > len(self._view):
             self._view = memoryview(b"")
-            self._blank = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE * 2, prot=mmap.PROT_READ)
+            self._blank = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE * 2, prot=mmap.PROT_READ)
             self._view, self._address = memoryview(self._blank), _address(self._blank)
         self._expected, self._noted = nbytes, None
         try:
