@@ -71,14 +71,14 @@ class ConfigError(ShardloadError, ValueError):
 
 
 class SourceError(ShardloadError, OSError):
-    """This file's error: it is missing, damaged, or holds something that cannot be loaded.
+    """This file's error: it is missing, damaged, cannot be written, or holds something that cannot be loaded.
 
     Attributes
     ----------
     path, dataset : str or None
         The file and the array inside it.
     chunk : tuple of int or None
-        Index of the chunk that could not be read, in the file's chunk grid, if it is known.
+        Index of the chunk that could not be read or written, in the file's chunk grid, if it is known.
     """
 
     def __init__(

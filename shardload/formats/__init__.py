@@ -8,6 +8,8 @@ registry     which formats are there? Our own, and those of other packages (entr
 diagnosis    the errors about files that no format claims, and names that are not found
 hdf5, zarr, memory   our own formats
 codecs       decodes chunks
+sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `encoding` encodes chunks, `target`
+             renames
 containment  which other files may a file refer to? Refuses the rest
 untrusted    opens a file in helper processes, which run `untrusted_process`
 

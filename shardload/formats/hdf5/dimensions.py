@@ -1,0 +1,151 @@
+"""How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as netCDF writes them.
+
+An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
+other axis gets a scale without values. In plain HDF5 it gets a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.sink import ArraySpec
+
+__all__ = ["check_netcdf", "coordinate_of", "name_axes", "with_dims", "write_attrs"]
+
+_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+_NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
+_RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
+_INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
+
+
+def check_netcdf(name: str, spec: ArraySpec) -> None:
+    """ConfigError if netCDF4 has no type for the values."""
+    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in _NETCDF_TYPES:
+        instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
+        raise ConfigError(
+            f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
+        )
+
+
+def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """The specs with a name for each axis, as netCDF needs. Axes without one share a name if they have the same length."""
+    taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
+    made: dict[tuple[int, int, bool], str] = {}
+    found = {}
+    for name, spec in specs.items():
+        seen: dict[tuple[int, bool], int] = {}
+        dims = []
+        for k, n in enumerate(spec.shape):
+            dim = (spec.dims or (None,) * len(spec.shape))[k]
+            if dim is None:
+                grows = k in spec.unlimited
+                number = seen[n, grows] = seen.get((n, grows), 0) + 1
+                key = (n, number, grows)
+                if key not in made:
+                    made[key] = next(dim for m in range(len(made), 2**31) if (dim := f"dim_{m}") not in taken)
+                    taken.add(made[key])
+                dim = made[key]
+            dims.append(dim)
+        found[name] = replace(spec, dims=tuple(dims))
+    return found
+
+
+def coordinate_of(name: str, dim: str, specs: Mapping[str, ArraySpec]) -> str | None:
+    """The array that is the coordinate of an axis of `name`: in its group, or in the nearest group above."""
+    for group in _groups(name):
+        found = specs.get(f"{group}/{dim}")
+        if found is not None and found.dims == (dim,):
+            return f"{group}/{dim}"
+    return None
+
+
+def _groups(name: str) -> Iterator[str]:
+    """The group of an array, and those above it; "" is the root."""
+    while name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: bool) -> None:
+    """Give the axes of all arrays their names. ConfigError if two axes of one name have different lengths."""
+    lengths: dict[str, tuple[int, str, bool]] = {}
+    scale_of: dict[tuple[str, int], str] = {}
+    for name, spec in specs.items():
+        for axis, dim in enumerate(spec.dims or ()):
+            if dim is None:
+                continue
+            if not dim or "/" in dim:
+                raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/'")
+            scale = coordinate_of(name, dim, specs) or (f"/{dim}" if is_netcdf else None)
+            if scale is None:
+                file[name].dims[axis].label = dim
+                continue
+            known, first, _ = lengths.setdefault(scale, (spec.shape[axis], name, axis in spec.unlimited))
+            if known != spec.shape[axis]:
+                raise ConfigError(
+                    f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
+                    "have one length: pass other dims="
+                )
+            scale_of[name, axis] = scale
+    numbers = {}
+    for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
+        if scale in specs and specs[scale].dims != (scale.rpartition("/")[2],):
+            raise ConfigError(
+                f"'{scale}' has the name of an axis, so it must be the coordinate of that axis, with dims=({scale[1:]!r},); "
+                f"its dims are {specs[scale].dims!r}. Call one of them by another name"
+            )
+        if scale not in specs:
+            _valueless(file, scale, length, grows)
+        else:
+            file[scale].make_scale(scale.rpartition("/")[2])
+        numbers[scale] = number
+        if is_netcdf:
+            file[scale].attrs["_Netcdf4Dimid"] = np.int32(number)
+    for (name, axis), scale in scale_of.items():
+        if name != scale:
+            file[name].dims[axis].attach_scale(file[scale])
+    if is_netcdf:
+        for name, spec in specs.items():
+            if name not in numbers and spec.shape:
+                ids = [numbers[scale_of[name, axis]] for axis in range(len(spec.shape))]
+                file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
+
+
+def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
+    """A scale that has a length but no values: a dimension of netCDF without a variable."""
+    extent = {"maxshape": (None,), "chunks": (1024,)} if grows else {}
+    made = file.create_dataset(scale, shape=(length,), dtype=">f4", **extent)
+    made.make_scale(f"{_NO_VARIABLE}{length:10d}")
+
+
+def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
+    """Write attributes. ConfigError for one that HDF5 cannot hold."""
+    for key, value in attrs.items():
+        if key in _RESERVED:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is one that HDF5 and netCDF keep for themselves. Leave it out"
+            )
+        if value is None:
+            raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
+        if isinstance(value, bool | np.bool_) and is_netcdf:
+            value = np.int8(value)
+        if isinstance(value, str) and is_netcdf and value and value.isascii() and "\0" not in value:
+            value = np.bytes_(value)  # text as every netCDF program reads it; others get a string of variable length
+        try:
+            owner.attrs[key] = value
+        except (TypeError, ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {_told(value)}, which HDF5 cannot hold ({error}). Pass text, a number, "
+                "or an array of numbers"
+            ) from error
+
+
+def _told(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:80]}..."

@@ -1,0 +1,221 @@
+"""Through which HDF5 filters do the chunks of a new dataset go, and who applies them? We do, or HDF5 in memory.
+
+1. gzip, zstd, blosc and lz4, shuffle and Fletcher-32 are made by the libraries of `encoding`, with the library's lock free.
+2. A chunk for any other filter is written by HDF5 to a file in memory with the same properties. What lies there is taken out.
+
+Either way no filter is left out of a chunk unless HDF5 itself left it out (`Stored.mask`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats import encoding
+from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
+from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.sink import ArraySpec, Stored
+
+__all__ = ["Pipeline", "create_type"]
+
+_NUMBERS = {name: number for number, name in NAMES.items()}
+_BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
+# Filters of hdf5plugin, with the classes that know their usual parameters.
+_PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
+_OPTIONAL = h5py.h5z.FLAG_OPTIONAL
+_MOST_NBYTES = 2**32 - 1  # of a chunk
+
+
+def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
+    """The type in the file for values of `dtype`; ConfigError if HDF5 has none.
+
+    A bfloat16 is a float of 16 bits with the exponent of a float32. h5py and others read it as float32, which has all
+    its values.
+    """
+    if dtype.name == "bfloat16":
+        kind = (h5py.h5t.IEEE_F16LE if dtype.isnative and np.little_endian else h5py.h5t.IEEE_F16BE).copy()
+        kind.set_fields(15, 7, 8, 0, 7)
+        kind.set_ebias(127)
+        return kind
+    if dtype.kind not in "biufc":
+        raise ConfigError(
+            f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
+        )
+    return h5py.h5t.py_create(dtype, logical=True)
+
+
+class Pipeline:
+    """How the chunks of one dataset are made. Safe to use from several threads at once.
+
+    Parameters
+    ----------
+    name : str
+        Name of the array, for messages.
+    spec : ArraySpec
+        A checked spec.
+    """
+
+    def __init__(self, name: str, spec: ArraySpec) -> None:
+        self._name, self._spec = name, spec
+        self.kind = create_type(name, spec.dtype)
+        nbytes = math.prod(spec.chunks or ()) * spec.dtype.itemsize
+        if spec.chunks is not None and nbytes > _MOST_NBYTES:
+            raise ConfigError(
+                f"chunks of '{name}' have {nbytes} bytes; in HDF5 a chunk has less than 4 GiB. Pass smaller chunks="
+            )
+        self.creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        self.creation.set_obj_track_times(False)
+        self.creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        if spec.fill_value is not None:
+            self._set_fill(spec.fill_value)
+        steps: list[Step] | None = []
+        if spec.chunks is not None:
+            self.creation.set_chunk(spec.chunks)
+            steps = self._add_filters()
+        # Without filters all chunks have one size, so HDF5 gives each its place when the dataset is made.
+        self.is_asked = (spec.chunks is not None and self.creation.get_nfilters() > 0) or bool(spec.unlimited)
+        self.creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if self.is_asked else h5py.h5d.ALLOC_TIME_EARLY)
+        fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
+        self._by_library, self._local = steps is None, threading.local()
+        self._chain = EncodeChain(steps or [], spec.chunks, spec.dtype, fill)
+
+    @property
+    def codec(self) -> str:
+        """The filters, for people."""
+        names = [NAMES.get(self.creation.get_filter(k)[0], str(self.creation.get_filter(k)[0])) for k in self._filters()]
+        shuffled = [name for name in names if name != "shuffle"] + ["shuffle"] * ("shuffle" in names)
+        return "+".join(shuffled) or "none"
+
+    def _filters(self) -> range:
+        return range(self.creation.get_nfilters())
+
+    def encode(self, values: np.ndarray[Any, Any]) -> Stored:
+        """The stored form of a chunk."""
+        data = self._chain.encode(values)
+        return self._through_library(data) if self._by_library else Stored(data)
+
+    def _set_fill(self, value: Any) -> None:
+        if self._spec.dtype.name != "bfloat16":
+            self.creation.set_fill_value(np.asarray(value, dtype=self._spec.dtype))
+        elif value != 0:
+            raise ConfigError(
+                f"'{self._name}' is bfloat16 with a fill value of {value}; in HDF5 only 0 is possible. Leave it out"
+            )
+
+    def _add_filters(self) -> list[Step] | None:
+        """Add the filters to the dataset's properties; returns the steps that do the same, None if the library must do it."""
+        spec, compression = self._spec, self._spec.compression
+        steps: list[Step] | None = []
+        itemsize = spec.dtype.itemsize
+        if compression is not None and compression.shuffle and compression.name not in ("blosc", "blosc2", "bitshuffle"):
+            self.creation.set_shuffle()
+            steps = [encoding.shuffle(itemsize)] if itemsize > 1 else []
+        if compression is not None and compression.name != "none":
+            added = self._add_compressor(compression.name, compression.level, dict(compression.options), itemsize)
+            steps = None if added is None or steps is None else [*steps, added]
+        if spec.checksum:
+            self.creation.set_fletcher32()
+            steps = None if steps is None else [*steps, encoding.fletcher32()]
+        return steps
+
+    def _add_compressor(self, name: str, level: int | None, options: dict[str, Any], itemsize: int) -> Step | None:
+        is_shuffled = self._spec.compression is not None and self._spec.compression.shuffle
+        if name == "gzip":
+            _none_left(self._name, name, options)
+            level = level_of(name, level, 4, 9)
+            self.creation.set_deflate(level)
+            return encoding.zlib(level)
+        values = options.pop("cd_values", None)
+        number = _NUMBERS.get(name, int(name) if name.isdigit() else None)
+        if number is None or number in (1, 2, 3):
+            known = ", ".join(sorted(set(_NUMBERS) - {"shuffle", "fletcher32"}))
+            raise ConfigError(
+                f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text"
+            )
+        _available(self._name, name, number)
+        step: Step | None = None
+        if values is None and name == "zstd":
+            level = level_of(name, level, 3, 22)
+            values, step = (level,), encoding.zstd(level)
+        elif values is None and name == "blosc":
+            level, inner = level_of(name, level, 5, 9), options.pop("cname", "lz4")
+            if inner not in _BLOSC_CODES:
+                raise ConfigError(
+                    f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_NAMES)}"
+                )
+            bits = _shuffling(self._name, options, is_shuffled)
+            nbytes = math.prod(self._spec.chunks or ()) * itemsize
+            values = (2, 2, itemsize, nbytes, level, bits, _BLOSC_CODES[inner])
+            step = encoding.blosc(inner, level, bits, itemsize)
+        elif values is None and name == "lz4" and level is None:
+            values, step = (), encoding.lz4()
+        elif level is not None:
+            raise ConfigError(
+                f"compression of '{self._name}' is {name!r} with level {level}; this filter takes 'cd_values': (...) in options"
+            )
+        _none_left(self._name, name, options)
+        if name == "szip" and values is None:
+            self.creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 16)
+        else:
+            self.creation.set_filter(number, _OPTIONAL, tuple(values or _usual(name)))
+        return step
+
+    def _through_library(self, data: Any) -> Stored:
+        """Have HDF5 encode one chunk, in memory."""
+        chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
+        if dataset is None:  # of one chunk, which this thread writes again and again
+            file = h5py.File(f"{id(self._local)}", "w", driver="core", backing_store=False)
+            dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
+            self._local.dataset = dataset
+        values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
+        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
+        dataset.flush()
+        mask, stored = dataset.read_direct_chunk((0,) * len(chunks))
+        return Stored(stored, int(mask))
+
+
+def _usual(name: str) -> Sequence[int]:
+    """The parameters that hdf5plugin gives a filter; none for HDF5's own."""
+    if name not in _PLUGINS:
+        return ()
+    return tuple(getattr(importlib.import_module("hdf5plugin"), _PLUGINS[name])()["compression_opts"])
+
+
+def _shuffling(name: str, options: dict[str, Any], is_shuffled: bool) -> int:
+    """Blosc's shuffle: 0 none, 1 bytes, 2 bits."""
+    bits = options.pop("bitshuffle", False)
+    if not isinstance(bits, bool):
+        raise ConfigError(f"bitshuffle of '{name}' is {bits!r}; expected True or False")
+    return 2 if bits else int(is_shuffled)
+
+
+def _none_left(name: str, compressor: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigError(
+            f"compression of '{name}': {compressor} has no option {', '.join(map(repr, sorted(options)))} in HDF5"
+        )
+
+
+def _available(name: str, compressor: str, number: int) -> None:
+    if number >= 256 and number != h5py.h5z.FILTER_LZF:
+        with contextlib.suppress(ImportError):
+            plugins = importlib.import_module("hdf5plugin")
+            own = "bshuf" if compressor == "bitshuffle" else compressor
+            if compressor in _PLUGINS and plugins.get_config().registered_filters.get(own, "unknown") == "unknown":
+                # If netCDF4 was imported before, HDF5 found that package's filters, which are linked to another copy of HDF5
+                # and cannot be used to make a dataset.
+                plugins.register(own, force=True)
+    able = h5py.h5z.filter_avail(number)
+    if not able or not h5py.h5z.get_filter_info(number) & h5py.h5z.FILTER_CONFIG_ENCODE_ENABLED:
+        raise ConfigError(
+            f"compression of '{name}' is {compressor!r} (HDF5 filter {number}), which the HDF5 library here does not have: "
+            "`pip install hdf5plugin`, or pass compression='gzip', which every HDF5 has"
+        )

@@ -1,0 +1,429 @@
+"""How is an HDF5 or netCDF4 file written by many processes, without parallel HDF5? One makes the metadata, all put chunks.
+
+1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
+2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Arrays in one piece and
+   chunks without filters get their places when they are made, because their sizes are known.
+3. Any rank writes chunks at these offsets into the temporary file (`_Hdf5Writer`).
+4. `_Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
+   compares the place of every chunk with what was noted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import encoding
+from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims, write_attrs
+from shardload.formats.hdf5.ledger import Ledger
+from shardload.formats.hdf5.pipeline import Pipeline
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, chunk_index
+from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.planning.region import Region
+
+__all__ = ["Hdf5Sink"]
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class _Hdf5Encoder(Encoder):
+    """See `Encoder`."""
+
+    def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
+        self.name, self.spec = name, spec
+        self.pipeline = Pipeline(name, spec)
+        self._info = ArrayInfo(
+            path=path,
+            dataset=name,
+            format=flavour,
+            shape=spec.shape,
+            dtype=native_dtype(spec.dtype).name,
+            chunks=spec.chunks,
+            codec=self.pipeline.codec,
+        )
+
+    @property
+    def info(self) -> ArrayInfo:
+        return self._info
+
+    @property
+    def is_asked(self) -> bool:
+        return self.pipeline.is_asked
+
+    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
+        self.number(region)
+        if values.shape != region.shape:
+            raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
+        return self.pipeline.encode(values)
+
+
+class Hdf5Sink(Sink):
+    """A new HDF5 file.
+
+    Parameters
+    ----------
+    path : str
+        The name that it will have.
+    specs : mapping of str to ArraySpec
+        Its arrays, by their full names.
+    mode : str
+        See `Sink`.
+    is_netcdf : bool
+        Whether it shall be a netCDF4 file: each axis gets a dimension, and only netCDF's types are allowed.
+    alignment : int
+        Chunks begin at multiples of this. 4096 if ranks on several nodes write: clients of Lustre and NFS that write to the
+        same page can lose each other's bytes.
+    attrs : mapping
+        Attributes of the file.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        specs: Mapping[str, ArraySpec],
+        *,
+        mode: str = "w-",
+        is_netcdf: bool = False,
+        alignment: int = 1,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        Target(path, mode)  # checks the mode
+        self.path, self.mode, self._is_netcdf, self._alignment, self._attrs = (
+            path,
+            mode,
+            is_netcdf,
+            alignment,
+            dict(attrs or {}),
+        )
+        checked = {}
+        for name, spec in specs.items():
+            checked[name] = spec.checked(name)
+            if spec.shards is not None:
+                raise ConfigError(f"'{name}' has shards, which HDF5 does not have. Leave shards= out, or use the suffix .zarr")
+            if is_netcdf:
+                check_netcdf(name, checked[name])
+        if is_netcdf:
+            checked = with_dims(checked)
+        flavour = "netCDF4" if is_netcdf else "HDF5"
+        self.arrays: dict[str, _Hdf5Encoder] = {name: _Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
+        # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
+        with h5py.File("trial", "w", driver="core", backing_store=False, track_order=is_netcdf or None) as file:
+            self.describe(file, is_trial=True)
+
+    def create(self) -> Catalog:
+        """See `Sink`."""
+        return _Hdf5Catalog(self)
+
+    def writer(self, ticket: Ticket) -> Writer:
+        """See `Sink`."""
+        return _Hdf5Writer(self, ticket)
+
+    def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
+        """Create all that is not values: groups, datasets, attributes, names of axes."""
+        specs = {name: one.spec for name, one in self.arrays.items()}
+        if self._is_netcdf:
+            file.attrs["_NCProperties"] = np.bytes_(
+                f"version=2,shardload=1,hdf5={h5py.version.hdf5_version},h5py={h5py.__version__}"
+            )
+        write_attrs(file, "/", self._attrs, is_netcdf=self._is_netcdf)
+        for name, one in self.arrays.items():
+            self._make(file, name, one, is_trial)
+            attrs = dict(one.spec.attrs)
+            if self._is_netcdf and one.spec.fill_value is not None:
+                attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
+            write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
+        name_axes(file, specs, is_netcdf=self._is_netcdf)
+
+    def _make(self, file: h5py.File, name: str, one: _Hdf5Encoder, is_trial: bool) -> None:
+        group, _, last = name.strip("/").rpartition("/")
+        try:
+            parent = file.require_group(group) if group else file
+            most = tuple(h5py.h5s.UNLIMITED if k in one.spec.unlimited else n for k, n in enumerate(one.spec.shape))
+            space = h5py.h5s.create_simple(one.spec.shape, most) if one.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+            creation = one.pipeline.creation
+            if is_trial:  # without places for values
+                creation = creation.copy()
+                creation.set_alloc_time(h5py.h5d.ALLOC_TIME_INCR if one.spec.chunks else h5py.h5d.ALLOC_TIME_LATE)
+            h5py.h5d.create(parent.id, last.encode(), one.pipeline.kind, space, creation)
+        except (TypeError, ValueError, OSError, RuntimeError) as error:
+            raise ConfigError(f"'{name}' cannot be made in an HDF5 file: {error}") from error
+
+
+class _Hdf5Catalog(Catalog):
+    """See `Catalog`."""
+
+    def __init__(self, sink: Hdf5Sink) -> None:
+        self._sink, self._target = sink, Target(sink.path, sink.mode)
+        self._file: h5py.File | None = None
+        temporary = self._target.create()
+        try:
+            with named(sink.path), _opened(temporary, os.O_WRONLY) as descriptor:
+                put_at(descriptor, mark(self._target.token, sink.path), 0)
+            self._ledger = Ledger()
+            alignment = sink._alignment
+            self._file = h5py.File(
+                self._ledger,
+                "w",
+                libver="earliest",
+                track_order=sink._is_netcdf or None,
+                alignment_threshold=1,
+                alignment_interval=alignment,
+                meta_block_size=max(alignment, 2048),
+            )
+            sink.describe(self._file)
+            self._chunks = {name: _Noted(one.spec) for name, one in sink.arrays.items()}
+            places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
+        except BaseException:
+            self.abandon()
+            raise
+        self.ticket = Ticket(temporary, self._target.token, places)
+
+    def _early(self, name: str) -> Places:
+        """The places of an array whose stored sizes are known."""
+        noted, dataset = self._chunks[name], self._dataset(name)
+        if self._sink.arrays[name].spec.chunks is None:
+            noted.offsets[:] = dataset.get_offset() or 0
+            noted.sizes[:] = dataset.get_storage_size()
+            return Places.of(noted.offsets)
+        noted.offsets, noted.sizes, _ = _chunks_of(dataset, self._sink.arrays[name].spec)
+        return Places.of(noted.offsets)
+
+    def _dataset(self, name: str) -> h5py.h5d.DatasetID:
+        if self._file is None:
+            raise ValueError("the catalog is finished")
+        return self._file[name].id
+
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        one, dataset, noted = self._sink.arrays[name], self._dataset(name), self._chunks[name]
+        if not one.is_asked:
+            raise ValueError(f"the chunks of '{name}' have places already")
+        which = np.asarray(numbers, dtype=np.int64)
+        sizes = np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape)
+        kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
+        noted.check(name, which, sizes)
+        order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
+        chunks = one.spec.chunks or ()
+        starts = np.stack(np.unravel_index(which[order], one.spec.grid), axis=-1) * np.array(chunks, dtype=np.int64)
+        offsets = np.empty(len(which), dtype=np.int64)
+        for k, start, size, kind in zip(
+            order.tolist(), starts.tolist(), sizes[order].tolist(), kinds[order].tolist(), strict=True
+        ):
+            offsets[k] = self._ledger.place(_DirectWrite(dataset, tuple(start), kind), size)
+        noted.offsets[which], noted.sizes[which] = offsets, sizes
+        if np.any(kinds):
+            noted.masks.update(zip(which[kinds != 0].tolist(), kinds[kinds != 0].tolist(), strict=True))
+        return offsets
+
+    def finish(self, *, allow_missing: bool = False) -> None:
+        if self._file is None:
+            raise ValueError("the catalog is finished")
+        if not allow_missing:
+            for name, noted in self._chunks.items():
+                noted.check_complete(name)
+        file, self._file = self._file, None
+        file.close()
+        offsets = np.concatenate(
+            [noted.offsets[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)]
+        )
+        sizes = np.concatenate([noted.sizes[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)])
+        clash = self._ledger.overlap(offsets, sizes)
+        if clash is not None:
+            raise RuntimeError(f"HDF5 gave the same bytes of '{self._sink.path}' twice, at {clash[0]} and {clash[1]}")
+        with named(self._sink.path), _opened(self.ticket.temporary, os.O_RDWR) as descriptor:
+            _check_mark(descriptor, self.ticket, self._sink.path)
+            self._ledger.write_to(
+                lambda data, offset: put_at(descriptor, data, offset),
+                lambda nbytes: os.ftruncate(descriptor, nbytes),
+                lambda: os.fsync(descriptor),
+            )
+        with named(self._sink.path):
+            sync_folder(self._target.folder)
+        self._check()
+
+    def _check(self) -> None:
+        """Compare what the HDF5 library finds in the written file with what was noted."""
+        with h5py.File(self.ticket.temporary, "r") as file:
+            for name, noted in self._chunks.items():
+                spec, dataset = self._sink.arrays[name].spec, file[name].id
+                if spec.chunks is None:
+                    if noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:
+                        raise self._misplaced(name, (), dataset.get_offset(), int(noted.offsets[0]))
+                    continue
+                offsets, sizes, masks = _chunks_of(dataset, spec)
+                wrong = np.flatnonzero((offsets != noted.offsets) | (sizes != noted.sizes)).tolist()
+                wrong += [k for k in masks.keys() | noted.masks.keys() if masks.get(k) != noted.masks.get(k)]
+                if wrong:
+                    k = min(wrong)
+                    raise self._misplaced(name, chunk_index(k, spec.grid), int(offsets[k]), int(noted.offsets[k]))
+
+    def _misplaced(self, name: str, index: tuple[int, ...], found: Any, expected: int) -> SourceError:
+        return SourceError(
+            f"chunk {index} of '{name}' in '{self._sink.path}' is at byte {found} for HDF5, but was written at byte {expected}",
+            path=self._sink.path,
+            dataset=name,
+            chunk=index,
+        )
+
+    def commit(self) -> None:
+        if self._file is not None:
+            raise ValueError("finish the catalog first")
+        self._target.commit()
+
+    def abandon(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+        self._target.abandon()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Bytes of memory that the metadata takes."""
+        return self._ledger.kept_nbytes
+
+
+class _DirectWrite:
+    """Has the library write one chunk, from memory that the ledger gives."""
+
+    __slots__ = ("_dataset", "_mask", "_start")
+
+    def __init__(self, dataset: h5py.h5d.DatasetID, start: tuple[int, ...], mask: int) -> None:
+        self._dataset, self._start, self._mask = dataset, start, mask
+
+    def __call__(self, blank: Any) -> None:
+        self._dataset.write_direct_chunk(self._start, blank, self._mask)
+
+
+class _Noted:
+    """Where the chunks of one array are; a size of -1 if nowhere yet."""
+
+    def __init__(self, spec: ArraySpec) -> None:
+        self._grid = spec.grid if spec.chunks is not None else ()
+        n = int(np.prod(self._grid, dtype=np.int64))
+        self.offsets, self.sizes = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+        self.masks: dict[int, int] = {}
+
+    def check(self, name: str, which: Int64s, sizes: Int64s) -> None:
+        if not len(which):
+            return
+        if which.min() < 0 or which.max() >= len(self.sizes):
+            raise ValueError(f"'{name}' has chunks 0 to {len(self.sizes) - 1}; asked for {which.min()} to {which.max()}")
+        if sizes.min() < 1 or sizes.max() >= 2**32:
+            raise ValueError(f"a chunk of '{name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 to 4 GiB")
+        twice = which[self.sizes[which] >= 0]
+        if len(twice) or len(np.unique(which)) < len(which):
+            order = np.sort(which)
+            number = int(twice[0]) if len(twice) else int(order[:-1][order[:-1] == order[1:]][0])
+            raise ValueError(f"chunk {chunk_index(number, self._grid)} of '{name}' has a place already")
+
+    def check_complete(self, name: str) -> None:
+        absent = np.flatnonzero(self.sizes < 0)
+        if len(absent):
+            first = chunk_index(int(absent[0]), self._grid)
+            raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
+
+
+def _chunks_of(dataset: h5py.h5d.DatasetID, spec: ArraySpec) -> tuple[Int64s, Int64s, dict[int, int]]:
+    """What HDF5 says of all chunks: offsets (0 if not stored) and sizes (-1) in C order, and masks that are not 0."""
+    n = math.prod(spec.grid)
+    offsets, sizes = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+    masks: dict[int, int] = {}
+    steps = [(c, math.prod(spec.grid[k + 1 :])) for k, c in enumerate(spec.chunks or ())]
+
+    def note(found: Any) -> None:
+        number = sum([at // c * step for at, (c, step) in zip(found.chunk_offset, steps, strict=True)])
+        offsets[number], sizes[number] = found.byte_offset, found.size
+        if found.filter_mask:
+            masks[number] = found.filter_mask
+
+    dataset.chunk_iter(note)
+    return offsets, sizes, masks
+
+
+class _opened:
+    """An open descriptor of a file, closed at the end of a ``with`` statement. Errors of closing are raised."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        self._descriptor = os.open(path, flags)
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _check_mark(descriptor: int, ticket: Ticket, path: str) -> None:
+    """ConfigError unless the temporary is the one that the catalog made."""
+    found = os.pread(descriptor, 64, 0)
+    if found != mark(ticket.token, path):
+        raise ConfigError(
+            f"'{ticket.temporary}' is not the file that another rank made there: it begins with {found[:40]!r}. Is another "
+            "file system mounted there on some node? Save to one that all nodes share"
+        )
+
+
+class _Hdf5Writer(Writer):
+    """See `Writer`."""
+
+    def __init__(self, sink: Hdf5Sink, ticket: Ticket) -> None:
+        self._sink, self._ticket = sink, ticket
+        try:
+            self._descriptor = os.open(ticket.temporary, os.O_RDWR)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there "
+                "on some node? Save to one that all nodes share"
+            ) from None
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._lock = threading.Lock()
+        with named(sink.path):
+            try:
+                _check_mark(self._descriptor, ticket, sink.path)
+            except BaseException:
+                self._close()
+                raise
+
+    def place(self, name: str, number: int) -> int:
+        return self._ticket.places[name][number]
+
+    def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        with named(self._sink.path, name, self._index(name, number)):
+            put_at(self._alive(), stored.data, offset)
+
+    def put_region(self, name: str, region: Region, stored: Stored) -> None:
+        spec = self._sink.arrays[name].spec
+        if spec.chunks is not None:
+            raise ValueError(f"'{name}' has chunks: put them one by one")
+        if stored.nbytes != region.size * spec.dtype.itemsize or not Region.whole(spec.shape).contains(region):
+            raise ValueError(f"{stored.nbytes} bytes for region {region} of '{name}', which has shape {spec.shape}")
+        data, done = memoryview(stored.data).cast("B"), 0
+        base, size = self._ticket.places[name][0], spec.dtype.itemsize
+        with named(self._sink.path, name):
+            for start, length in encoding.runs(spec.shape, region):
+                put_at(self._alive(), data[done : done + length * size], base + start * size)
+                done += length * size
+
+    def _index(self, name: str, number: int) -> Callable[[], tuple[int, ...]]:
+        return lambda: chunk_index(number, self._sink.arrays[name].spec.grid)
+
+    def _alive(self) -> int:
+        if not self._close.alive:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        return self._descriptor
+
+    def sync(self) -> None:
+        with named(self._sink.path):
+            os.fsync(self._alive())
+
+    def close(self) -> None:
+        with named(self._sink.path):
+            self._close()

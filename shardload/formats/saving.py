@@ -1,0 +1,96 @@
+"""In which format is a new file written? In the one that the caller names, or that its suffix tells."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from shardload.errors import ConfigError
+from shardload.formats.hdf5.sink import Hdf5Sink
+from shardload.formats.sink import ArraySpec, Sink
+from shardload.formats.zarr.sink import ZarrSink
+
+__all__ = ["FORMATS", "format_for", "make_sink"]
+
+FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
+_SUFFIXES = {
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
+    ".he5": "hdf5",
+    ".hdf": "hdf5",
+    ".nc": "netcdf4",
+    ".nc4": "netcdf4",
+    ".zarr": "zarr",
+}
+
+
+def format_for(path: str, name: str | None = None) -> str:
+    """One of `FORMATS`. ConfigError if neither `name` nor the suffix is one.
+
+    >>> format_for("out.nc"), format_for("out.zarr/"), format_for("out", "zarr2")
+    ('netcdf4', 'zarr', 'zarr2')
+    """
+    if name is not None:
+        if name not in FORMATS:
+            raise ConfigError(f"format is {name!r}; expected one of {', '.join(map(repr, FORMATS))}")
+        return name
+    suffix = os.path.splitext(os.fspath(path).rstrip("/"))[1].lower()
+    if suffix not in _SUFFIXES:
+        raise ConfigError(
+            f"the suffix of '{path}' does not tell a format: expected one of {', '.join(_SUFFIXES)}. Rename it, or pass "
+            f"format=, one of {', '.join(map(repr, FORMATS))}"
+        )
+    return _SUFFIXES[suffix]
+
+
+def make_sink(
+    path: str,
+    specs: Mapping[str, ArraySpec],
+    *,
+    format: str | None = None,
+    mode: str = "w-",
+    alignment: int = 1,
+    attrs: Mapping[str, Any] | None = None,
+) -> Sink:
+    """The sink of a new file. Touches no disk. Not collective: each rank makes its own, of the same arguments.
+
+    Parameters
+    ----------
+    path : str
+        The name that the file will have.
+    specs : mapping of str to ArraySpec
+        Its arrays by name, with groups (``"g/rho"``).
+    format : str, optional
+        One of `FORMATS`; else the suffix tells.
+    mode : str
+        ``"w-"``: the name must not exist. ``"w"``: what has it is replaced.
+    alignment : int
+        HDF5: see `Hdf5Sink`.
+    attrs : mapping
+        Attributes of the file.
+
+    Raises
+    ------
+    ConfigError
+        If the format cannot hold what is asked for.
+    """
+    kind, path = format_for(path, format), os.fspath(path)
+    if "://" in path:
+        raise ConfigError(f"'{path}' is a URL; files can be saved in folders only. Save to one, and copy it there")
+    full: dict[str, ArraySpec] = {}
+    for name, spec in specs.items():
+        one = "/" + name.strip("/")
+        parts = one.split("/")[1:]
+        if (one == "/" and (len(specs) > 1 or not kind.startswith("zarr"))) or any(part in (".", "..") for part in parts):
+            raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
+        if one != "/" and any(not part or "\0" in part or part.startswith("__") for part in parts):
+            raise ConfigError(f"an array is called {name!r}; expected a name such as 'rho' or 'group/rho'")
+        if one in full:
+            raise ConfigError(f"two arrays are called '{one}'. Rename one of them")
+        full[one] = spec
+    if not full:
+        raise ConfigError("there are no arrays to save")
+    if kind.startswith("zarr"):
+        return ZarrSink(path, full, mode=mode, version=2 if kind == "zarr2" else 3, attrs=attrs)
+    return Hdf5Sink(path, full, mode=mode, is_netcdf=kind == "netcdf4", alignment=alignment, attrs=attrs)

@@ -1,0 +1,447 @@
+"""How are arrays written by many ranks, one chunk by one rank? Through one small interface, the opposite of `base.Source`.
+
+1. An `ArraySpec` says what an array of the new file shall be. A `Sink` is made of the specs of all, the same on every rank.
+2. Any thread of any rank encodes values: ``sink.arrays[name].encode(region, values)``.
+3. One rank has the `Catalog`: it makes the temporary file, says where stored chunks go, writes the metadata, and renames.
+4. Any rank has a `Writer`: it writes stored chunks where the catalog said.
+
+None of them knows ranks. What travels between them is integers (numbers of chunks, sizes, offsets) and a `Ticket`.
+docs/design/save.md has the protocol, and what is on disk after a kill in each of its phases.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo, refusal
+from shardload.planning.region import Region
+
+__all__ = ["ArraySpec", "Catalog", "Compression", "Encoder", "Places", "Sink", "Stored", "Ticket", "Writer", "chunk_index"]
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_KEYS = {"name", "level", "shuffle", "options"}
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How chunks are compressed.
+
+    Attributes
+    ----------
+    name : str
+        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, or the name of another compressor of the format. ``"none"`` is for a
+        shuffle alone.
+    level : int or None
+        How hard to try; None for the compressor's usual level.
+    shuffle : bool
+        Whether the bytes of the elements are sorted first: the first byte of each, then the second, ...
+    options : mapping
+        What else a compressor takes: Blosc's ``cname``; ``cd_values`` for a filter of HDF5 that is given by its number.
+    """
+
+    name: str
+    level: int | None = None
+    shuffle: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: object) -> Compression | None:
+        """From what a caller writes: ``"gzip"``, ``{"name": "gzip", "level": 6}``, None.
+
+        >>> Compression.of("gzip"), Compression.of(None)
+        (Compression(name='gzip', level=None, shuffle=False, options={}), None)
+        """
+        if found is None or isinstance(found, Compression):
+            return found
+        if isinstance(found, str):
+            return None if found == "none" else cls(found, shuffle=found == "blosc")
+        if not isinstance(found, Mapping) or not set(found) <= _KEYS or not isinstance(found.get("name"), str):
+            raise ConfigError(
+                f"compression is {found!r}; expected a name such as 'gzip', None, or "
+                "{'name': 'gzip', 'level': 6, 'shuffle': True}"
+            )
+        return cls(**{"shuffle": found["name"] == "blosc", **found})
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What one array of a new file shall be.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Elements along each axis.
+    dtype : dtype
+        Type of the values, in the byte order in which they are stored.
+    chunks : tuple of int or None
+        Elements of a chunk along each axis, at most those of the array; None for an array in one piece.
+    shards : tuple of int or None
+        Zarr: elements of a shard file along each axis, a multiple of `chunks`.
+    compression : Compression or None
+        How chunks are compressed. An array without elements or without axes is stored as it is.
+    checksum : bool
+        Whether each chunk gets a checksum of the format's own (HDF5: Fletcher-32, Zarr v3: CRC-32C).
+    dims : tuple of str or None
+        Name of each axis.
+    attrs : mapping
+        Attributes.
+    fill_value : object
+        Value of elements that are not stored, and of those that pad chunks at the array's edge; None for the format's default.
+    unlimited : tuple of int
+        Axes that may grow later.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: tuple[int, ...] | None = None
+    shards: tuple[int, ...] | None = None
+    compression: Compression | None = None
+    checksum: bool = False
+    dims: tuple[str | None, ...] | None = None
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    fill_value: Any = None
+    unlimited: tuple[int, ...] = ()
+
+    def checked(self, name: str) -> ArraySpec:
+        """This spec with plain types, and chunks no larger than the array. ConfigError if it makes no sense in any format."""
+        shape, dtype = tuple(int(n) for n in self.shape), np.dtype(self.dtype)
+        why = refusal(dtype)
+        if why is not None:
+            raise ConfigError(f"{name!r} holds {why}, which cannot be saved")
+        if self.dims is not None and len(self.dims) != len(shape):
+            raise ConfigError(f"dims of {name!r} are {self.dims!r}; expected {len(shape)} names, one for each axis of {shape}")
+        if not set(self.unlimited) <= set(range(len(shape))):
+            raise ConfigError(f"unlimited axes of {name!r} are {self.unlimited!r}; expected axes of an array of shape {shape}")
+        chunks, shards = self._grid(name, shape)
+        is_plain = chunks is None and not self.unlimited
+        compression, checksum = Compression.of(self.compression), self.checksum
+        if is_plain and shape and 0 not in shape and (compression is not None or checksum):
+            what = "compression" if compression else "checksums"
+            raise ConfigError(
+                f"{name!r} has {what} but no chunks; {what} are of chunks. Pass chunks=, such as {_example(shape)}"
+            )
+        if chunks is None and self.unlimited:
+            raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
+        if chunks is None:
+            compression, checksum = None, False
+        fill = None if self.fill_value is None else _fitting(name, self.fill_value, dtype)
+        has_dims = not shape or (self.dims is not None and any(self.dims))
+        dims = tuple(self.dims or ()) if has_dims else None
+        return replace(
+            self,
+            shape=shape,
+            dtype=dtype,
+            chunks=chunks,
+            shards=shards,
+            compression=compression,
+            checksum=checksum,
+            dims=dims,
+            attrs=dict(self.attrs),
+            fill_value=fill,
+            unlimited=tuple(sorted(self.unlimited)),
+        )
+
+    def _grid(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        if self.chunks is None:
+            if self.shards is not None:
+                raise ConfigError(f"{name!r} has shards {self.shards!r} but no chunks. Pass chunks= too")
+            return None, None
+        for what, found in (("chunks", self.chunks), ("shards", self.shards or self.chunks)):
+            if len(found) != len(shape) or any(int(n) < 1 for n in found):
+                raise ConfigError(f"{what} of {name!r} are {found!r}; expected a size of 1 or more for each axis of {shape}")
+        if not shape or (0 in shape and not self.unlimited):
+            return None, None
+        chunks = tuple(
+            int(c) if k in self.unlimited else min(int(c), n) for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
+        )
+        if self.shards is None:
+            return chunks, None
+        if any(s % c for s, c in zip(self.shards, self.chunks, strict=True)):
+            raise ConfigError(f"shards of {name!r} are {self.shards!r}; expected a multiple of the chunks {self.chunks!r}")
+        whole = tuple(-(-n // c) * c for n, c in zip(shape, chunks, strict=True))  # chunks that fill the array
+        # Chunks were cut to the array only along axes on which one chunk, and so one shard, is the whole axis.
+        shards = tuple(
+            int(s) if k in self.unlimited or c == asked else c
+            for k, (s, c, asked) in enumerate(zip(self.shards, chunks, self.chunks, strict=True))
+        )
+        return chunks, tuple(
+            s if k in self.unlimited else min(s, w) for k, (s, w) in enumerate(zip(shards, whole, strict=True))
+        )
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along each axis."""
+        chunks = self.chunks if self.chunks is not None else tuple(max(1, n) for n in self.shape)
+        return tuple(-(-n // c) for n, c in zip(self.shape, chunks, strict=True))
+
+
+def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(n, 64) or 1 for n in shape)
+
+
+def _fitting(name: str, found: Any, dtype: np.dtype[Any]) -> Any:
+    """`found` as a scalar of `dtype`; ConfigError if that changes it."""
+    try:
+        value = np.asarray(found)
+        with np.errstate(all="ignore"):
+            fill = np.asarray(found, dtype=dtype)
+        same = fill.shape == () and (bool(fill == value) or (bool(fill != fill) and bool(value != value)))
+    except (TypeError, ValueError, OverflowError):
+        same = False
+    if not same:
+        raise ConfigError(f"the fill value of {name!r} is {found!r}; expected one value of type {dtype}")
+    return fill[()]
+
+
+def chunk_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
+    """The position of a chunk along each axis, from its number in C order.
+
+    >>> chunk_index(5, (2, 3))
+    (1, 2)
+    """
+    index = []
+    for n in reversed(grid):
+        number, k = divmod(number, n)
+        index.append(k)
+    return tuple(reversed(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One chunk as it will be stored, or the bytes of a region of an array in one piece.
+
+    Attributes
+    ----------
+    data : bytes-like
+        Its bytes. They may be those of the values that were encoded, so write them before the values change.
+    mask : int
+        HDF5: a bit for each filter that was left out.
+    """
+
+    data: Any
+    mask: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return memoryview(self.data).nbytes
+
+
+class Encoder(abc.ABC):
+    """One array of the new file: how its values are stored. Safe to use from several threads at once."""
+
+    name: str
+    spec: ArraySpec
+
+    @property
+    @abc.abstractmethod
+    def info(self) -> ArrayInfo:
+        """The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding."""
+
+    @property
+    @abc.abstractmethod
+    def is_asked(self) -> bool:
+        """True if the catalog must be asked where a chunk goes, because that depends on the sizes of others. Otherwise
+        `Writer.place` knows.
+        """
+
+    @abc.abstractmethod
+    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
+        """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array
+        in one piece.
+
+        `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing
+        is converted silently.
+        """
+
+    def number(self, region: Region) -> int:
+        """The number, in C order, of the chunk whose part inside of the array is `region`. ValueError if there is none."""
+        chunks = self.spec.chunks
+        if chunks is None:
+            return 0
+        index = tuple(a // c for a, c in zip(region.start, chunks, strict=True))
+        if region != self.region(index):
+            raise ValueError(f"region {region} of '{self.name}' is no chunk: its chunks have shape {chunks}")
+        number = 0
+        for k, n in zip(index, self.spec.grid, strict=True):
+            number = number * n + k
+        return number
+
+    def region(self, index: Sequence[int]) -> Region:
+        """The part of a chunk that lies in the array."""
+        chunks = self.spec.chunks or self.spec.shape
+        start = tuple(k * c for k, c in zip(index, chunks, strict=True))
+        stop = tuple(min(a + c, n) for a, c, n in zip(start, chunks, self.spec.shape, strict=True))
+        return Region(start, stop)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the chunks of an array are that all have the same size: in runs, of which the offsets follow each other.
+
+    Attributes
+    ----------
+    first : list of int
+        Number of the first chunk of each run.
+    offset : list of int
+        Where that chunk begins.
+    step : int
+        Bytes from one chunk of a run to the next.
+
+    Examples
+    --------
+    >>> places = Places.of(np.array([100, 108, 116, 300, 308]))
+    >>> places, [places[k] for k in range(5)]
+    (Places(first=[0, 3], offset=[100, 300], step=8), [100, 108, 116, 300, 308])
+    """
+
+    first: list[int]
+    offset: list[int]
+    step: int
+
+    @classmethod
+    def of(cls, offsets: Int64s) -> Places:
+        """The places of chunks, given in the order of their numbers."""
+        steps = np.diff(offsets)
+        step = int(np.min(steps[steps > 0], initial=2**62)) if len(steps) else 0
+        first = np.flatnonzero(np.concatenate([[True], steps != step]))[: len(offsets)]
+        return cls(first.tolist(), offsets[first].tolist(), step)
+
+    def __getitem__(self, number: int) -> int:
+        """Where the chunk begins."""
+        k = bisect_right(self.first, number) - 1
+        return self.offset[k] + (number - self.first[k]) * self.step
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What other ranks must know of a catalog: small, and plain integers and text.
+
+    Attributes
+    ----------
+    temporary : str
+        Path of the temporary file or folder.
+    token : str
+        A random word that is in the temporary too, so that a rank that finds another file there notices.
+    places : mapping
+        Where the chunks of the arrays are for which that is known already. An array in one piece counts as one chunk.
+    """
+
+    temporary: str
+    token: str
+    places: Mapping[str, Places] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As text, for another rank."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Ticket:
+        """The inverse of `to_json`."""
+        found = json.loads(text)
+        return cls(found["temporary"], found["token"], {name: Places(**one) for name, one in found["places"].items()})
+
+
+class Catalog(abc.ABC):
+    """What one rank does for all: the temporary, where each chunk goes, the metadata, the name. For one thread at a time.
+
+    In a ``with`` statement it removes its temporary at the end, if that was not committed.
+    """
+
+    ticket: Ticket
+
+    @abc.abstractmethod
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """Give each of some chunks its place; returns their offsets.
+
+        Call it any number of times, with chunks in any order. ``masks`` are those of `Stored`, one for all or one for each.
+        Raises ValueError if a chunk has a place already, or is not in the array.
+        """
+
+    @abc.abstractmethod
+    def finish(self, *, allow_missing: bool = False) -> None:
+        """Write the metadata, and what makes the file a file (the superblock, the root's metadata) last; check it; fsync.
+
+        Call it when all writers have synced. Raises ValueError if chunks have no place (unless `allow_missing`).
+        """
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Give the finished file its name. ConfigError if ``mode="w-"`` and the name exists."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Remove the temporary, unless it was committed. May be called again. Never raises OSError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+
+class Writer(abc.ABC):
+    """Puts stored chunks where the catalog said. Safe to use from several threads at once, up to `close`."""
+
+    @abc.abstractmethod
+    def place(self, name: str, number: int) -> int:
+        """The offset of a chunk of an array that is not `Encoder.is_asked`."""
+
+    @abc.abstractmethod
+    def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        """Write one chunk.
+
+        Raises SourceError, with file, array and chunk, if it cannot be written.
+        """
+
+    @abc.abstractmethod
+    def put_region(self, name: str, region: Region, stored: Stored) -> None:
+        """Write a region of an array in one piece. Raises as `put` does."""
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Wait until all that was put is on disk. Raises SourceError if it is not."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close what is open. May be called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sink(abc.ABC):
+    """A new file: what is in it and how each array is stored. The same on every rank; touches no disk itself.
+
+    Attributes
+    ----------
+    path : str
+        The name that the file will have.
+    arrays : mapping of str to Encoder
+        Its arrays, by their full names (``"/g/rho"``).
+    mode : str
+        ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, when all is written.
+    """
+
+    path: str
+    mode: str
+    arrays: Mapping[str, Encoder]
+
+    @abc.abstractmethod
+    def create(self) -> Catalog:
+        """Make the temporary. On one rank."""
+
+    @abc.abstractmethod
+    def writer(self, ticket: Ticket) -> Writer:
+        """Open the temporary that another rank made. ConfigError if it is not to be seen here."""

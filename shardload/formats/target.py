@@ -1,0 +1,277 @@
+"""How does a new file come into being without harm to an old one? Beside its name, under a name that says what it is.
+
+1. `Target.create` makes a temporary beside the target: ``out.h5.3f9a12c07b5d4e86.unfinished``. No other process has its name.
+2. Bytes are put into it at offsets (`put_at`), and what cannot be written is an error that names file, array and chunk.
+3. `Target.commit` gives it the target's name: by a rename that replaces (``mode="w"``), or by one that refuses (``"w-"``),
+   which decides between two saves at the same time.
+
+Nothing of others is deleted: a temporary that was left behind stays until its owner removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardload.errors import ConfigError, SourceError
+
+__all__ = ["MODES", "Target", "mark", "named", "put_at", "sync_folder", "temporary_of", "unwritten"]
+
+MODES = ("w-", "w")
+_NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
+_NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
+_AT_FDCWD = -100
+_UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
+
+_WHY = {
+    errno.ENOSPC: "no space is left on its file system. Free some, or save to another one",
+    errno.EDQUOT: "your quota there is used up. Free some of it, or save elsewhere",
+    errno.EIO: "the device or the file server failed",
+    errno.EFBIG: "it would be larger than its file system or the limit of this process (ulimit -f) allows",
+    errno.EROFS: "its file system can only be read",
+}
+
+
+def temporary_of(path: str) -> tuple[str, str] | None:
+    """The path for which this temporary was made, and ``"unfinished"`` (a save that has not ended) or ``"replaced"`` (what had
+    the name before); None for any other name. Decides by the name alone.
+
+    >>> temporary_of("d/out.h5.0123456789abcdef.unfinished"), temporary_of("out.h5")
+    (('d/out.h5', 'unfinished'), None)
+    """
+    folder, name = os.path.split(path)
+    found = _NAME.fullmatch(name)
+    return None if found is None else (os.path.join(folder, found["name"]), found["what"])
+
+
+def mark(token: str, path: str) -> bytes:
+    """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
+    return f"shardload unfinished {token} {os.path.basename(path)}".encode()[:63].ljust(63) + b"\n"
+
+
+def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
+    """The error of a file that cannot be written, from the system's."""
+    where = (
+        f"chunk {chunk} of '{dataset}' in '{path}'"
+        if chunk is not None
+        else f"'{dataset}' in '{path}'"
+        if dataset
+        else f"'{path}'"
+    )
+    why = _WHY.get(error.errno or 0, error.strerror or str(error))
+    found = SourceError(
+        f"{where} cannot be written: {why} ({errno.errorcode.get(error.errno or 0, type(error).__name__)}). "
+        "What had this name before is as it was",
+        path=path,
+        dataset=dataset,
+        chunk=chunk,
+    )
+    found.errno = error.errno
+    return found
+
+
+@contextlib.contextmanager
+def named(path: str, dataset: str | None = None, chunk: Callable[[], tuple[int, ...] | None] | None = None) -> Any:
+    """Turns errors of the system into those of `unwritten`."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except OSError as error:
+        raise unwritten(error, path, dataset, chunk() if chunk else None) from error
+
+
+def put_at(descriptor: int, data: Any, offset: int) -> None:
+    """Write all bytes of `data` at `offset`. The system may write fewer with one call: 2 GiB at the most."""
+    rest = memoryview(data).cast("B")
+    while len(rest):
+        n = os.pwrite(descriptor, rest, offset)
+        if n <= 0:
+            raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+        rest, offset = rest[n:], offset + n
+
+
+def sync_folder(path: str) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Target:
+    """A name that will be given to a new file or folder.
+
+    Parameters
+    ----------
+    path : str
+        The name.
+    mode : str
+        ``"w-"``: it must not exist. ``"w"``: what has the name is replaced; if that is a link, what it leads to.
+    is_folder : bool
+        Whether a folder is made.
+    known : sequence of str
+        Names of which one must be in a folder that is to be replaced: others are not ours to replace.
+    """
+
+    def __init__(self, path: str, mode: str, *, is_folder: bool = False, known: Sequence[str] = ()) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
+        path = os.fspath(path).rstrip("/") if len(os.fspath(path)) > 1 else os.fspath(path)
+        self.path, self.mode, self._is_folder, self._known = path, mode, is_folder, tuple(known)
+        self._final = os.path.realpath(path) if mode == "w" else path
+        self.folder = os.path.dirname(self._final) or "."
+        self.token = ""
+        self.temporary: str | None = None
+
+    def create(self) -> str:
+        """Make the temporary; returns its path. ConfigError if the name is taken or cannot be made."""
+        self._refuse()  # early, for the caller's sake: `commit` is what decides
+        self.token = secrets.token_hex(8)
+        temporary = f"{self._final}.{self.token}.unfinished"
+        try:
+            if self._is_folder:
+                os.mkdir(temporary)
+            else:
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except FileNotFoundError:
+            raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: mkdir -p {self.folder}") from None
+        except PermissionError:
+            raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
+        except OSError as error:
+            raise unwritten(error, self.path) from error
+        self.temporary = temporary
+        return temporary
+
+    def _refuse(self) -> None:
+        if self.mode == "w-":
+            if os.path.lexists(self._final):
+                raise self._taken()
+            return
+        if not os.path.lexists(self._final):
+            return
+        is_folder = os.path.isdir(self._final)
+        if is_folder != self._is_folder:
+            have, want = ("folder", "file") if is_folder else ("file", "folder")
+            raise ConfigError(
+                f"'{self.path}' is a {have}, and a {want} is to be saved there. Remove it, or choose another name"
+            )
+        if is_folder and not any(os.path.lexists(os.path.join(self._final, name)) for name in self._known):
+            raise ConfigError(
+                f"'{self.path}' is a folder that holds none of {', '.join(self._known)}, so it is not replaced. "
+                "Remove it, or choose another name"
+            )
+
+    def _taken(self) -> ConfigError:
+        return ConfigError(f"'{self.path}' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
+
+    def commit(self) -> None:
+        """Give the temporary the target's name, for good. If that fails, the temporary stays."""
+        if self.temporary is None:
+            raise ValueError("there is no temporary to commit")
+        with named(self.path):
+            if self._is_folder:
+                self._commit_folder(self.temporary)
+            elif self.mode == "w":
+                os.replace(self.temporary, self._final)
+            else:
+                self._link(self.temporary)
+            self.temporary = None
+            sync_folder(self.folder)
+
+    def _link(self, temporary: str) -> None:
+        try:
+            os.link(temporary, self._final)
+        except FileExistsError:
+            # Over NFS the answer to a link that was made can be lost; the second request then finds the name taken.
+            if not _is_same(temporary, self._final):
+                raise self._taken() from None
+        except OSError as error:
+            if error.errno not in _UNKNOWN:
+                raise
+            if not self._renamed(temporary, _NOREPLACE):
+                raise ConfigError(
+                    f"the file system of '{self.path}' has no hard links and no rename that refuses an existing name, so "
+                    f"mode='w-' cannot be kept there. The whole file is in '{temporary}': rename it, or pass mode='w'"
+                ) from None
+            return
+        os.unlink(temporary)
+
+    def _commit_folder(self, temporary: str) -> None:
+        if self.mode == "w-":
+            if self._renamed(temporary, _NOREPLACE):
+                return
+            # Without such a rename: an empty folder takes the name, or fails to; then a rename replaces that folder.
+            try:
+                os.mkdir(self._final)
+            except FileExistsError:
+                raise self._taken() from None
+            os.rename(temporary, self._final)
+            return
+        if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
+            return
+        self._refuse()
+        old = f"{self._final}.{self.token}.replaced"
+        if self._renamed(temporary, _EXCHANGE):
+            os.rename(temporary, old)
+        else:  # for a moment the name is free: the whole old store is at `old`, the whole new one at `temporary`
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(self._final, old)
+            os.rename(temporary, self._final)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _renamed(self, temporary: str, flag: int, *, refuse: bool = True) -> bool:
+        """Rename with a flag of renameat2. False if this system or file system does not have it (or the name is taken, unless
+        `refuse`).
+        """
+        call = _renameat2()
+        if call is None:
+            return False
+        if call(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(self._final), flag) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.EEXIST, errno.ENOTEMPTY) and flag == _NOREPLACE:
+            if refuse:
+                raise self._taken()
+            return False
+        if code in _UNKNOWN or (code == errno.ENOENT and flag == _EXCHANGE):
+            return False
+        raise OSError(code, os.strerror(code))
+
+    def abandon(self) -> None:
+        """Remove the temporary, unless it was committed."""
+        temporary, self.temporary = self.temporary, None
+        if temporary is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_folder:
+                shutil.rmtree(temporary)
+            else:
+                os.unlink(temporary)
+
+
+def _is_same(first: str, second: str) -> bool:
+    try:
+        return os.path.samestat(os.lstat(first), os.lstat(second))
+    except OSError:
+        return False
+
+
+@functools.cache
+def _renameat2() -> Any:
+    """The C library's renameat2; None if it has none."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return call

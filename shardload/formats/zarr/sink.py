@@ -1,0 +1,430 @@
+"""How is a Zarr store written by many processes? Each puts whole chunk files, or chunks into shard files; metadata comes last.
+
+1. Without shards a chunk is a file of its own: nobody is asked where it goes.
+2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
+   index behind the last one, with its CRC-32C.
+3. The store is a folder with a temporary name, without metadata. `_ZarrCatalog.finish` writes that of the arrays, then that of
+   the groups, the root's last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, chunk_index
+from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
+from shardload.planning.region import Region
+
+__all__ = ["ZarrSink"]
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_MARK = "shardload-unfinished"
+_MOST_OPEN = 64  # files that wait for their fsync
+_KNOWN = ("zarr.json", ".zgroup", ".zarray")
+_MISSING = np.uint64(2**64 - 1)
+
+
+class _ZarrEncoder(Encoder):
+    """See `Encoder`."""
+
+    def __init__(self, path: str, name: str, spec: ArraySpec, version: int) -> None:
+        self.name, self.spec, self.layout = name, spec, layout(name, spec, version)
+        self._info = ArrayInfo(
+            path=path,
+            dataset=name,
+            format=f"Zarr v{version}",
+            shape=spec.shape,
+            dtype=native_dtype(spec.dtype).name,
+            chunks=spec.chunks,
+            codec=self.layout.codec,
+            shards=spec.shards,
+        )
+
+    @property
+    def info(self) -> ArrayInfo:
+        return self._info
+
+    @property
+    def is_asked(self) -> bool:
+        return self.layout.per_shard is not None
+
+    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
+        self.number(region)
+        if values.shape != region.shape:
+            raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
+        return Stored(self.layout.chain.encode(values))
+
+    def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """The shard of a chunk; the chunk's own position if there are no shards."""
+        per = self.layout.per_shard
+        return index if per is None else tuple(k // n for k, n in zip(index, per, strict=True))
+
+    @property
+    def shard_grid(self) -> tuple[int, ...]:
+        """Shard files along each axis."""
+        per = self.layout.per_shard or (1,) * len(self.spec.grid)
+        return tuple(-(-n // m) for n, m in zip(self.spec.grid, per, strict=True))
+
+    def file_of(self, index: tuple[int, ...]) -> str:
+        """The file of a chunk, relative to the store."""
+        return os.path.join(self.name.strip("/"), self.layout.key(self.shard_of(index)))
+
+
+class ZarrSink(Sink):
+    """A new Zarr store in a folder.
+
+    Parameters
+    ----------
+    path : str
+        The name that it will have.
+    specs : mapping of str to ArraySpec
+        Its arrays, by their full names. The only array may be called ``"/"``: the store is then that array.
+    mode : str
+        See `Sink`.
+    version : int
+        Of the format: 3 or 2.
+    attrs : mapping
+        Attributes of the root.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        specs: Mapping[str, ArraySpec],
+        *,
+        mode: str = "w-",
+        version: int = 3,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> None:
+        Target(path, mode)  # checks the mode
+        self.path, self.mode, self.version = path, mode, version
+        self.attrs = plain_attrs("/", attrs or {})
+        self.arrays: dict[str, _ZarrEncoder] = {}
+        for name, spec in specs.items():
+            checked = spec.checked(name)
+            if checked.chunks is None and checked.shape and 0 not in checked.shape:
+                _check_single(name, checked)
+                checked = replace(checked, chunks=checked.shape)  # in Zarr one piece is one chunk
+            self.arrays[name] = _ZarrEncoder(path, name, checked, version)
+        for name in self.arrays:
+            above = name
+            while above.strip("/"):
+                above = above.rpartition("/")[0]
+                if (above or "/") in self.arrays and above != name:
+                    raise ConfigError(
+                        f"'{above or '/'}' and '{name}' are both arrays; in Zarr an array holds no other. Rename one"
+                    )
+
+    def create(self) -> Catalog:
+        """See `Sink`."""
+        return _ZarrCatalog(self)
+
+    def writer(self, ticket: Ticket) -> Writer:
+        """See `Sink`."""
+        return _ZarrWriter(self, ticket)
+
+    def documents(self) -> Iterator[tuple[str, Any]]:
+        """The files of metadata, in the order in which they are written: name in the store, and content."""
+        groups = {""}
+        for name in self.arrays:
+            above = name.strip("/").rpartition("/")[0]
+            while above:
+                groups.add(above)
+                above = above.rpartition("/")[0]
+        if set(self.arrays) == {"/"}:
+            groups = set()
+        nodes: dict[str, Any] = {}
+        for name, one in self.arrays.items():
+            folder = name.strip("/")
+            if self.version == 3:
+                nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
+                continue
+            attrs = plain_attrs(name, one.spec.attrs)
+            if one.spec.dims is not None:
+                attrs["_ARRAY_DIMENSIONS"] = [dim or f"dim_{k}" for k, dim in enumerate(one.spec.dims)]  # all or none
+            nodes[os.path.join(folder, ".zattrs")] = attrs
+            nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
+        for folder in sorted(groups, reverse=True):  # "" is the last
+            attrs = self.attrs if not folder else {}
+            if self.version == 2:
+                nodes[os.path.join(folder, ".zattrs")] = attrs
+            if not folder and self.version == 2:
+                every = {**nodes, ".zgroup": group_metadata(2, {})}
+                yield from nodes.items()
+                yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
+                yield ".zgroup", every[".zgroup"]
+                return
+            nodes[os.path.join(folder, "zarr.json" if self.version == 3 else ".zgroup")] = group_metadata(self.version, attrs)
+        if self.version == 3 and "" in groups:  # all in one, as zarr-python's `consolidate_metadata` has it
+            root = nodes.pop("zarr.json")
+            below = {os.path.dirname(key): one for key, one in sorted(nodes.items())}
+            nodes["zarr.json"] = root | {
+                "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
+            }
+        yield from nodes.items()
+
+
+def _check_single(name: str, spec: ArraySpec) -> None:
+    if math.prod(spec.shape) * spec.dtype.itemsize > 2**31 - 1:
+        raise ConfigError(f"'{name}' has {spec.shape} elements and no chunks: one rank would have to hold it. Pass chunks=")
+
+
+class _ZarrCatalog(Catalog):
+    """See `Catalog`."""
+
+    def __init__(self, sink: ZarrSink) -> None:
+        self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=_KNOWN)
+        self._is_finished = False
+        temporary = self._target.create()
+        try:
+            with named(sink.path):
+                _write_file(os.path.join(temporary, _MARK), mark(self._target.token, sink.path))
+                for name in sink.arrays:
+                    os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
+        except BaseException:
+            self.abandon()
+            raise
+        self.ticket = Ticket(
+            temporary, self._target.token, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
+        )
+        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
+
+    def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        if name not in self._shards:
+            raise ValueError(f"the chunks of '{name}' are files of their own")
+        which = np.asarray(numbers, dtype=np.int64)
+        return self._shards[name].allocate(name, which, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape))
+
+    def finish(self, *, allow_missing: bool = False) -> None:
+        if self._is_finished:
+            raise ValueError("the catalog is finished")
+        root = self.ticket.temporary
+        with named(self._sink.path):
+            for name, one in self._sink.arrays.items():
+                if name in self._shards:
+                    self._write_indexes(name, one, allow_missing)
+                elif not allow_missing:
+                    self._check_files(name, one)
+            for key, content in self._sink.documents():
+                _write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
+            os.unlink(os.path.join(root, _MARK))
+            for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):
+                sync_folder(folder)
+        self._is_finished = True
+
+    def _write_indexes(self, name: str, one: _ZarrEncoder, allow_missing: bool) -> None:
+        shards, grid = self._shards[name], one.shard_grid
+        absent = shards.absent()
+        if len(absent) and not allow_missing:
+            first = chunk_index(int(absent[0]), one.spec.grid)
+            raise ValueError(f"{len(absent)} of {len(shards.sizes)} chunks of '{name}' have no place; the first is {first}")
+        for number in np.flatnonzero(shards.ends).tolist():
+            at = chunk_index(number, grid)
+            path = os.path.join(self.ticket.temporary, name.strip("/"), one.layout.key(at))
+            with named(self._sink.path, name):
+                descriptor = os.open(path, os.O_WRONLY)
+                try:
+                    put_at(descriptor, shards.index(at), int(shards.ends[number]))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def _check_files(self, name: str, one: _ZarrEncoder) -> None:
+        """ValueError unless each chunk has a file."""
+        n = math.prod(one.spec.grid)
+        folder = os.path.join(self.ticket.temporary, name.strip("/"))
+        if _count_files(folder, below=name == "/") == n:
+            return
+        for number in range(n):
+            index = chunk_index(number, one.spec.grid)
+            if not os.path.exists(os.path.join(folder, one.layout.key(index))):
+                raise ValueError(f"chunks of '{name}' were not written; the first is {index}")
+        raise ValueError(f"'{name}' has more files than its {n} chunks")
+
+    def commit(self) -> None:
+        if not self._is_finished:
+            raise ValueError("finish the catalog first")
+        self._target.commit()
+
+    def abandon(self) -> None:
+        self._target.abandon()
+
+
+def _count_files(folder: str, *, below: bool) -> int:
+    n = 0
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                n += _count_files(entry.path, below=False)
+            elif not (below and entry.name == _MARK):
+                n += 1
+    return n
+
+
+class _Shards:
+    """Where the chunks of one sharded array are in their shard files."""
+
+    def __init__(self, one: _ZarrEncoder) -> None:
+        self._one = one
+        self.offsets = np.zeros(math.prod(one.spec.grid), dtype=np.int64)
+        self.sizes = np.full(math.prod(one.spec.grid), -1, dtype=np.int64)
+        self.ends = np.zeros(math.prod(one.shard_grid), dtype=np.int64)
+
+    def allocate(self, name: str, which: Int64s, sizes: Int64s) -> Int64s:
+        one, per = self._one, self._one.layout.per_shard or ()
+        if len(which) and (which.min() < 0 or which.max() >= len(self.sizes) or sizes.min() < 1):
+            raise ValueError(f"'{name}' has chunks 0 to {len(self.sizes) - 1} of 1 byte or more; asked for others")
+        if np.any(self.sizes[which] >= 0) or len(np.unique(which)) < len(which):
+            raise ValueError(f"a chunk of '{name}' has a place already")
+        index = np.unravel_index(which, one.spec.grid)
+        shard = np.ravel_multi_index([k // n for k, n in zip(index, per, strict=True)], one.shard_grid)
+        # A running sum in each shard: of all chunks in the order of their shards, less the sum where the shard begins.
+        order = np.argsort(shard, kind="stable")
+        sums = np.cumsum(sizes[order])
+        starts = sums - sizes[order]
+        sorted_shards = shard[order]
+        first = np.flatnonzero(np.concatenate([[True], sorted_shards[1:] != sorted_shards[:-1]])[: len(which)])
+        lengths = np.diff(np.append(first, len(which)))
+        within = starts - np.repeat(starts[first], lengths)
+        offsets = np.empty(len(which), dtype=np.int64)
+        offsets[order] = self.ends[sorted_shards] + within
+        np.add.at(self.ends, shard, sizes)
+        self.offsets[which], self.sizes[which] = offsets, sizes
+        return offsets
+
+    def absent(self) -> Int64s:
+        return np.flatnonzero(self.sizes < 0)
+
+    def index(self, at: tuple[int, ...]) -> bytes:
+        """The index of a shard: offset and length of each chunk in C order, then the CRC-32C. Chunks outside of the array are
+        missing.
+        """
+        one, per = self._one, self._one.layout.per_shard or ()
+        table = np.full((*per, 2), _MISSING, dtype="<u8")
+        box = tuple(slice(k * n, min((k + 1) * n, m)) for k, n, m in zip(at, per, one.spec.grid, strict=True))
+        sizes, offsets = self.sizes.reshape(one.spec.grid)[box], self.offsets.reshape(one.spec.grid)[box]
+        part = table[tuple(slice(n) for n in sizes.shape)]
+        is_there = sizes >= 0
+        part[..., 0] = np.where(is_there, offsets.astype("<u8"), _MISSING)
+        part[..., 1] = np.where(is_there, sizes.astype("<u8"), _MISSING)
+        data = table.tobytes()
+        return data + int(google_crc32c.value(data)).to_bytes(4, "little")
+
+
+def _write_file(path: str, content: bytes) -> None:
+    """A small new file, on disk."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        put_at(descriptor, content, 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _ZarrWriter(Writer):
+    """See `Writer`. Files stay open until their fsync, because some file systems tell only then that there was no room."""
+
+    def __init__(self, sink: ZarrSink, ticket: Ticket) -> None:
+        self._sink, self._ticket = sink, ticket
+        self._lock = threading.Lock()
+        self._unsynced: list[tuple[int, str, tuple[int, ...]]] = []
+        self._shards: dict[str, int] = {}
+        self._folders: set[str] = set()
+        self._is_open = True
+        path = os.path.join(ticket.temporary, _MARK)
+        try:
+            with open(path, "rb") as file:
+                found = file.read(64)
+        except FileNotFoundError:
+            found = b""
+        if found != mark(ticket.token, sink.path):
+            raise ConfigError(
+                f"'{ticket.temporary}', which another rank made, is not to be seen here. Is another file system mounted there "
+                "on some node? Save to one that all nodes share"
+            )
+
+    def place(self, name: str, number: int) -> int:
+        return self._ticket.places[name][number]
+
+    def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        one = self._sink.arrays[name]
+        index = chunk_index(number, one.spec.grid)
+        path = os.path.join(self._ticket.temporary, one.file_of(index))
+        with named(self._sink.path, name, lambda: index):
+            self._make_folder(os.path.dirname(path))
+            # A chunk with a file of its own is written once: a second time would be a defect of the caller.
+            flags = os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL)
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                put_at(descriptor, stored.data, offset)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            with self._lock:
+                self._unsynced.append((descriptor, name, index))
+                full = self._unsynced if len(self._unsynced) >= _MOST_OPEN else []
+                if full:
+                    self._unsynced = []
+        self._sync_files(full)
+
+    def put_region(self, name: str, region: Region, stored: Stored) -> None:
+        spec = self._sink.arrays[name].spec
+        if spec.chunks is not None or region != Region.whole(spec.shape):
+            raise ValueError(f"'{name}' is written by whole chunks, or as a whole if it has none")
+        if not region.size:
+            return
+        self.put(name, 0, 0, stored)
+
+    def _make_folder(self, folder: str) -> None:
+        if not self._is_open:
+            raise ValueError(f"the writer of '{self._sink.path}' is closed")
+        if folder not in self._folders:
+            os.makedirs(folder, exist_ok=True)
+            with self._lock:
+                while len(folder) > len(self._ticket.temporary):
+                    self._folders.add(folder)
+                    folder = os.path.dirname(folder)
+
+    def _sync_files(self, files: list[tuple[int, str, tuple[int, ...]]]) -> None:
+        failed: BaseException | None = None
+        for descriptor, name, index in files:
+            try:
+                with named(self._sink.path, name, lambda index=index: index):  # type: ignore[misc]
+                    try:
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
+            except BaseException as error:  # the others must be closed too
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def sync(self) -> None:
+        with self._lock:
+            files, self._unsynced = self._unsynced, []
+            folders, self._folders = sorted(self._folders, reverse=True), set()
+        self._sync_files(files)
+        with named(self._sink.path):
+            for folder in [*folders, self._ticket.temporary]:
+                sync_folder(folder)
+
+    def close(self) -> None:
+        self._is_open = False
+        with self._lock:
+            files, self._unsynced = self._unsynced, []
+        for descriptor, _, _ in files:
+            with contextlib.suppress(OSError):  # `sync` was to tell
+                os.close(descriptor)

@@ -1,0 +1,528 @@
+"""Do many writers and one catalog make the HDF5 file that h5py and the netCDF library read?"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import zlib
+from pathlib import Path
+from typing import Any
+
+import h5py
+import ml_dtypes
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import Region
+from shardload.formats.encoding import EncodeChain, runs
+from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
+from shardload.formats.hdf5.source import FORMAT as HDF5
+from shardload.formats.lookup import open_source
+from shardload.formats.saving import make_sink
+from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket
+from shardload.testing import check_format
+from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
+
+SHAPE, CHUNKS = (3, 4, 5), (2, 3, 4)
+DTYPES = ("?", "i1", "u1", ">i2", "<u2", "<i4", ">u4", "<i8", "<u8", "<f2", ">f2", "<f4", ">f4", "<f8", ">f8", "<c8", ">c16")
+BLOSC_ZSTD = {"name": "blosc", "level": 1, "shuffle": False, "options": {"cname": "zstd", "bitshuffle": True}}
+COMPRESSIONS: dict[str, Any] = {
+    "none": None,
+    "gzip": "gzip",
+    "gzip9+shuffle": {"name": "gzip", "level": 9, "shuffle": True},
+    "gzip0": {"name": "gzip", "level": 0},
+    "shuffle": {"name": "none", "shuffle": True},
+    "zstd": "zstd",
+    "zstd+shuffle": {"name": "zstd", "level": 7, "shuffle": True},
+    "blosc": "blosc",
+    "blosc-zstd-bits": BLOSC_ZSTD,
+    "lz4": "lz4",
+}
+BY_LIBRARY: dict[str, Any] = {
+    "lzf": "lzf",
+    "lzf+shuffle": {"name": "lzf", "shuffle": True},
+    "blosc2": "blosc2",
+    "bitshuffle": "bitshuffle",
+    "bzip2": "bzip2",
+    "number": {"name": "32015", "options": {"cd_values": (5,)}},
+}
+
+
+def spec(dtype: Any, compression: Any = None, chunks: Any = CHUNKS, shape: Any = SHAPE, **more: Any) -> ArraySpec:
+    return ArraySpec(shape, np.dtype(dtype), chunks, compression=Compression.of(compression), **more)
+
+
+def grid_of(compression: Any) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
+    names = {f"/g{k % 3}/x{k}": dtype for k, dtype in enumerate(DTYPES)}
+    values = {name: ramp(SHAPE, dtype) for name, dtype in names.items()}
+    return values, {name: spec(one.dtype, compression, checksum=k % 2 == 1) for k, (name, one) in enumerate(values.items())}
+
+
+@pytest.mark.parametrize("name", [*COMPRESSIONS, *BY_LIBRARY])
+def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
+    """Wrong if offsets were swapped, edge chunks cut, byte orders mixed up, or a filter's bytes not as the library has them."""
+    compression = (COMPRESSIONS | BY_LIBRARY)[name]
+    values, specs = grid_of(compression)
+    sink = save(tmp_path / "x.h5", values, specs)
+    with h5py.File(tmp_path / "x.h5") as file:
+        for key, expected in values.items():
+            found = file[key]
+            assert found.dtype == expected.dtype and found.chunks == CHUNKS and found.fletcher32 == specs[key].checksum
+            np.testing.assert_array_equal(found[...], expected)
+            chunks = [found.id.get_chunk_info(k) for k in range(found.id.get_num_chunks())]
+            assert len(chunks) == 8
+            if name in COMPRESSIONS:
+                assert {one.filter_mask for one in chunks} == {0}
+    for key, expected in values.items() if name not in ("bzip2", "bitshuffle") else ():
+        # Our own reader, and what the encoder said of the array.
+        source = open_source(str(tmp_path / "x.h5"), key)
+        out = np.empty(SHAPE, source.dtype)
+        source.read_into(Region.whole(SHAPE), out)
+        np.testing.assert_array_equal(out, expected)
+        said = sink.arrays[key].info
+        assert (said.shape, said.dtype, said.chunks, said.codec) == (
+            source.info.shape,
+            source.info.dtype,
+            source.info.chunks,
+            source.info.codec,
+        )
+        assert not source.missing(Region.whole(SHAPE))
+        source.close()
+        break  # the codecs are the same for all types
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (13,), (0, 3), (5, 7, 11), (3, 1, 2, 5)], ids=str)
+def test_arrays_in_one_piece(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    values = {dtype.strip("<>?") + str(k): ramp(shape, dtype) for k, dtype in enumerate(DTYPES) if dtype != "?"}
+    values["bool"] = ramp(shape, "?")
+    sink = save(tmp_path / "x.h5", values)
+    with h5py.File(tmp_path / "x.h5") as file:
+        for name, expected in values.items():
+            assert file[name].dtype == expected.dtype and file[name].chunks is None
+            np.testing.assert_array_equal(file[name][()], expected)
+            assert not sink.arrays[f"/{name}"].is_asked
+
+
+def test_any_region_of_an_array_in_one_piece(tmp_path: Path) -> None:
+    """Wrong if runs were put in the wrong order, or merged along an axis that the region does not cover."""
+    values = ramp((4, 5, 6), ">i4")
+    sink = make_sink(
+        str(tmp_path / "x.h5"), {"a": spec(values.dtype, None, None, values.shape), "b": spec("u1", None, None, (9,))}
+    )
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        cuts = [(0, 1, 4), (0, 3, 5), (0, 2, 6)]
+        for box in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
+            region = Region(tuple(a for a, _ in box), tuple(b for _, b in box))
+            stored = sink.arrays["/a"].encode(region, np.asfortranarray(values[region.slices()].astype("<i4")))
+            writer.put_region("/a", region, stored)
+        writer.put_region("/b", Region((0,), (9,)), Stored(bytes(range(9))))
+        writer.sync()
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["a"][...], values)
+        assert file["a"].dtype == np.dtype(">i4") and file["b"][...].tolist() == list(range(9))
+
+
+def test_runs_cover_a_region_once() -> None:
+    shape = (3, 4, 5)
+    index = np.arange(60).reshape(shape)
+    for box in itertools.product(*([(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape)):
+        region = Region(tuple(a for a, _ in box), tuple(b for _, b in box))
+        found = [k for start, n in runs(shape, region) for k in range(start, start + n)]
+        assert found == index[region.slices()].reshape(-1).tolist()
+
+
+def test_chunks_are_where_the_library_says(tmp_path: Path) -> None:
+    """The catalog's offsets against `get_chunk_info`, with chunks as long as HDF5's own metadata: wrong if a chunk were
+    told from metadata by its length.
+    """
+    lengths = [40, 96, 120, 272, 328, 512, 544, 1072, 2096, 2616, 3136, 4096, 5000]
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("u1", "gzip", (6000,), (6000 * len(lengths),))})
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        order = np.random.default_rng(5).permutation(len(lengths))
+        offsets = catalog.allocate("/x", order, [lengths[k] for k in order])
+        for k, offset in zip(order.tolist(), offsets.tolist(), strict=True):
+            writer.put("/x", k, offset, Stored(bytes([k]) * lengths[k]))
+        writer.sync()
+        catalog.finish()
+        catalog.commit()
+    noted = dict(zip(order.tolist(), offsets.tolist(), strict=True))
+    with h5py.File(tmp_path / "x.h5") as file:
+        for n in range(len(lengths)):
+            info = file["x"].id.get_chunk_info(n)
+            k = info.chunk_offset[0] // 6000
+            assert (info.byte_offset, info.size, info.filter_mask) == (noted[k], lengths[k], 0)
+            assert file["x"].id.read_direct_chunk((6000 * k,))[1] == bytes([k]) * lengths[k]
+
+
+def test_chunks_without_filters_have_places_at_once(tmp_path: Path) -> None:
+    values = ramp((40, 33), "<i4")
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec(values.dtype, None, (1, 2), values.shape)})
+    with sink.create() as catalog:
+        places = Ticket.from_json(catalog.ticket.to_json()).places["/x"]
+        assert len(places.first) < 40 * 17 / 10
+        with pytest.raises(ValueError, match="have places already"):
+            catalog.allocate("/x", [0], [8])
+        write_all(sink, catalog, {"/x": values})
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+        for k in range(0, 680, 37):
+            info = file["x"].id.get_chunk_info(k)
+            assert places[info.chunk_offset[0] * 17 + info.chunk_offset[1] // 2] == info.byte_offset
+
+
+@pytest.mark.parametrize("offsets", [[7], [7, 7 + 5], [0, 8, 16, 300, 308, 100, 108], [9, 3, 1]], ids=str)
+def test_places(offsets: list[int]) -> None:
+    places = Places.of(np.array(offsets))
+    assert [places[k] for k in range(len(offsets))] == offsets
+
+
+def test_the_file_has_the_oldest_version(tmp_path: Path) -> None:
+    """Superblock 0: HDF5 1.6 reads it."""
+    save(tmp_path / "x.h5", {"x": ramp(SHAPE, "f4")}, {"x": spec("f4", "gzip")})
+    head = (tmp_path / "x.h5").read_bytes()[:9]
+    assert head == b"\x89HDF\r\n\x1a\n\0"
+    if shutil.which("h5dump"):
+        told = subprocess.run(["h5dump", "-H", "-p", tmp_path / "x.h5"], capture_output=True, text=True, check=True).stdout
+        assert "DEFLATE { LEVEL 4 }" in told and "( 3, 4, 5 )" in told
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_alignment(tmp_path: Path, compression: Any) -> None:
+    values = ramp((40, 31), "f8")
+    specs = {"x": spec("f8", compression, (4, 31), values.shape), "y": spec("f8", None, None, values.shape)}
+    save(tmp_path / "x.h5", {"x": values, "y": values}, specs, alignment=4096)
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+        np.testing.assert_array_equal(file["y"][...], values)
+        found = [file["x"].id.get_chunk_info(k).byte_offset % 4096 for k in range(10)]
+        assert found == [0] * 10 and file["y"].id.get_offset() % 4096 == 0
+
+
+def test_a_chunk_at_the_edge_is_padded_with_the_fill_value(tmp_path: Path) -> None:
+    """Wrong if the scratch buffer of the chunk before showed through."""
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("<i2", "gzip", (2, 3), (3, 4), fill_value=-7)})
+    values = ramp((3, 4), "<i2")
+    with sink.create() as catalog:
+        write_all(sink, catalog, {"/x": values})
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        raw = zlib.decompress(file["x"].id.read_direct_chunk((2, 3))[1])
+        assert np.frombuffer(raw, "<i2").tolist() == [11, -7, -7, -7, -7, -7] and file["x"].fillvalue == -7
+
+
+def test_values_of_any_strides_and_byte_order_are_encoded_alike() -> None:
+    values = ramp((4, 5, 6), "<f4")
+    expected = bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(values))
+    assert expected == values.astype(">f4").tobytes()
+    for one in (
+        np.asfortranarray(values),
+        values[::-1][::-1],
+        values.astype(">f4"),
+        values.transpose(2, 0, 1).copy().transpose(1, 2, 0),
+    ):
+        assert bytes(EncodeChain([], (4, 5, 6), np.dtype(">f4"), 0).encode(one)) == expected
+    with pytest.raises(ValueError, match="nothing is converted silently"):
+        EncodeChain([], (4,), np.dtype("f4"), 0).encode(np.zeros(4))
+    with pytest.raises(ValueError, match=r"values of shape \(5,\) for a chunk of \(4,\)"):
+        EncodeChain([], (4,), np.dtype("f8"), 0).encode(np.zeros(5))
+
+
+def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> None:
+    """LZF gives up on noise, and HDF5 then notes for this chunk that the filter was left out. Constant chunks beside it."""
+    values = np.zeros((6, 4096), dtype="u1")
+    values[1::2] = np.random.default_rng(0).integers(0, 256, (3, 4096), dtype="u1")
+    save(tmp_path / "x.h5", {"x": values}, {"x": spec("u1", "lzf", (1, 4096), values.shape)})
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+        masks = [file["x"].id.get_chunk_info(k).filter_mask for k in range(6)]
+    assert masks == [0, 1, 0, 1, 0, 1]
+
+
+def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:
+    values = np.array([1, -2.5, 3e38, 1e-40, np.inf, np.nan, 0.1], dtype=ml_dtypes.bfloat16)
+    specs = {
+        "x": spec(values.dtype, "gzip", (3,), (7,)),
+        "y": spec(values.dtype, None, None, (7,)),
+        "z": spec(values.dtype, "lzf", (3,), (7,)),
+    }
+    save(tmp_path / "x.h5", {"x": values, "y": values, "z": values}, specs)
+    with h5py.File(tmp_path / "x.h5") as file:
+        for name in "xyz":
+            assert file[name].id.get_type().get_size() == 2
+            np.testing.assert_array_equal(file[name][...], values.astype("f4"))
+
+
+def test_attributes_groups_and_names_of_axes(tmp_path: Path) -> None:
+    values = {"g/rho": ramp((3, 4), "f4"), "g/x": ramp((4,), "f8"), "t": ramp((3,), "i4")}
+    attrs = {"units": "kg m-3", "who": "Größe", "limits": np.array([0.5, 2.0]), "n": 3}
+    specs = {
+        "g/rho": spec("f4", "gzip", (2, 2), (3, 4), dims=("time", "x"), attrs=attrs),
+        "g/x": spec("f8", None, None, (4,), dims=("x",)),
+        "t": spec("i4", None, None, (3,), dims=("time",)),
+    }
+    save(tmp_path / "x.h5", values, specs, attrs={"title": "a test"})
+    with h5py.File(tmp_path / "x.h5") as file:
+        found = file["g/rho"]
+        assert dict(file.attrs) == {"title": "a test"} and found.attrs["units"] == "kg m-3" and found.attrs["who"] == "Größe"
+        assert found.attrs["limits"].tolist() == [0.5, 2.0] and found.attrs["n"] == 3
+        assert [dim.label for dim in found.dims] == ["time", ""] and found.dims[1][0].name == "/g/x"
+    source = open_source(str(tmp_path / "x.h5"), "/g/rho")
+    assert source.labels().dims == ("time", "x")
+    source.close()
+
+
+def test_an_unlimited_axis(tmp_path: Path) -> None:
+    values = ramp((5, 3), "i4")
+    save(tmp_path / "x.h5", {"x": values}, {"x": spec("i4", None, (2, 3), (5, 3), unlimited=(0,))})
+    with h5py.File(tmp_path / "x.h5", "r+") as file:
+        assert file["x"].maxshape == (None, 3)
+        file["x"].resize(7, axis=0)
+        file["x"][5:] = 9
+        assert file["x"][...].tolist() == [*values.tolist(), [9, 9, 9], [9, 9, 9]]
+
+
+# --- netCDF4
+
+
+def test_netcdf(tmp_path: Path) -> None:
+    """Read by the netCDF library and by xarray with both of its engines."""
+    path = tmp_path / "x.nc"
+    kinds = ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", ">f4")
+    values = {f"v{k}": ramp(SHAPE, kind) for k, kind in enumerate(kinds)}
+    attrs = {"units": "K", "long_name": "Größe", "valid_range": np.array([0, 1], "f4")}
+    specs = {
+        name: spec(one.dtype, "gzip", dims=("time", "y", "x"), attrs=attrs, unlimited=(0,)) for name, one in values.items()
+    }
+    values |= {"time": np.arange(3.0) * 2, "y": ramp((4,), "f4"), "g/w": ramp((4, 7), "i4")}
+    values |= {"no": ramp((6, 6), "i4"), "s": ramp((), "f8")}
+    specs["time"] = spec("f8", None, (2,), (3,), dims=("time",), unlimited=(0,), attrs={"units": "days since 2000-01-01"})
+    specs["y"] = spec("f4", None, None, (4,), dims=("y",), attrs={"units": "m"})
+    specs["g/w"] = spec("i4", None, None, (4, 7), dims=("y", None), fill_value=-1)
+    save(path, values, specs, attrs={"title": "a test"})
+    with netCDF4.Dataset(path) as file:
+        assert file.dimensions["time"].isunlimited() and list(file.dimensions)[:3] == ["time", "y", "x"]
+        assert file["v8"].dimensions == ("time", "y", "x") and file["g/w"].dimensions == ("y", "dim_0")
+        assert file["no"].dimensions == ("dim_1", "dim_2") and file.title == "a test"
+        assert (file["v8"].units, file["v8"].long_name, file["g/w"].getncattr("_FillValue")) == ("K", "Größe", -1)
+        for name, expected in values.items():
+            np.testing.assert_array_equal(np.ma.getdata(file[name][...]), expected)
+            assert file[name].dtype == expected.dtype.newbyteorder("=") or file[name].endian() == "big"
+    for engine in ("netcdf4", "h5netcdf"):
+        with xr.open_dataset(path, engine=engine) as found:
+            assert set(found.coords) == {"time", "y"} and str(found["time"].values[1])[:10] == "2000-01-03"
+            np.testing.assert_array_equal(found["v8"].transpose("x", "time", "y").values, values["v8"].transpose(2, 0, 1))
+        with xr.open_dataset(path, engine=engine, group="g", mask_and_scale=False) as found:
+            np.testing.assert_array_equal(found["w"].values, values["g/w"])
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ({"x": spec("?")}, "'/x' holds bool, which netCDF4 does not have. Save it as int8"),
+        ({"x": spec("c8")}, "Save its real and imaginary parts as two arrays"),
+        ({"x": spec("f2")}, "Save it as float32"),
+        ({"x": spec(ml_dtypes.bfloat16)}, "holds bfloat16, which netCDF4 does not have"),
+        (
+            {"x": spec("f4", dims=("a", "b", "c")), "y": spec("f4", None, None, (6,), dims=("b",))},
+            "axis 'b' has 6 elements in '/y', but 4",
+        ),
+        (
+            {"a": spec("f4", None, None, (3, 2), dims=("a", "b")), "x": spec("f4", dims=("a", None, None))},
+            "must be the coordinate",
+        ),
+    ],
+)
+def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_sink(str(tmp_path / "x.nc"), specs)
+    assert not os.listdir(tmp_path)
+
+
+# --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (spec("S3"), "'/x' holds strings, which cannot be saved"),
+        (spec(ml_dtypes.int4), "holds int4, for which HDF5 has no type that others read. Save it as float32 or int8"),
+        (spec("f4", "gzip", None), r"'/x' has compression but no chunks; .* Pass chunks=, such as \(3, 4, 5\)"),
+        (spec("f4", chunks=(1, 2)), r"chunks of '/x' are \(1, 2\); expected a size of 1 or more for each axis"),
+        (spec("f4", chunks=(1, 2, 0)), "expected a size of 1 or more"),
+        (spec("f4", "snappy"), "compression of '/x' is 'snappy'; expected one of .*gzip.*zstd"),
+        (spec("f4", {"name": "gzip", "level": 10}), "the level of gzip is 10; expected a number from 0 to 9"),
+        (spec("f4", {"name": "gzip", "options": {"speed": 1}}), "gzip has no option 'speed' in HDF5"),
+        (
+            spec("f4", {"name": "blosc", "options": {"cname": "x"}}),
+            "Blosc's compressor for '/x' is 'x'; expected one of blosclz",
+        ),
+        (
+            spec("f4", "12345"),
+            "which the HDF5 library here does not have: `pip install hdf5plugin`, or pass compression='gzip'",
+        ),
+        (spec("f4", dims=("a", "b")), r"dims of '/x' are \('a', 'b'\); expected 3 names"),
+        (spec("i2", fill_value=1.5), "the fill value of '/x' is 1.5; expected one value of type int16"),
+        (spec("i2", fill_value=70000), "the fill value of '/x' is 70000"),
+        (spec("f4", shards=(4, 6, 8)), "'/x' has shards, which HDF5 does not have"),
+        (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
+        (spec("f4", attrs={"CLASS": "x"}), "keep for themselves"),
+        (spec("f8", None, (1 << 30,), (1 << 31,)), "in HDF5 a chunk has less than 4 GiB"),
+    ],
+)
+def test_what_cannot_be_saved_is_an_error_before_anything_is_on_disk(tmp_path: Path, asked: ArraySpec, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_sink(str(tmp_path / "x.h5"), {"x": asked})
+    assert not os.listdir(tmp_path)
+
+
+def test_compression_is_checked() -> None:
+    for wrong in (7, {"level": 3}, {"name": "gzip", "speed": 1}):
+        with pytest.raises(ConfigError, match="expected a name such as 'gzip'"):
+            Compression.of(wrong)
+
+
+def test_the_catalog_notices_chunks_that_come_twice_or_never(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("f4", "gzip")})
+    with sink.create() as catalog:
+        catalog.allocate("/x", [3, 1], [10, 20])
+        for numbers, words in (
+            ([1], r"chunk \(0, 0, 1\) of '/x' has a place already"),
+            ([5, 5], r"\(1, 0, 1\)"),
+            ([8], "0 to 7"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                catalog.allocate("/x", numbers, [10] * len(numbers))
+        with pytest.raises(ValueError, match=r"6 of 8 chunks of '/x' have no place; the first is \(0, 0, 0\)"):
+            catalog.finish()
+        with pytest.raises(ValueError, match="finish the catalog first"):
+            catalog.commit()
+    assert not os.listdir(tmp_path)
+
+
+def swapped(puts: list[Any]) -> list[Any]:
+    (a, k, first, one), (b, n, second, other), *rest = puts
+    return [(a, k, second, one), (b, n, first, other), *rest]
+
+
+def stale(puts: list[Any]) -> list[Any]:
+    """As if all chunks of a round had been encoded into the same memory."""
+    return [(name, number, offset, puts[-1][3]) for name, number, offset, _ in puts]
+
+
+@pytest.mark.parametrize("wrong", [swapped, stale, lambda puts: puts[:-1]], ids=["swapped", "stale", "dropped"])
+def test_the_comparison_with_h5py_notices_a_wrong_implementation(tmp_path: Path, wrong: Any) -> None:
+    """Chunks of one stored size, so that only their values tell them apart."""
+    values = ramp((12, 8), "i4")
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", None, (2, 8), (12, 8), checksum=True)})
+    with sink.create() as catalog:
+        write_all(sink, catalog, {"/x": values}, change=wrong, round_size=2)
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        try:
+            is_same = np.array_equal(file["x"][...], values)
+        except OSError:  # the checksum of what was never written
+            is_same = False
+    assert not is_same
+
+
+def test_the_catalog_compares_the_written_file_with_its_notes(tmp_path: Path) -> None:
+    """Wrong if metadata of another allocation were taken for that of this one."""
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (12, 8))})
+    with sink.create() as catalog:
+        catalog.allocate("/x", range(6), [10, 11, 12, 13, 14, 15])
+        noted = catalog._chunks["/x"]
+        noted.offsets[[1, 4]] = noted.offsets[[4, 1]]
+        noted.sizes[[1, 4]] = 11  # so that nothing overlaps
+        with pytest.raises(SourceError, match=r"chunk \(1, 0\) of '/x' .* but was written at byte"):
+            catalog.finish()
+
+
+def test_a_chunk_that_is_not_asked_for_by_its_bounds(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "gzip", (2, 8), (11, 8))})
+    one = sink.arrays["/x"]
+    assert one.number(Region((10, 0), (11, 8))) == 5
+    for start, stop in (((10, 0), (12, 8)), ((1, 0), (3, 8)), ((0, 0), (2, 4))):
+        with pytest.raises(ValueError, match="is no chunk"):
+            one.encode(Region(start, stop), np.zeros(tuple(b - a for a, b in zip(start, stop, strict=True)), "i4"))
+    with pytest.raises(ValueError, match="values of shape"):
+        one.encode(Region((0, 0), (2, 8)), np.zeros((8, 2), "i4"))
+
+
+# --- the ledger
+
+
+def test_the_ledger_keeps_metadata_in_pages_and_no_chunks() -> None:
+    ledger = Ledger()
+    ledger.seek(10**12)
+    ledger.write(b"abc")
+    ledger.seek(4090)
+    ledger.write(bytes(range(10)))
+    assert ledger.nbytes == 10**12 + 3 and ledger.kept_nbytes == 3 * 1024
+    ledger.seek(4088)
+    room = bytearray(14)
+    assert ledger.readinto(room) == 14 and room == bytes(2) + bytes(range(10)) + bytes(2)
+    assert list(ledger.metadata()) == [(4090, bytes(range(10))), (10**12, b"abc")]
+    assert ledger.place(lambda blank: (ledger.seek(50), ledger.write(blank)), 30) == 50
+    assert [at for at, _ in ledger.metadata()] == [4090, 10**12]
+    assert ledger.place(lambda blank: (ledger.seek(4092), ledger.write(blank)), 4) == 4092  # freed, and used again
+    assert list(ledger.metadata())[:2] == [(4090, b"\0\1"), (4096, bytes(range(6, 10)))]
+    assert ledger.overlap(np.array([50, 4092]), np.array([30, 4])) is None
+    assert ledger.overlap(np.array([50, 4092]), np.array([30, 5])) == (4092, 4096)
+    ledger.truncate(4098)
+    assert list(ledger.metadata()) == [(4090, b"\0\1"), (4096, bytes([6, 7]))]
+
+
+def test_a_library_that_copies_a_chunk_first_is_noticed() -> None:
+    ledger = Ledger()
+    with pytest.raises(RuntimeError, match="did not write a chunk of 30 bytes"):
+        ledger.place(lambda blank: ledger.write(bytes(blank)), 30)
+    with pytest.raises(RuntimeError, match="twice"):
+        ledger.place(lambda blank: (ledger.write(blank), ledger.write(blank)), 30)
+
+
+def test_the_superblock_is_written_last() -> None:
+    ledger, done = Ledger(), []
+    for at, data in ((0, b"s" * 96), (96, b"r" * 1000), (3000, b"m" * 10)):
+        ledger.seek(at)
+        ledger.write(data)
+    ledger.write_to(lambda data, at: done.append((at, len(data))), lambda n: done.append(n), lambda: done.append("sync"))
+    assert done == [(512, 584), (3000, 10), 3010, "sync", (0, HEAD_NBYTES), "sync"]
+
+
+def test_conformance(tmp_path: Path) -> None:
+    def write(path: str, arrays: dict[str, Any]) -> None:
+        specs = {}
+        for name, one in arrays.items():
+            chunks = tuple(max(1, -(-n // 3)) for n in one.shape) if one.size and one.ndim else None
+            specs[name] = ArraySpec(one.shape, one.dtype, chunks, compression=Compression.of("gzip" if chunks else None))
+        save(path, arrays, specs, format="hdf5", mode="w")
+
+    shapes = [(), (0, 3), (7,), (3, 4, 5)]
+    check_format(HDF5, write, folder=tmp_path, dtypes=["bool", ">f4"], shapes=shapes)
+
+
+def test_one_chunk_by_hand(tmp_path: Path) -> None:
+    """The page docs/design/save.md in ten lines."""
+    values = ramp((4, 6), "f4")
+    sink = make_sink(str(tmp_path / "x.h5"), {"rho": spec("f4", "gzip", (4, 6), (4, 6))})
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        put_whole(sink, writer, catalog, "/rho", values, Region.whole((4, 6)))
+        writer.sync()
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["rho"][...], values)
+    assert os.listdir(tmp_path) == ["x.h5"]

@@ -1,0 +1,371 @@
+"""Is the old file whole whatever happens, and is an error one that names file, array and chunk?"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import Region, target
+from shardload.formats.saving import make_sink
+from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
+from shardload.formats.target import Target, temporary_of
+from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
+
+KINDS = ["x.h5", "x.nc", "x.zarr", "sharded.zarr"]
+VALUES, OLD = ramp((9, 4), "f4"), np.arange(3.0)
+
+
+def a_sink(folder: Path, name: str, mode: str = "w") -> Sink:
+    shards = (4, 4) if name.startswith("sharded") else None
+    spec = ArraySpec((9, 4), np.dtype("f4"), (2, 4), shards, Compression.of("gzip"))
+    return make_sink(str(folder / name), {"rho": spec}, mode=mode)
+
+
+def read(path: Path, name: str) -> Any:
+    if path.suffix == ".zarr":
+        return zarr.open_group(path, mode="r")[name][...]
+    with h5py.File(path) as file:
+        return file[name][...]
+
+
+def old_is_whole(folder: Path, name: str) -> bool:
+    return np.array_equal(read(folder / name, "old"), OLD)
+
+
+def left(folder: Path) -> list[tuple[str, str]]:
+    """The temporaries in a folder, as `temporary_of` knows them; any other file than the target is wrong."""
+    found = [temporary_of(name) for name in os.listdir(folder) if name not in KINDS]
+    assert None not in found
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_that_is_replaced(tmp_path: Path, name: str) -> None:
+    save(tmp_path / name, {"old": OLD})
+    save(tmp_path / name, {"rho": VALUES}, mode="w")
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert os.listdir(tmp_path) == [name]
+
+
+# What a process was doing when it was killed: a function of the sink and its catalog that runs before the end.
+def after_create(sink: Sink, catalog: Any) -> None:
+    pass
+
+
+def after_puts(sink: Sink, catalog: Any) -> None:
+    write_all(sink, catalog, {"/rho": VALUES})
+
+
+def after_finish(sink: Sink, catalog: Any) -> None:
+    after_puts(sink, catalog)
+    catalog.finish()
+
+
+def in_finish(sink: Sink, catalog: Any) -> None:
+    after_puts(sink, catalog)
+    os.fsync = lambda descriptor: os._exit(0)  # type: ignore[assignment]
+    catalog.finish()
+
+
+@pytest.mark.parametrize("phase", [after_create, after_puts, in_finish, after_finish])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_process_that_is_killed(tmp_path: Path, name: str, phase: Callable[..., None]) -> None:
+    """The old file is whole, and what is left names itself. A later save does not care."""
+    save(tmp_path / name, {"old": OLD})
+    sink = a_sink(tmp_path, name)
+    child = forked()
+    if child == 0:
+        try:
+            phase(sink, sink.create())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert old_is_whole(tmp_path, name) and left(tmp_path) == [(name, "unfinished")]
+    if phase is not after_finish:  # until it is whole, nobody takes it for a file of the format
+        (rest,) = (tmp_path / one for one in os.listdir(tmp_path) if one != name)
+        if rest.is_file():
+            assert rest.read_bytes()[:20] == b"shardload unfinished" and not h5py.is_hdf5(rest)
+        else:
+            assert not (rest / "zarr.json").exists()
+    write_it(tmp_path, name)
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert left(tmp_path) == [(name, "unfinished")]  # it is not ours to delete
+
+
+def write_it(folder: Path, name: str, mode: str = "w") -> None:
+    sink = a_sink(folder, name, mode)
+    with sink.create() as catalog:
+        after_finish(sink, catalog)
+        catalog.commit()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("name", KINDS)
+def test_no_room_for_a_chunk(tmp_path: Path, name: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the chunk was written before. The error names it, and neither harms the old file nor leaves anything."""
+    save(tmp_path / name, {"old": OLD})
+    sink, pwrite, calls = a_sink(tmp_path, name), os.pwrite, []
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+
+        def torn(descriptor: int, data: Any, offset: int) -> int:
+            calls.append(len(data))
+            if len(calls) == 1:
+                return pwrite(descriptor, data[: len(data) // 2], offset)
+            raise OSError(code, os.strerror(code))
+
+        one = sink.arrays["/rho"]
+        region = one.region((3, 0))
+        stored = one.encode(region, VALUES[region.slices()])
+        offset = int(catalog.allocate("/rho", [3], [stored.nbytes])[0]) if one.is_asked else writer.place("/rho", 3)
+        monkeypatch.setattr(target.os, "pwrite", torn)
+        with pytest.raises(SourceError) as caught:
+            writer.put("/rho", 3, offset, stored)
+        monkeypatch.undo()
+    words = str(caught.value)
+    assert (
+        words.startswith(f"chunk (3, 0) of '/rho' in '{tmp_path / name}' cannot be written: ")
+        and errno.errorcode[code] in words
+    )
+    assert (caught.value.errno, caught.value.chunk, caught.value.dataset) == (code, (3, 0), "/rho")
+    assert old_is_whole(tmp_path, name) and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_error_that_the_system_tells_at_fsync(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File servers tell only then that there is no room."""
+    sink = a_sink(tmp_path, name, "w-")
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with sink.create() as catalog:
+        monkeypatch.setattr(target.os, "fsync", fails)
+        with pytest.raises(SourceError, match="no space is left on its file system"):
+            after_finish(sink, catalog)
+        monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(target.os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:13], offset))
+    for name in KINDS:
+        write_it(tmp_path, name, "w-")
+    monkeypatch.undo()
+    for name in KINDS:
+        np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+
+
+def test_a_system_that_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = a_sink(tmp_path, "x.h5")
+    monkeypatch.setattr(target.os, "pwrite", lambda *_: 0)
+    with pytest.raises(SourceError, match="EIO"):
+        sink.create()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("without", [(), ("rename",), ("rename", "link")], ids=["", "no flags", "no links"])
+@pytest.mark.parametrize("name", KINDS)
+def test_two_saves_to_one_name(tmp_path: Path, name: str, without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both begin while the name is free, and commit at the same time. One wins, whole; the other is told."""
+    if "rename" in without:
+        monkeypatch.setattr(target, "_renameat2", lambda: None)
+    if without == ("rename", "link"):
+
+        def refused(*_: Any) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(target.os, "link", refused)
+    sinks = [a_sink(tmp_path, name, "w-") for _ in range(2)]
+    catalogs, told = [sink.create() for sink in sinks], []
+    for sink, catalog in zip(sinks, catalogs, strict=True):
+        after_finish(sink, catalog)
+    gate = threading.Barrier(2)
+
+    def commit(catalog: Any) -> None:
+        gate.wait()
+        try:
+            catalog.commit()
+        except ConfigError as error:
+            told.append(str(error))
+            catalog.abandon()
+
+    threads = [threading.Thread(target=commit, args=(catalog,)) for catalog in catalogs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if without == ("rename", "link") and not name.endswith(".zarr"):
+        assert len(told) == 2 and all("no hard links" in text for text in told) and os.listdir(tmp_path) == []
+        return
+    assert len(told) == 1 and "exists, and mode is 'w-'. Pass mode='w' to replace it" in told[0]
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("has_flags", [True, False])
+@pytest.mark.parametrize("name", KINDS)
+def test_two_saves_that_replace(tmp_path: Path, name: str, has_flags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_flags:
+        monkeypatch.setattr(target, "_renameat2", lambda: None)
+    save(tmp_path / name, {"old": OLD})
+    sinks = [a_sink(tmp_path, name) for _ in range(2)]
+    catalogs = [sink.create() for sink in sinks]
+    for sink, catalog in zip(sinks, catalogs, strict=True):
+        after_finish(sink, catalog)
+    for catalog in catalogs:
+        catalog.commit()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "x.h5").write_text("mine")
+    (tmp_path / "x.zarr").mkdir()
+    (tmp_path / "x.zarr" / "notes.txt").write_text("mine")
+    os.symlink("nowhere", tmp_path / "x.nc")
+    for name in ("x.h5", "x.zarr", "x.nc"):
+        with pytest.raises(ConfigError, match="exists, and mode is 'w-'"):
+            a_sink(tmp_path, name, "w-").create()
+    with pytest.raises(ConfigError, match="is a folder that holds none of zarr"):
+        a_sink(tmp_path, "x.zarr").create()
+    os.rename(tmp_path / "x.zarr", tmp_path / "y.h5")
+    with pytest.raises(ConfigError, match="is a folder, and a file is to be saved there"):
+        a_sink(tmp_path, "y.h5").create()
+    with pytest.raises(ConfigError, match=r"Make it first: mkdir -p .*nowhere"):
+        a_sink(tmp_path / "nowhere", "x.h5").create()
+    with pytest.raises(ConfigError, match="mode is 'a'; expected 'w-'"):
+        a_sink(tmp_path, "x.h5", "a")
+    assert (tmp_path / "y.h5" / "notes.txt").read_text() == "mine" and (tmp_path / "x.h5").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["x.h5", "x.nc", "y.h5"]
+
+
+def test_a_link_is_replaced_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    save(tmp_path / "real" / "x.h5", {"old": OLD})
+    os.symlink(tmp_path / "real" / "x.h5", tmp_path / "x.h5")
+    write_it(tmp_path, "x.h5")
+    assert (tmp_path / "x.h5").is_symlink() and os.listdir(tmp_path / "real") == ["x.h5"]
+    np.testing.assert_array_equal(read(tmp_path / "real" / "x.h5", "rho"), VALUES)
+
+
+def test_an_answer_that_was_lost_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS: the link was made, the client asked again and was told that it exists."""
+    link = os.link
+
+    def twice(source: str, name: str) -> None:
+        link(source, name)
+        link(source, name)
+
+    monkeypatch.setattr(target.os, "link", twice)
+    write_it(tmp_path, "x.h5", "w-")
+    assert os.listdir(tmp_path) == ["x.h5"]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
+def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
+    sink = a_sink(tmp_path, name)
+    with sink.create() as catalog:
+        text = catalog.ticket.to_json().replace(catalog.ticket.token, "0" * 16)
+        with pytest.raises(ConfigError, match="Is another file system mounted there"):
+            sink.writer(Ticket.from_json(text))
+        os.rename(catalog.ticket.temporary, f"{catalog.ticket.temporary}0")
+        with pytest.raises(ConfigError, match="Is another file system mounted there"):
+            sink.writer(catalog.ticket)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_processes_write_together(tmp_path: Path, name: str) -> None:
+    """Each child encodes every third chunk and puts it where the parent's catalog says, which never sees bytes."""
+    sink = a_sink(tmp_path, name)
+    one = sink.arrays["/rho"]
+    with sink.create() as catalog:
+        sizes = [one.encode(one.region((k, 0)), VALUES[one.region((k, 0)).slices()]).nbytes for k in range(5)]
+        if one.is_asked:
+            offsets = catalog.allocate("/rho", [4, 2, 0, 1, 3], [sizes[k] for k in (4, 2, 0, 1, 3)])
+            offsets = [int(offsets[[4, 2, 0, 1, 3].index(k)]) for k in range(5)]
+        else:
+            offsets = [0] * 5
+        text, children = catalog.ticket.to_json(), []
+        for rank in range(3):
+            child = forked()
+            if child == 0:
+                code = 1
+                try:
+                    with sink.writer(Ticket.from_json(text)) as writer:
+                        for k in range(rank, 5, 3):
+                            region = one.region((k, 0))
+                            writer.put("/rho", k, offsets[k], one.encode(region, VALUES[region.slices()]))
+                        writer.sync()
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+        catalog.finish()
+        catalog.commit()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+
+
+def test_threads_encode_and_write_together(tmp_path: Path) -> None:
+    """Wrong if scratch memory were shared between threads."""
+    values = ramp((64, 50), "<f8")
+    spec = ArraySpec(values.shape, np.dtype(">f8"), (1, 33), compression=Compression("gzip", 1, shuffle=True))
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec})
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        lock = threading.Lock()
+
+        def some(rank: int) -> None:
+            one = sink.arrays["/x"]
+            for row in range(rank, 64, 4):
+                for column in range(2):
+                    region = one.region((row, column))
+                    stored = one.encode(region, values[region.slices()])
+                    with lock:
+                        offset = int(catalog.allocate("/x", [one.number(region)], [stored.nbytes])[0])
+                    writer.put("/x", one.number(region), offset, stored)
+
+        threads = [threading.Thread(target=some, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.sync()
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["x"][...], values)
+
+
+def test_names_of_temporaries() -> None:
+    one = Target("d/x.h5", "w-")
+    assert temporary_of("d/x.h5.00112233445566aa.unfinished") == ("d/x.h5", "unfinished") and one.temporary is None
+    for other in ("x.h5", "x.h5.unfinished", "x.h5.0011.unfinished", ".00112233445566aa.unfinished"):
+        assert temporary_of(other) is None
+    with pytest.raises(ValueError, match="no temporary to commit"):
+        one.commit()
+
+
+def test_what_is_put_after_the_end(tmp_path: Path) -> None:
+    sink = a_sink(tmp_path, "x.h5")
+    catalog = sink.create()
+    writer = sink.writer(catalog.ticket)
+    writer.close()
+    with pytest.raises(ValueError, match="is closed"):
+        put_whole(sink, writer, catalog, "/rho", VALUES, Region((0, 0), (2, 4)))
+    catalog.abandon()
+    catalog.abandon()
+    with pytest.raises(ValueError, match="is finished"):
+        catalog.allocate("/rho", [1], [5])

@@ -1,0 +1,285 @@
+"""Do many writers and one catalog make the Zarr store that zarr-python, TensorStore and xarray read?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorstore
+import xarray as xr
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import Region
+from shardload.formats.lookup import open_source
+from shardload.formats.saving import format_for, make_sink
+from shardload.formats.sink import ArraySpec, Compression, Ticket
+from shardload.formats.zarr.source import FORMAT as ZARR
+from shardload.testing import check_format
+from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
+
+SHAPE, CHUNKS, SHARDS = (5, 7, 6), (2, 3, 4), (4, 6, 4)
+DTYPES = ("?", "i1", "<u2", ">i4", "<i8", "<f2", "<f4", ">f8", "<c8", ">c16")
+BLOSC_ZSTD = {"name": "blosc", "level": 1, "shuffle": False, "options": {"cname": "zstd", "bitshuffle": True}}
+COMMON: dict[str, Any] = {
+    "none": None,
+    "gzip": "gzip",
+    "gzip0": {"name": "gzip", "level": 0},
+    "zstd": {"name": "zstd", "level": 9},
+    "blosc": "blosc",
+    "bits": BLOSC_ZSTD,
+}
+ONLY_2 = {"lz4": "lz4", "gzip+shuffle": {"name": "gzip", "shuffle": True}}  # TensorStore has neither
+LAYOUTS = [("zarr", name, sharded) for name in COMMON for sharded in (False, True)]
+LAYOUTS += [("zarr2", name, False) for name in COMMON | ONLY_2]
+
+
+def spec(dtype: Any, compression: Any = None, chunks: Any = CHUNKS, shape: Any = SHAPE, **more: Any) -> ArraySpec:
+    return ArraySpec(shape, np.dtype(dtype), chunks, compression=Compression.of(compression), **more)
+
+
+def by_tensorstore(path: Path, version: str) -> Any:
+    driver = "zarr" if version == "zarr2" else "zarr3"
+    return tensorstore.open({"driver": driver, "kvstore": f"file://{path}"}).result().read().result()
+
+
+@pytest.mark.parametrize(("version", "name", "sharded"), LAYOUTS)
+def test_every_type_is_read_back(tmp_path: Path, version: str, name: str, sharded: bool) -> None:
+    """Wrong if an index had other offsets, an edge chunk were cut, or metadata did not say what was done to the bytes."""
+    more: dict[str, Any] = {"dims": ("z", None, "x"), "attrs": {"units": "K"}}
+    if sharded:
+        more["shards"] = SHARDS
+    values = {f"g/x{k}": ramp(SHAPE, kind) for k, kind in enumerate(DTYPES)}
+    specs = {
+        key: spec(one.dtype, (COMMON | ONLY_2)[name], checksum=version == "zarr" and k % 2 == 1, **more)
+        for k, (key, one) in enumerate(values.items())
+    }
+    sink = save(tmp_path / "x.zarr", values, specs, format=version, attrs={"title": "a test"})
+    group = zarr.open_group(tmp_path / "x.zarr", mode="r")
+    assert dict(group.attrs) == {"title": "a test"}
+    for key, expected in values.items():
+        found = group[key]
+        assert found.dtype.newbyteorder("=") == expected.dtype.newbyteorder("=") and found.chunks == CHUNKS
+        assert found.attrs["units"] == "K" and found.shards == (SHARDS if sharded else None)
+        np.testing.assert_array_equal(found[...], expected)
+        if name not in ONLY_2:
+            np.testing.assert_array_equal(by_tensorstore(tmp_path / "x.zarr" / key, version), expected)
+    source = open_source(str(tmp_path / "x.zarr"), "/g/x6")
+    out = np.empty(SHAPE, source.dtype)
+    source.read_into(Region.whole(SHAPE), out)
+    np.testing.assert_array_equal(out, values["g/x6"])
+    said, info = sink.arrays["/g/x6"].info, source.info
+    assert (said.format, said.shape, said.dtype, said.chunks, said.shards) == (
+        info.format,
+        info.shape,
+        info.dtype,
+        info.chunks,
+        info.shards,
+    )
+    assert not source.missing(Region.whole(SHAPE)) and source.labels().dims[0] == "z"
+    source.close()
+
+
+@pytest.mark.parametrize("version", ["zarr", "zarr2"])
+def test_xarray_opens_it(tmp_path: Path, version: str) -> None:
+    values = {"rho": ramp((3, 4), "f4"), "time": np.arange(3.0) * 2, "s": np.array(2.5), "g/w": ramp((4,), "i4")}
+    specs = {
+        "rho": spec("f4", "gzip", (2, 3), (3, 4), dims=("time", "x")),
+        "time": spec("f8", None, None, (3,), dims=("time",), attrs={"units": "days since 2000-01-01"}),
+        "g/w": spec("i4", None, (3,), (4,), dims=("x",)),
+    }
+    save(tmp_path / "x.zarr", values, specs, format=version)
+    with xr.open_zarr(tmp_path / "x.zarr") as found:  # a warning is an error: the metadata is consolidated
+        np.testing.assert_array_equal(found["rho"].values, values["rho"])
+        assert str(found["time"].values[2])[:10] == "2000-01-05" and float(found["s"]) == 2.5
+    with xr.open_zarr(tmp_path / "x.zarr", group="g") as found:
+        assert found["w"].values.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
+@pytest.mark.parametrize("version", ["zarr", "zarr2"])
+def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, version: str, shape: tuple[int, ...]) -> None:
+    values = ramp(shape, "f4")
+    save(tmp_path / "x.zarr", {"a": values, "b/c": values}, format=version)
+    save(tmp_path / "y.zarr", {"/": values}, format=version)
+    for found in (zarr.open_group(tmp_path / "x.zarr", mode="r")["b/c"], zarr.open_array(tmp_path / "y.zarr", mode="r")):
+        assert found.shape == shape
+        np.testing.assert_array_equal(found[...], values)
+
+
+def test_the_index_of_a_shard(tmp_path: Path) -> None:
+    """Parsed by hand: offset and length of each chunk in C order, its CRC-32C, and what lies outside is missing."""
+    values = ramp((5, 4), "<i4")
+    save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<i4", None, (2, 2), (5, 4), shards=(4, 4))})
+    raw = (tmp_path / "x.zarr" / "x" / "c" / "1" / "0").read_bytes()
+    index, checksum = raw[-68:-4], raw[-4:]
+    assert int(google_crc32c.value(index)).to_bytes(4, "little") == checksum
+    table = struct.unpack("<8Q", index)
+    assert table[4:] == (2**64 - 1,) * 4 and sorted(table[0:4:2]) == [0, 16] and table[1:4:2] == (16, 16)
+    for k in range(2):
+        at = table[2 * k]
+        assert np.frombuffer(raw[at : at + 16], "<i4").tolist() == [16 + 2 * k, 17 + 2 * k, 0, 0]
+
+
+def test_offsets_in_shards_are_a_running_sum_in_any_order(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("u1", "gzip", (1, 1), (4, 6), shards=(2, 3))})
+    chance = np.random.default_rng(3)
+    order, sizes = chance.permutation(24), chance.integers(1, 50, 24)
+    with sink.create() as catalog:
+        offsets = np.zeros(24, dtype=np.int64)
+        for part in np.array_split(order, 5):
+            offsets[part] = catalog.allocate("/x", part, sizes[part])
+        for shard in itertools.product(range(2), range(2)):
+            inside = [6 * i + j for i in range(4) for j in range(6) if (i // 2, j // 3) == shard]
+            inside.sort(key=lambda k: offsets[k])
+            ends = np.cumsum(sizes[inside])
+            assert offsets[inside].tolist() == [0, *ends[:-1].tolist()]
+        with pytest.raises(ValueError, match="has a place already"):
+            catalog.allocate("/x", [3], [5])
+
+
+def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
+    """Key by key, for an array that zarr-python makes with the same wishes."""
+    values = ramp((5, 4), "<f4")
+    save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<f4", "blosc", (2, 2), (5, 4), shards=(4, 4), fill_value=np.nan)})
+    codec = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4, blocksize=0)
+    made = zarr.create_array(
+        tmp_path / "y.zarr", shape=(5, 4), dtype="f4", chunks=(2, 2), shards=(4, 4), compressors=codec, fill_value=np.nan
+    )
+    assert made.shards == (4, 4)
+    ours, theirs = (json.loads(path.read_text()) for path in (tmp_path / "x.zarr/x/zarr.json", tmp_path / "y.zarr/zarr.json"))
+    assert ours.keys() <= theirs.keys() and {key: theirs[key] for key in ours} == ours
+
+
+def test_metadata_comes_last(tmp_path: Path) -> None:
+    """Before `finish` the folder has no metadata, so nobody takes it for a store."""
+    values = {"x": ramp(SHAPE, "f4"), "g/y": ramp(SHAPE, "f4")}
+    sink = make_sink(str(tmp_path / "x.zarr"), {name: spec("f4", None) for name in values})
+    with sink.create() as catalog:
+        write_all(sink, catalog, {f"/{name}": one for name, one in values.items()})
+        names = {name for _, _, files in os.walk(catalog.ticket.temporary) for name in files}
+        assert names.isdisjoint({"zarr.json"}) and "shardload-unfinished" in names and not (tmp_path / "x.zarr").exists()
+        assert [key for key, _ in sink.documents()][-1] == "zarr.json"  # type: ignore[attr-defined]
+        catalog.finish()
+        catalog.commit()
+    assert sorted(os.listdir(tmp_path / "x.zarr")) == ["g", "x", "zarr.json"] and os.listdir(tmp_path) == ["x.zarr"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_chunks_that_were_not_written(tmp_path: Path, sharded: bool) -> None:
+    values = ramp(SHAPE, "f4")
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
+    one = sink.arrays["/x"]
+    with sink.create() as catalog:
+        with sink.writer(catalog.ticket) as writer:
+            for index in itertools.product(range(3), range(3), range(1)):
+                region = one.region(index)
+                stored, number = one.encode(region, values[region.slices()]), one.number(region)
+                offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else writer.place("/x", number)
+                writer.put("/x", number, int(offset), stored)
+            writer.sync()
+        with pytest.raises(ValueError, match=r"'/x'.*the first is \(0, 0, 1\)"):
+            catalog.finish()
+        catalog.finish(allow_missing=True)
+        catalog.commit()
+    found = zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...]
+    np.testing.assert_array_equal(found[..., :4], values[..., :4])
+    assert not found[..., 4:].any()
+
+
+def test_a_chunk_is_written_once(tmp_path: Path) -> None:
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None)})
+    one = sink.arrays["/x"]
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        stored = one.encode(one.region((0, 0, 0)), ramp(CHUNKS, "f4"))
+        writer.put("/x", 0, 0, stored)
+        with pytest.raises(SourceError, match=r"chunk \(0, 0, 0\) of '/x' .*EEXIST"):
+            writer.put("/x", 0, 0, stored)
+    with pytest.raises(ValueError, match="is closed"):
+        writer.put("/x", 1, 0, stored)
+
+
+@pytest.mark.parametrize("wrong", ["swapped", "stale"])
+def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: str) -> None:
+    """Offsets of two chunks of a shard swapped; all chunks of a round encoded into the same memory."""
+
+    def change(puts: list[Any]) -> list[Any]:
+        if wrong == "stale":
+            return [(name, number, offset, puts[-1][3]) for name, number, offset, _ in puts]
+        (a, k, first, one), (b, n, second, other), *rest = puts
+        return [(a, k, second, one), (b, n, first, other), *rest]
+
+    values = ramp((8, 4), "i4")
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("i4", None, (2, 4), (8, 4), shards=(8, 4))})
+    with sink.create() as catalog:
+        write_all(sink, catalog, {"/x": values}, change=change, round_size=2)
+        catalog.finish()
+        catalog.commit()
+    assert not np.array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
+
+
+@pytest.mark.parametrize(
+    ("asked", "version", "words"),
+    [
+        (spec("f4", {"name": "gzip", "shuffle": True}), "zarr", "which Zarr format 3 does not have. Pass compression='blosc'"),
+        (spec("f4", "lz4"), "zarr", "in Zarr it is one of gzip, zstd, blosc. Zarr format 3 has lz4 inside of Blosc"),
+        (spec("f4", "szip"), "zarr2", "in Zarr it is one of gzip, zstd, blosc, lz4"),
+        (spec("f4", {"name": "gzip", "options": {"a": 1}}), "zarr", "gzip has no option 'a' in Zarr"),
+        (spec("f4", shards=SHARDS), "zarr2", "'/x' has shards, which Zarr format 2 does not have"),
+        (spec("f4", checksum=True), "zarr2", "'/x' has checksums, which Zarr format 2 does not have"),
+        (spec("f4", shards=(3, 3, 4)), "zarr", r"shards of '/x' are \(3, 3, 4\); expected a multiple of the chunks"),
+        (
+            spec(ml_dtypes.bfloat16),
+            "zarr",
+            "'/x' holds bfloat16, for which Zarr has no type that zarr-python reads. Save it as float32",
+        ),
+        (spec("f4", attrs={"a": np.nan}), "zarr", "the attribute 'a' of '/x' is nan, which Zarr's JSON cannot hold"),
+    ],
+)
+def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_sink(str(tmp_path / "x.zarr"), {"x": asked}, format=version)
+    assert not os.listdir(tmp_path)
+
+
+def test_names_and_formats(tmp_path: Path) -> None:
+    one = spec("f4", None, None, (2,))
+    for names in (["../x"], ["a//b"], ["a", "/a"], ["/", "a"], [], ["a", "a/b"]):
+        with pytest.raises(ConfigError):
+            make_sink(str(tmp_path / "x.zarr"), dict.fromkeys(names, one))
+    for names in (["/"], ["a", "a/b"]):
+        with pytest.raises(ConfigError):
+            make_sink(str(tmp_path / "x.h5"), dict.fromkeys(names, one))
+    with pytest.raises(ConfigError, match="does not tell a format"):
+        format_for("x.bin")
+    with pytest.raises(ConfigError, match="format is 'hdf4'"):
+        format_for("x.h5", "hdf4")
+    with pytest.raises(ConfigError, match="is a URL"):
+        make_sink("s3://a/x.zarr", {"x": one})
+    ticket = make_sink(str(tmp_path / "x.zarr"), {"x": one}).create().ticket
+    assert Ticket.from_json(ticket.to_json()) == ticket
+
+
+def test_conformance(tmp_path: Path) -> None:
+    def write(path: str, arrays: dict[str, Any]) -> None:
+        specs = {}
+        for name, one in arrays.items():
+            chunks = tuple(max(1, -(-n // 3)) for n in one.shape) if one.size and one.ndim else None
+            shards = tuple(2 * n for n in chunks) if chunks else None
+            specs[name] = ArraySpec(
+                one.shape, one.dtype, chunks, shards, compression=Compression.of("zstd" if chunks else None)
+            )
+        save(path, arrays, specs, format="zarr", mode="w")
+
+    shapes = [(), (0, 3), (7,), (3, 4, 5)]
+    check_format(ZARR, write, folder=tmp_path, dtypes=["bool", ">f4"], shapes=shapes)

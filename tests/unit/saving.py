@@ -1,0 +1,121 @@
+"""Saving without ranks: several writers put the chunks that one catalog places, in rounds, in any order."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardload.formats.saving import make_sink
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.planning.region import Region
+
+Array = np.ndarray[Any, Any]
+
+
+def ramp(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Values that are their own flat index, as far as the type has them; booleans with a pattern that no axis repeats."""
+    index = np.arange(int(np.prod(shape))).reshape(shape)
+    kind = np.dtype(dtype)
+    if kind.kind == "b":
+        return (index * 7919 >> 3 & 1).astype(kind)
+    if kind.kind == "c":
+        return (index + 1j * (index + 0.5)).astype(kind)
+    return (index % 251 if kind.itemsize == 1 or kind.kind not in "iuf" else index).astype(kind)
+
+
+def regions(encoder: Encoder, by_rows: bool = True) -> list[Region]:
+    """What is written at once: each chunk; the rows of an array in one piece."""
+    spec = encoder.spec
+    if spec.chunks is not None:
+        return [encoder.region(index) for index in itertools.product(*map(range, spec.grid))]
+    if not by_rows or not spec.shape or 0 in spec.shape:
+        return [Region.whole(spec.shape)]
+    rest = spec.shape[1:]
+    return [Region((k, *(0 for _ in rest)), (k + 1, *rest)) for k in range(spec.shape[0])]
+
+
+def write_all(
+    sink: Sink,
+    catalog: Catalog,
+    values: Mapping[str, Array],
+    *,
+    n_writers: int = 3,
+    round_size: int = 7,
+    seed: int = 0,
+    change: Callable[[list[Any]], list[Any]] = lambda puts: puts,
+) -> None:
+    """Write all values, in rounds over all arrays, in an order of chance. `change` may spoil what is put in a round, a list of
+    name, number, offset, stored.
+    """
+    chance = random.Random(seed)
+    ticket = Ticket.from_json(catalog.ticket.to_json())
+    todo = [(name, region) for name, one in sink.arrays.items() for region in regions(one)]
+    chance.shuffle(todo)
+    writers = [sink.writer(ticket) for _ in range(n_writers)]
+    try:
+        for at in range(0, len(todo), round_size):
+            puts: list[Any] = []
+            asked: dict[str, list[tuple[int, Stored]]] = {}
+            for k, (name, region) in enumerate(todo[at : at + round_size]):
+                one = sink.arrays[name]
+                stored = one.encode(region, values[name][region.slices()])
+                if one.spec.chunks is None:
+                    writers[k % n_writers].put_region(name, region, stored)
+                elif one.is_asked:
+                    asked.setdefault(name, []).append((one.number(region), stored))
+                else:
+                    puts.append((name, one.number(region), writers[0].place(name, one.number(region)), stored))
+            for name, found in asked.items():
+                numbers, sizes, masks = zip(*((n, s.nbytes, s.mask) for n, s in found), strict=True)
+                offsets = catalog.allocate(name, numbers, sizes, masks)
+                puts += [(name, n, int(offset), s) for (n, s), offset in zip(found, offsets, strict=True)]
+            for k, put in enumerate(change(puts)):
+                writers[k % n_writers].put(*put)
+        for writer in writers:
+            writer.sync()
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def save(path: Any, values: Mapping[str, Array], specs: Mapping[str, ArraySpec] | None = None, **options: Any) -> Sink:
+    """Save arrays; those without a spec as they are."""
+    specs = {name: (specs or {}).get(name) or ArraySpec(one.shape, one.dtype) for name, one in values.items()}
+    sink = make_sink(str(path), specs, **options)
+    full = {"/" + name.strip("/"): one for name, one in values.items()}
+    with sink.create() as catalog:
+        write_all(sink, catalog, full)
+        catalog.finish()
+        catalog.commit()
+    return sink
+
+
+@pytest.fixture
+def quick_fsync() -> Iterator[None]:
+    """`os.fsync` does nothing: on a busy disk a thousand of them take minutes, and these tests pull no plug."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+def forked() -> int:
+    """`os.fork`. Python warns if there are threads: those of zarr wait, and the child does not use them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def put_whole(sink: Sink, writer: Writer, catalog: Catalog, name: str, values: Array, region: Region) -> int:
+    """Write one chunk; returns its offset."""
+    one = sink.arrays[name]
+    stored, number = one.encode(region, values[region.slices()]), one.number(region)
+    offset = int(catalog.allocate(name, [number], [stored.nbytes], [stored.mask])[0])
+    writer.put(name, number, offset, stored)
+    return offset
