@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from shardload.formats import Region, target
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Sink, Ticket
 from shardload.formats.target import Target, temporary_of
+from tests.jobs.launch import ROOT
 from tests.unit.saving import forked, put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("quick_fsync")
@@ -79,29 +82,55 @@ def in_finish(sink: Sink, catalog: Any) -> None:
     catalog.finish()
 
 
-@pytest.mark.parametrize("phase", [after_create, after_puts, in_finish, after_finish])
+PHASES = {phase.__name__: phase for phase in (after_create, after_puts, in_finish, after_finish)}
+
+
+def fork_all(folder: str) -> None:
+    """Have a child for each kind of file and phase, which ends there; and files that three children write together."""
+    os.fsync = lambda descriptor: None  # type: ignore[assignment]  # see `quick_fsync`
+    for name, (what, phase) in itertools.product(KINDS, PHASES.items()):
+        here = Path(folder, f"{name}-{what}")
+        here.mkdir()
+        save(here / name, {"old": OLD})
+        sink = a_sink(here, name)
+        child = forked()
+        if child == 0:
+            try:
+                phase(sink, sink.create())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    for name in KINDS:
+        here = Path(folder, f"{name}-together")
+        here.mkdir()
+        write_together(here, name)
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `fork_all`, called in a process of its own: this one may have JAX, whose threads do not survive a fork."""
+    folder = tmp_path_factory.mktemp("forks")
+    code = f"from {__name__} import fork_all; fork_all({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_process_that_is_killed(tmp_path: Path, name: str, phase: Callable[..., None]) -> None:
+def test_a_process_that_is_killed(forks: Path, name: str, phase: str) -> None:
     """The old file is whole, and what is left names itself. A later save does not care."""
-    save(tmp_path / name, {"old": OLD})
-    sink = a_sink(tmp_path, name)
-    child = forked()
-    if child == 0:
-        try:
-            phase(sink, sink.create())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert old_is_whole(tmp_path, name) and left(tmp_path) == [(name, "unfinished")]
-    if phase is not after_finish:  # until it is whole, nobody takes it for a file of the format
-        (rest,) = (tmp_path / one for one in os.listdir(tmp_path) if one != name)
+    folder = forks / f"{name}-{phase}"
+    assert old_is_whole(folder, name) and left(folder) == [(name, "unfinished")]
+    if phase != "after_finish":  # until it is whole, nobody takes it for a file of the format
+        (rest,) = (folder / one for one in os.listdir(folder) if one != name)
         if rest.is_file():
             assert rest.read_bytes()[:20] == b"shardload unfinished" and not h5py.is_hdf5(rest)
         else:
             assert not (rest / "zarr.json").exists()
-    write_it(tmp_path, name)
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
-    assert left(tmp_path) == [(name, "unfinished")]  # it is not ours to delete
+    write_it(folder, name)
+    np.testing.assert_array_equal(read(folder / name, "rho"), VALUES)
+    assert left(folder) == [(name, "unfinished")]  # it is not ours to delete
 
 
 def write_it(folder: Path, name: str, mode: str = "w") -> None:
@@ -286,10 +315,9 @@ def test_a_rank_that_sees_another_folder(tmp_path: Path, name: str) -> None:
             sink.writer(catalog.ticket)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_processes_write_together(tmp_path: Path, name: str) -> None:
+def write_together(folder: Path, name: str) -> None:
     """Each child encodes every third chunk and puts it where the parent's catalog says, which never sees bytes."""
-    sink = a_sink(tmp_path, name)
+    sink = a_sink(folder, name)
     one = sink.arrays["/rho"]
     with sink.create() as catalog:
         sizes = [one.encode(one.region((k, 0)), VALUES[one.region((k, 0)).slices()]).nbytes for k in range(5)]
@@ -313,10 +341,16 @@ def test_processes_write_together(tmp_path: Path, name: str) -> None:
                 finally:
                     os._exit(code)
             children.append(child)
-        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+        if [os.waitpid(child, 0)[1] for child in children] != [0, 0, 0]:
+            raise RuntimeError(f"a process that writes '{name}' failed")
         catalog.finish()
         catalog.commit()
-    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_processes_write_together(forks: Path, name: str) -> None:
+    """Wrong if a child wrote elsewhere than the catalog of another process says, or over another's chunk."""
+    np.testing.assert_array_equal(read(forks / f"{name}-together" / name, "rho"), VALUES)
 
 
 def test_threads_encode_and_write_together(tmp_path: Path) -> None:
