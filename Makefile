@@ -111,7 +111,7 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(if $(ARGS),,TESTS_SHARE=0/2) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	@$(if $(ARGS),,TESTS_SHARE=0/2 TESTS_SHARE_OF_ONE=0/2) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
 	@$(call must,notes,4) $(call share,0,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) $(ARGS)

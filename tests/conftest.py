@@ -218,7 +218,7 @@ def _is_shared_to_us(item: pytest.Item) -> bool:
     names = (mark.args[0] for mark in item.iter_markers("parametrize"))
     axes = [(name.split(",") if isinstance(name, str) else name)[0].strip() for name in names]
     share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(axes), "TESTS_SHARE"))
-    if share is None:
+    if not share:
         return True
     k, n = map(int, share.split("/"))
     return (zlib.crc32(item.nodeid.partition("[")[0].encode()) + sum(item.callspec.indices[name] for name in axes)) % n == k

@@ -23,7 +23,7 @@ def run_suite(
     """Run tests on `n` ranks; what each rank counted."""
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", "tests/mpi", "-k", which]
     command += ["-W", "ignore:Module already imported"]  # in a job that stays: a library whose plugin is not used here
-    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **env}
+    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", "TESTS_SHARE_OF_ONE": "", **env}
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices, fresh=fresh)
     assert job.returncode == 0, job.tail()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()

@@ -36,9 +36,10 @@ def prepare() -> None:
             file.create_dataset("x", data=ramp(SHAPE) + k, chunks=CHUNKS, compression="gzip")
 
 
-def load(k: int = 0, own: Any = None) -> None:
+def load(k: int = 0, own: Any = None, checks: bool = True) -> None:
     x = shardload.load(f"{k}.h5", mesh_of(), SPEC, readers="parallel", staging="256KiB", comm=own)
-    check(x, ramp(SHAPE) + k, mesh_of(), SPEC)
+    if checks:
+        check(x, ramp(SHAPE) + k, mesh_of(), SPEC)
 
 
 def count() -> dict[str, int]:
@@ -63,8 +64,8 @@ def loads(n: int) -> None:
     for _ in range(n // 10):
         load()
     before = count()
-    for _ in range(n - n // 10):
-        load()
+    for k in range(n - n // 10):
+        load(checks=k % 10 == 0)
     print(json.dumps({"loads": n, "before": before, "after": count()}), flush=True)
 
 
