@@ -17,8 +17,9 @@ TESTS = str(ROOT / "tests" / "mpi" / "test_pencil_fft.py")
 
 @pytest.fixture
 def four_devices() -> dict[str, str]:
-    """The environment of a single process with four devices."""
-    return {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    """The environment of a single process with four devices, for all tests, whichever stage this is."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TESTS_SHARE")}
+    return {**env, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
 
 
 def test_four_devices_of_one_process(four_devices: dict[str, str]) -> None:
