@@ -24,7 +24,7 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
 from shardload.planning.region import Region
 
-__all__ = ["ArraySpec", "Catalog", "Compression", "Encoder", "Places", "Sink", "Stored", "Ticket", "Writer", "chunk_index"]
+__all__ = ["ArraySpec", "Catalog", "Compression", "Encoder", "Places", "Sink", "Stored", "Ticket", "Writer"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS = {"name", "level", "shuffle", "options"}
@@ -201,19 +201,6 @@ def _fitting(name: str, found: Any, dtype: np.dtype[Any]) -> Any:
     return fill[()]
 
 
-def chunk_index(number: int, grid: Sequence[int]) -> tuple[int, ...]:
-    """The position of a chunk along each axis, from its number in C order.
-
-    >>> chunk_index(5, (2, 3))
-    (1, 2)
-    """
-    index = []
-    for n in reversed(grid):
-        number, k = divmod(number, n)
-        index.append(k)
-    return tuple(reversed(index))
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """One chunk as it will be stored, or the bytes of a region of an array in one piece.
@@ -253,7 +240,6 @@ class Encoder(abc.ABC):
         `Writer.place` knows.
         """
 
-    @abc.abstractmethod
     def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
         """Encode the values of one chunk, which ends at the array's edge if the chunk reaches over it; any region of an array
         in one piece.
@@ -261,6 +247,14 @@ class Encoder(abc.ABC):
         `values` has any strides, and the array's type in any byte order. Raises ValueError for another type or shape: nothing
         is converted silently.
         """
+        self.number(region)
+        if values.shape != region.shape:
+            raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
+        return self._encode(values)
+
+    @abc.abstractmethod
+    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
+        """Encode values that have the shape of their region."""
 
     def number(self, region: Region) -> int:
         """The number, in C order, of the chunk whose part inside of the array is `region`. ValueError if there is none."""

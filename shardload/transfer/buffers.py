@@ -121,6 +121,15 @@ class StagedBlock:
             if common is not None:
                 yield common, tile.view(common)
 
+    def copy(self, region: Region, into: Array) -> None:
+        """Copy the values of `region`, from one tile or several. ValueError if some are not here."""
+        missing = region.size
+        for common, view in self.views(region):
+            np.copyto(view_of(into, common, region), view, casting="no")
+            missing -= common.size
+        if missing:
+            raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
+
 
 class Slots:
     """A fixed number of staging buffers of equal size, which are handed out and given back.

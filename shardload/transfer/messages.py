@@ -11,7 +11,7 @@ import numpy as np
 
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block
-from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned, view_of
+from shardload.transfer.buffers import Slot, Slots, StagedBlock, aligned
 
 __all__ = ["Packer", "sendable"]
 
@@ -65,12 +65,7 @@ class Packer:
                 return None
             buffer = found
             data = buffer.slot.data[buffer.n_used : buffer.n_used + nbytes].view(dtype).reshape(region.shape)
-            missing = region.size
-            for part, view in block.views(region):
-                np.copyto(view_of(data, part, region), view, casting="no")
-                missing -= part.size
-            if missing:
-                raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
+            block.copy(region, data)
             buffer.n_used += aligned(nbytes)
             self._last = (block.block, region, data, buffer)
         buffer.n_sending += 1

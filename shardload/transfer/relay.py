@@ -31,11 +31,10 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.transport import Integers
-from shardload.planning.hops import Hops
 from shardload.planning.parts import Block, Part, PartTable
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
-from shardload.transfer.buffers import Slot, Slots, StagedBlock, view_of
+from shardload.transfer.buffers import Slot, Slots, StagedBlock
 from shardload.transfer.bundles import (
     ARRAY,
     BLOCK,
@@ -270,16 +269,13 @@ class Relays:
         rows[:, PROOF] = proofs_of(rows, start, stop, seed)
         shapes = stop - start
         ends = room.starts + nbytes
-        for low, high in _runs_of_rows(shapes):
+        for low, high in _runs(shapes):
             values = room.values[room.starts[low] : ends[high - 1]].view(dtype)
             shape = tuple(shapes[low].tolist())
             if not _gather(block, start[low:high], shape, values.reshape(-1, *shape)):
                 for k in range(low, high):
-                    _copy(
-                        block,
-                        Region(tuple(start[k].tolist()), tuple(stop[k].tolist())),
-                        values.reshape(-1, *shape)[k - low, ...],
-                    )
+                    region = Region(tuple(start[k].tolist()), tuple(stop[k].tolist()))
+                    block.copy(region, values.reshape(-1, *shape)[k - low, ...])
         rows[:, SUM] = 0
         if self._checksums:  # of the values in the block, so that a wrong copy is found too
             for k, (low, high) in enumerate(zip(room.starts.tolist(), ends.tolist(), strict=True)):
@@ -507,22 +503,6 @@ def _gather(block: StagedBlock, start: IntArray, shape: tuple[int, ...], into: A
     return True
 
 
-def _copy(block: StagedBlock, region: Region, into: Array) -> None:
-    """Copy one part, from one tile or several."""
-    missing = region.size
-    for common, view in block.views(region):
-        np.copyto(view_of(into, common, region), view, casting="no")
-        missing -= common.size
-    if missing:
-        raise ValueError(f"{missing} elements of {region} are not in the block that is to be sent")
-
-
-def _runs_of_rows(values: IntArray) -> Iterator[tuple[int, int]]:
-    """Where equal rows follow each other, as bounds."""
-    cuts = (np.flatnonzero((values[1:] != values[:-1]).any(axis=1)) + 1).tolist()
-    yield from zip([0, *cuts], [*cuts, len(values)], strict=True) if len(values) else ()
-
-
 def _advanced(work: Iterator[None]) -> bool:
     """Go on with some work. True if it is done."""
     for _ in work:
@@ -531,11 +511,7 @@ def _advanced(work: Iterator[None]) -> bool:
 
 
 def _runs(values: IntArray) -> Iterator[tuple[int, int]]:
-    """Where equal values follow each other, as bounds."""
-    cuts = (np.flatnonzero(np.diff(values)) + 1).tolist()
+    """Where equal values, or equal rows, follow each other, as bounds."""
+    differ = values[1:] != values[:-1]
+    cuts = (np.flatnonzero(differ if values.ndim == 1 else differ.any(axis=1)) + 1).tolist()
     yield from zip([0, *cuts], [*cuts, len(values)], strict=True) if len(values) else ()
-
-
-def hops_of(arrays: Sequence[ArrayMove]) -> Hops | None:
-    """The relays of an exchange; None if no array has any."""
-    return next((array.flow.hops for array in arrays if array.flow.hops is not None), None)

@@ -26,8 +26,9 @@ from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims, write_attrs
 from shardload.formats.hdf5.ledger import Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, chunk_index
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
 __all__ = ["Hdf5Sink"]
@@ -59,10 +60,7 @@ class _Hdf5Encoder(Encoder):
     def is_asked(self) -> bool:
         return self.pipeline.is_asked
 
-    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
-        self.number(region)
-        if values.shape != region.shape:
-            raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
+    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return self.pipeline.encode(values)
 
 
@@ -263,7 +261,7 @@ class _Hdf5Catalog(Catalog):
                 wrong += [k for k in masks.keys() | noted.masks.keys() if masks.get(k) != noted.masks.get(k)]
                 if wrong:
                     k = min(wrong)
-                    raise self._misplaced(name, chunk_index(k, spec.grid), int(offsets[k]), int(noted.offsets[k]))
+                    raise self._misplaced(name, unravel(k, spec.grid), int(offsets[k]), int(noted.offsets[k]))
 
     def _misplaced(self, name: str, index: tuple[int, ...], found: Any, expected: int) -> SourceError:
         return SourceError(
@@ -322,12 +320,12 @@ class _Noted:
         if len(twice) or len(np.unique(which)) < len(which):
             order = np.sort(which)
             number = int(twice[0]) if len(twice) else int(order[:-1][order[:-1] == order[1:]][0])
-            raise ValueError(f"chunk {chunk_index(number, self._grid)} of '{name}' has a place already")
+            raise ValueError(f"chunk {unravel(number, self._grid)} of '{name}' has a place already")
 
     def check_complete(self, name: str) -> None:
         absent = np.flatnonzero(self.sizes < 0)
         if len(absent):
-            first = chunk_index(int(absent[0]), self._grid)
+            first = unravel(int(absent[0]), self._grid)
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
 
 
@@ -413,7 +411,7 @@ class _Hdf5Writer(Writer):
                 done += length * size
 
     def _index(self, name: str, number: int) -> Callable[[], tuple[int, ...]]:
-        return lambda: chunk_index(number, self._sink.arrays[name].spec.grid)
+        return lambda: unravel(number, self._sink.arrays[name].spec.grid)
 
     def _alive(self) -> int:
         if not self._close.alive:

@@ -23,9 +23,10 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, chunk_index
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
+from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
 __all__ = ["ZarrSink"]
@@ -61,10 +62,7 @@ class _ZarrEncoder(Encoder):
     def is_asked(self) -> bool:
         return self.layout.per_shard is not None
 
-    def encode(self, region: Region, values: np.ndarray[Any, Any]) -> Stored:
-        self.number(region)
-        if values.shape != region.shape:
-            raise ValueError(f"values of shape {values.shape} for region {region} of '{self.name}'")
+    def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
         return Stored(self.layout.chain.encode(values))
 
     def shard_of(self, index: tuple[int, ...]) -> tuple[int, ...]:
@@ -229,10 +227,10 @@ class _ZarrCatalog(Catalog):
         shards, grid = self._shards[name], one.shard_grid
         absent = shards.absent()
         if len(absent) and not allow_missing:
-            first = chunk_index(int(absent[0]), one.spec.grid)
+            first = unravel(int(absent[0]), one.spec.grid)
             raise ValueError(f"{len(absent)} of {len(shards.sizes)} chunks of '{name}' have no place; the first is {first}")
         for number in np.flatnonzero(shards.ends).tolist():
-            at = chunk_index(number, grid)
+            at = unravel(number, grid)
             path = os.path.join(self.ticket.temporary, name.strip("/"), one.layout.key(at))
             with named(self._sink.path, name):
                 descriptor = os.open(path, os.O_WRONLY)
@@ -249,7 +247,7 @@ class _ZarrCatalog(Catalog):
         if _count_files(folder, below=name == "/") == n:
             return
         for number in range(n):
-            index = chunk_index(number, one.spec.grid)
+            index = unravel(number, one.spec.grid)
             if not os.path.exists(os.path.join(folder, one.layout.key(index))):
                 raise ValueError(f"chunks of '{name}' were not written; the first is {index}")
         raise ValueError(f"'{name}' has more files than its {n} chunks")
@@ -361,7 +359,7 @@ class _ZarrWriter(Writer):
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         one = self._sink.arrays[name]
-        index = chunk_index(number, one.spec.grid)
+        index = unravel(number, one.spec.grid)
         path = os.path.join(self._ticket.temporary, one.file_of(index))
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
