@@ -125,6 +125,10 @@ class Hdf5Sink(Sink):
         """See `Sink`."""
         return _Hdf5Writer(self, ticket)
 
+    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        return ticket.temporary
+
     def describe(self, file: h5py.File, *, is_trial: bool = False) -> None:
         """Create all that is not values: groups, datasets, attributes, names of axes."""
         specs = {name: one.spec for name, one in self.arrays.items()}

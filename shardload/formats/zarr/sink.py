@@ -134,6 +134,11 @@ class ZarrSink(Sink):
         """See `Sink`."""
         return _ZarrWriter(self, ticket)
 
+    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        one = self.arrays[name]
+        return os.path.join(ticket.temporary, one.file_of(unravel(number, one.spec.grid)))
+
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content."""
         groups = {""}
@@ -359,8 +364,7 @@ class _ZarrWriter(Writer):
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         one = self._sink.arrays[name]
-        index = unravel(number, one.spec.grid)
-        path = os.path.join(self._ticket.temporary, one.file_of(index))
+        index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
