@@ -180,7 +180,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
         spec = sink.arrays[one.name].spec
         is_packed = spec.compression is not None or spec.checksum
         units.append(Unit(spec.shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
-        layouts.append(plan_array(units[-1], shards, group.size, per_node))
+        layouts.append(plan_array(units[-1], shards, group.size, per_node, asked.options.staging_nbytes))
     cap = _staging(asked, layouts, units, machine.memory_nbytes // _SHARE)
     memory, n_threads = plan_memory(layouts, units, cap, machine.n_threads)
     return SavePlan(

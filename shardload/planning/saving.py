@@ -31,6 +31,7 @@ _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are colle
 _BLOCK_NBYTES, _MOST_ROWS_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 32 << 20, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
 _ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.KEPT_ROUNDS`
+_BLOCKS_IN_CAP = 24  # five rounds of one block, buffers for parts of it, and scratch memory
 _SLOTS, _PACKS = 4, 2
 _FACTORS = (2, 3, 5, 7)
 
@@ -221,7 +222,9 @@ class Sent:
         return True
 
 
-def plan_array(unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | None = None) -> Held | Sent:
+def plan_array(
+    unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | None = None, cap_nbytes: int = 1 << 62
+) -> Held | Sent:
     """How one array goes from its shards to the file.
 
     Parameters
@@ -234,7 +237,10 @@ def plan_array(unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | N
         Number of ranks of the job.
     ranks_per_node : int, optional
         Ranks of a node if there are several nodes.
+    cap_nbytes : int
+        Staging memory: blocks are smaller if it is small.
     """
+    most = max(1, min(_BLOCK_NBYTES, cap_nbytes // _BLOCKS_IN_CAP))
     n_nodes = 1 if ranks_per_node is None else -(-n_ranks // ranks_per_node)
     phase = (0,) * len(unit.shape)
     if 0 in unit.shape:
@@ -242,10 +248,10 @@ def plan_array(unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | N
         return Held(nothing, nothing, shards, unit.itemsize)
     page = _PAGE_NBYTES if n_nodes > 1 else 1
     if unit.chunks is None:
-        held = _runs_in_shards(unit, shards, page)
+        held = _runs_in_shards(unit, shards, page, most)
         if held is not None:
             return Held(held, held, shards, unit.itemsize)
-        cell, fits = _rows(unit, page)
+        cell, fits = _rows(unit, page, most)
         rows = Grid(unit.shape, cell, phase)
         rows_owners = Parallel(max(1, min(n_ranks, rows.n_cells)), ranks_per_node) if fits else Root(0)
         return Sent(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
@@ -253,12 +259,12 @@ def plan_array(unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | N
     if unit.files is not None and n_nodes > 1:  # a file has chunks at any byte, so one rank writes all of it
         units = Grid(unit.shape, unit.files, phase)
         if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
-            blocks = plan_blocks(chunks, unit.itemsize, max_nbytes=_BLOCK_NBYTES, n_owners=1, per_owner=1)
+            blocks = plan_blocks(chunks, unit.itemsize, max_nbytes=most, n_owners=1, per_owner=1)
             return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)))
     if _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
         return Held(units, chunks, shards, unit.itemsize)
     n_owners = max(1, min(n_ranks, units.n_cells))
-    blocks = plan_blocks(units, unit.itemsize, max_nbytes=_BLOCK_NBYTES, n_owners=n_owners, per_owner=1)
+    blocks = plan_blocks(units, unit.itemsize, max_nbytes=most, n_owners=n_owners, per_owner=1)
     owners = Parallel(max(1, min(n_owners, blocks.n_cells)), ranks_per_node)
     return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners))
 
@@ -274,41 +280,42 @@ def _is_spread(unit: Unit, shards: Shards, n_ranks: int) -> bool:
     return not unit.is_packed or 2 * shards.table.n_holding > n_ranks
 
 
-def _runs_in_shards(unit: Unit, shards: Shards, page: int) -> Grid | None:
+def _runs_in_shards(unit: Unit, shards: Shards, page: int, most_nbytes: int) -> Grid | None:
     """Cells of an array in one piece that are runs of the file and lie in one shard; None if they would be too short, or if two
     nodes would write to a page.
     """
     shape, held = unit.shape, [min(s, n) for s, n in zip(shards.shard_shape, unit.shape, strict=True)]
     last = max((k for k, n in enumerate(shape) if held[k] < n), default=-1)
-    if last < 0 and unit.nbytes <= _BLOCK_NBYTES:
+    if last < 0 and unit.nbytes <= most_nbytes:
         return Grid(shape, shape, (0,) * len(shape))  # one rank writes all of it
+    least = min(_LEAST_RUN_NBYTES, most_nbytes)
     cell = [1 if axis < last else held[axis] for axis in range(len(shape))]
     for axis in range(max(0, last), len(shape)):
         row = math.prod(cell[axis + 1 :]) * unit.itemsize
-        if row > _BLOCK_NBYTES:
+        if row > most_nbytes:
             cell[axis] = 1
             continue
-        most = min(cell[axis], _BLOCK_NBYTES // row)
+        most = min(cell[axis], most_nbytes // row)
         sizes = [n for n in range(1, most + 1) if (axis != last or cell[axis] % n == 0) and n * row % page == 0]
         cell[axis] = max(sizes, default=0)
-        if not cell[axis] or (axis and shape[axis] * row % page) or (last >= 0 and cell[axis] * row < _LEAST_RUN_NBYTES):
+        if not cell[axis] or (axis and shape[axis] * row % page) or (last >= 0 and cell[axis] * row < least):
             return None
         break
     return Grid(shape, tuple(cell), (0,) * len(cell))
 
 
-def _rows(unit: Unit, page: int) -> tuple[tuple[int, ...], bool]:
-    """Cells of an array in one piece that are runs of the file, of about 4 MiB; and whether all begin at pages."""
+def _rows(unit: Unit, page: int, most_nbytes: int) -> tuple[tuple[int, ...], bool]:
+    """Cells of an array in one piece that are runs of the file, of about so many bytes; and whether all begin at pages."""
     cell = list(unit.shape)
     for axis, size in enumerate(unit.shape):
         row = math.prod(cell[axis + 1 :]) * unit.itemsize
-        if row > _BLOCK_NBYTES:
+        if row > most_nbytes:
             cell[axis] = 1
             continue
         step = page // math.gcd(row, page)
-        n = max(step, _BLOCK_NBYTES // row // step * step)
+        n = max(step, most_nbytes // row // step * step)
         if n * row > _MOST_ROWS_NBYTES:
-            return (*cell[:axis], max(1, _BLOCK_NBYTES // row), *cell[axis + 1 :]), False
+            return (*cell[:axis], max(1, most_nbytes // row), *cell[axis + 1 :]), False
         return (*cell[:axis], min(size, n), *cell[axis + 1 :]), page == 1 or not axis or size * row % page == 0
     return tuple(cell), True
 
