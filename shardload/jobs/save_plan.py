@@ -171,7 +171,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     of_array = [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
     specs, chosen = {}, []
     for one, shards in zip(asked.arrays, of_array, strict=True):
-        specs[one.name], is_chosen = _spec(one, shards, asked.format)
+        specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
         chosen.append(is_chosen)
     alignment = _PAGE_NBYTES if machine.n_nodes > 1 else 1
     sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
@@ -208,7 +208,7 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
     return native_dtype(dtype).name
 
 
-def _spec(one: ToSave, shards: Shards, kind: str) -> tuple[ArraySpec, bool]:
+def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
     chunks, is_chosen = one.chunks, False
     if chunks == AUTO:
@@ -218,7 +218,7 @@ def _spec(one: ToSave, shards: Shards, kind: str) -> tuple[ArraySpec, bool]:
                 f"'{one.name}' has shards {one.shards} but no chunks. Pass chunks= too, of which shards are multiples"
             )
         if one.shape and 0 not in one.shape and (one.compression is not None or kind.startswith("zarr")):
-            chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards), True
+            chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
     return (
         ArraySpec(
             one.shape,

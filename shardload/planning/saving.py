@@ -66,8 +66,9 @@ class Unit:
         return math.prod(self.shape) * self.itemsize
 
 
-def plan_chunks(shape: Sequence[int], itemsize: int, shards: Shards) -> tuple[int, ...]:
-    """Chunks of at most 4 MiB, each inside one shard if shards are not much smaller than that and can be divided.
+def plan_chunks(shape: Sequence[int], itemsize: int, shards: Shards, cap_nbytes: int = 1 << 62) -> tuple[int, ...]:
+    """Chunks of at most 4 MiB (less if the staging memory is small), each inside one shard if shards are not much smaller than
+    that and can be divided.
 
     Examples
     --------
@@ -83,12 +84,13 @@ def plan_chunks(shape: Sequence[int], itemsize: int, shards: Shards) -> tuple[in
     """
     cell = [max(1, min(n, s)) for n, s in zip(shape, shards.shard_shape, strict=True)]
     is_cut = [c > 1 for c in shards.cuts]
-    while math.prod(cell) * itemsize > MOST_CHUNK_NBYTES:
+    most = max(itemsize, min(MOST_CHUNK_NBYTES, cap_nbytes // _BLOCKS_IN_CAP))
+    while math.prod(cell) * itemsize > most:
         axis, step = _next_cut(cell, is_cut)
         cell[axis] = -(-cell[axis] // step)
     # Join small shards: the last axes first, whose chunks then are runs of the file.
     for axis in reversed(range(len(cell))):
-        while cell[axis] < shape[axis] and math.prod(cell) * itemsize < LEAST_CHUNK_NBYTES:
+        while cell[axis] < shape[axis] and 2 * math.prod(cell) * itemsize <= min(2 * LEAST_CHUNK_NBYTES, most):
             cell[axis] = min(shape[axis], 2 * cell[axis])
     return tuple(cell)
 

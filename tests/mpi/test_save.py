@@ -123,7 +123,7 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
     """Wrong if the memory of a round were used again before it was stored, or a chunk were in two rounds."""
     path, how = file_at(shared_tmp_path, kind)
     n = unit()
-    values = ramp((8 * n, 6 * n, 40), "int32")
+    values = ramp((8 * n, 6 * n, 10 * n), "int32")
     tree = {
         str(k): put(values + k, mesh_of(), spec)
         for k, spec in enumerate((P(None, "a", "b"), P("a", "b"), P(None, None, ("a", "b"))))
@@ -131,7 +131,7 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
     if "chunks" in how:
         how = how | {"chunks": (4, 5, 9)} | ({"shards": (8, 10, 18)} if "shards" in how else {})
     plan = shardload.plan_save(path, tree, staging="96KiB", **how)
-    assert plan.n_rounds >= 6 and any(plan.travels), plan
+    assert plan.n_rounds >= 6 and (any(plan.travels) or comm.size < 4), plan
     shardload.save(path, tree, staging="96KiB", **how)
     compare(comm, path, {str(k): values + k for k in range(3)})
 
@@ -338,7 +338,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, x, {"byteorder": "middle"}, "byteorder of '/data' is 'middle'"),
         (path, x, {"writers": 3}, "writers is 3"),
         (path, x, {"verify": "yes"}, "verify is 'yes'"),
-        (path, x, {"staging": "1KiB", "compression": "gzip"}, "but staging is 1.0 KiB"),
+        (path, x, {"staging": "1KiB", "chunks": (4, 4, 4)}, "but staging is 1.0 KiB"),
         (path, x, {"shape": (1, 1, 1), "plan": 3}, "both shape and plan"),
         (path, x, {"plan": 3}, "plan is a int"),
         (path, x, {"timeout": -1}, "timeout"),
@@ -505,7 +505,7 @@ def test_wrong_implementations_are_found(comm: Any, shared_tmp_path: Path, monke
     spoil, how = WRONG[what]
     values = ramp(cube())
     mesh = mesh_of()
-    x = put(values, mesh, P(None, None, ("a", "b")) if "10" in str(how["chunks"]) or "swapped" in what else P("a"))
+    x = put(values, mesh, P() if "two holders" in what else P(None, None, ("a", "b")))
     spoil(monkeypatch)
     error = None
     try:
