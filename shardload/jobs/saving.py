@@ -72,6 +72,8 @@ class SaveReport:
         Chunks of which another rank read the stored bytes back, and of which it decoded the values. All were as written.
     n_rounds : int
         Rounds.
+    writers : str
+        Who wrote: ``"all"`` ranks that own chunks, or ``"root"``, and why.
     phases : mapping of str to float
         Seconds of this rank: ``"exchange"``; ``"encode"`` and ``"write"``, summed over its threads; ``"sync"``, ``"finish"``,
         ``"read back"``. They overlap.
@@ -88,6 +90,7 @@ class SaveReport:
     n_read_back: int
     n_decoded: int
     n_rounds: int
+    writers: str
     phases: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -95,9 +98,10 @@ class SaveReport:
         arrays = f"{self.n_arrays} array{'s' * (self.n_arrays > 1)}"
         phases = "; ".join(f"{name} {seconds:.3g} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
         read = f"{self.n_read_back:,} read back, {self.n_decoded:,} of them decoded" if self.n_read_back else "none read back"
+        writers = "" if self.writers == "all" else f"written by {self.writers}; "
         return (
             f"saved '{self.path}' ({self.format}) in {self.seconds:.3g} s: {arrays}, {self.n_chunks:,} chunks, "
-            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; on this rank: {phases}"
+            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; {writers}on this rank: {phases}"
         )
 
 
@@ -237,7 +241,13 @@ class _Save:
                 progress_of(self._options.progress, f"'{plan.path}'", self._nbytes_written(), group.rank)
             )
             written = write_file(
-                group, plan._sink, self._rounds(), verify=verify, n_threads=plan.n_threads, on_progress=advance
+                group,
+                plan._sink,
+                self._rounds(),
+                verify=verify,
+                n_threads=plan.n_threads,
+                on_progress=advance,
+                writers=self._asked.writers,
             )
         return self._report(written, started)
 
@@ -254,6 +264,7 @@ class _Save:
             n_read_back=written.n_read_back,
             n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
+            writers=written.writers,
             phases={"exchange": self._seconds, **written.seconds},
         )
 
