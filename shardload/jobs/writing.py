@@ -636,7 +636,7 @@ class _Writing:
         self._n_decoded += found.n_values
 
     def _share_out(self, mine: Int64s) -> list[tuple[int, Int64s]]:
-        """If rank 0 has written all: the notes of each rank go to one that sees the file, another than rank 0 if there is one."""
+        """If rank 0 has written all: the notes of each rank go to one that sees the file, not rank 0 if there is another."""
         group, rows = self._group, None
         told = group.gather_rows(mine)
         if told is not None:
