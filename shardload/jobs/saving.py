@@ -26,9 +26,10 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, PeerError, StallError
+from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.save_arguments import SaveArguments
+from shardload.jobs.save_like import apply_like, read_like
 from shardload.jobs.save_plan import SavePlan, plan_file
 from shardload.jobs.writing import KEPT_ROUNDS, Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
@@ -127,23 +128,42 @@ def _planned(
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
         error = refusal or error
-        told: Mapping[str, str] = {}
-        kind = call
+        invocation = _invocation(call, title, asked if error is None else None)
+        likes = {} if asked is None else asked.like
+        told, unfound, unplanned = None, None, None
         try:
-            if asked is not None and error is None:
+            told = group.begin(invocation, lambda: read_like(likes) if likes else "")
+        except StallError:
+            raise
+        except ShardloadError as found:  # the same on every rank
+            unfound = found
+        if asked is not None and told is not None and error is None:
+            try:
+                asked = apply_like(asked, told) if told else asked
                 plan = plan_file(asked, group)
-                own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
-                kind = json.dumps([call, *(one.name for one in asked.arrays)])
-                told = Arguments(asked.describe(), own, {"plan": plan.describe()})
-        except Exception as found:
-            let_interruption_pass(found)
-            error = found
-        invocation = Invocation(kind, title, told)
-        group.settle(invocation, error)
+            except Exception as found:
+                let_interruption_pass(found)
+                unplanned = found
+        planned = {"plan": "" if plan is None else plan.describe()}
+        agreed = invocation.also(**planned)
+        if not group.all_same(agreed, plan is not None):
+            group.agree_same(invocation, error)
+            if unfound is not None:
+                raise unfound
+            group.agree_same(Invocation("a plan", title, planned), unplanned)
         if asked is None or plan is None:
-            raise error or ConfigError("nothing was planned")
-        yield group, asked, plan, f"{invocation.digest:016x}"
+            raise unfound or unplanned or error or ConfigError("nothing was planned")
+        yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
+
+
+def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:
+    """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
+    if asked is None:
+        return Invocation(call, title, {})
+    own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
+    kind = json.dumps([call, *(one.name for one in asked.arrays)])  # other arrays are another call: they have other values
+    return Invocation(kind, title, Arguments(asked.describe(), own))
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:

@@ -253,6 +253,42 @@ def test_empty_scalar_and_numpy_arrays(comm: Any, shared_tmp_path: Path) -> None
         compare(comm, shared_tmp_path / name, values)
 
 
+def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the new array had another layout, lost a coordinate, or what the caller passes did not count."""
+    shape, values = cube(), ramp(cube())
+
+    def make() -> None:
+        z = xarray.DataArray(np.arange(float(shape[0])), dims="z", attrs={"units": "m"})
+        rho = (("z", "y", "x"), np.zeros(shape, "float32"), {"units": "kg", "long": "density"})
+        chunks = {"rho": {"zlib": True, "shuffle": True, "fletcher32": True, "chunksizes": (2, 3, 5)}}
+        xarray.Dataset({"rho": rho}, coords={"z": z}).to_netcdf(shared_tmp_path / "in.nc", engine="h5netcdf", encoding=chunks)
+
+    on_root(comm, make)
+    x = put(values, mesh_of(), P("a", "b"))
+    like = f"{shared_tmp_path}/in.nc:/rho"
+    shardload.save(shared_tmp_path / "out.nc", {"vel": x}, like=like, attrs={"vel": {"units": "m/s"}})
+    shardload.save(shared_tmp_path / "own.h5", x, like=like, chunks=(1, 2, 3), compression="zstd", verify="full")
+
+    def look() -> None:
+        with xarray.open_dataset(shared_tmp_path / "out.nc", engine="h5netcdf") as found:
+            np.testing.assert_array_equal(found.vel.values, values)
+            assert found.vel.attrs == {"units": "m/s", "long": "density"} and found.z.attrs == {"units": "m"}
+            np.testing.assert_array_equal(found.vel.z.values, np.arange(float(shape[0])))
+        with h5py.File(shared_tmp_path / "out.nc") as file:
+            one = file["vel"]
+            assert (one.chunks, one.compression, one.shuffle, one.fletcher32) == ((2, 3, 5), "gzip", True, True)
+        with h5py.File(shared_tmp_path / "own.h5") as file:
+            assert file["data"].chunks == (1, 2, 3) and file["data"].attrs["units"] == "kg"
+            np.testing.assert_array_equal(file["z"][...], np.arange(float(shape[0])))
+
+    on_root(comm, look)
+    same_error(
+        comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{shared_tmp_path}/no.nc"), SourceError, "no.nc"
+    )
+    same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=7), ConfigError, "like of '/data' is 7")
+    assert not (shared_tmp_path / "no.h5").exists()
+
+
 # --- the name
 
 
