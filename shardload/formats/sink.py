@@ -439,3 +439,7 @@ class Sink(abc.ABC):
     @abc.abstractmethod
     def writer(self, ticket: Ticket) -> Writer:
         """Open the temporary that another rank made. ConfigError if it is not to be seen here."""
+
+    @abc.abstractmethod
+    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """Path of the file that has a chunk, before `Catalog.commit`: its offset is counted from the beginning of that file."""

@@ -133,6 +133,11 @@ class ZarrSink(Sink):
         """See `Sink`."""
         return _ZarrWriter(self, ticket)
 
+    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        one = self.arrays[name]
+        return os.path.join(ticket.temporary, one.file_of(unravel(number, one.spec.grid)))
+
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content."""
         groups = {""}
@@ -159,7 +164,8 @@ class ZarrSink(Sink):
             if self.version == 2:
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
-                every = {**nodes, ".zgroup": group_metadata(2, {})}
+                # In order: zarr-python loses all but the last of siblings that do not follow each other.
+                every = dict(sorted({**nodes, ".zgroup": group_metadata(2, {})}.items()))
                 yield from nodes.items()
                 yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
                 yield ".zgroup", every[".zgroup"]
@@ -362,8 +368,7 @@ class _ZarrWriter(Writer):
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         one = self._sink.arrays[name]
-        index = unravel(number, one.spec.grid)
-        path = os.path.join(self._ticket.temporary, one.file_of(index))
+        index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
