@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.leftovers import ROOTS
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, with_dims
 from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
@@ -110,12 +110,12 @@ class ZarrSink(Sink):
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
         self.arrays: dict[str, _ZarrEncoder] = {}
-        for name, spec in specs.items():
-            checked = spec.checked(name)
+        for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                checked = replace(checked, chunks=checked.shape)  # in Zarr one piece is one chunk
-            self.arrays[name] = _ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = _ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+            else:
+                self.arrays[name] = _ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
             above = name
             while above.strip("/"):
@@ -155,8 +155,7 @@ class ZarrSink(Sink):
                 nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
                 continue
             attrs = plain_attrs(name, one.spec.attrs)
-            if one.spec.dims is not None:
-                attrs["_ARRAY_DIMENSIONS"] = [dim or f"dim_{k}" for k, dim in enumerate(one.spec.dims)]  # all or none
+            attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
         for folder in sorted(groups, reverse=True):  # "" is the last
