@@ -24,7 +24,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.leftovers import ROOTS
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, with_dims
 from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
@@ -110,12 +110,12 @@ class ZarrSink(Sink):
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
         self.arrays: dict[str, _ZarrEncoder] = {}
-        for name, spec in specs.items():
-            checked = spec.checked(name)
+        for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                checked = replace(checked, chunks=checked.shape)  # in Zarr one piece is one chunk
-            self.arrays[name] = _ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = _ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+            else:
+                self.arrays[name] = _ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
             above = name
             while above.strip("/"):
@@ -132,6 +132,11 @@ class ZarrSink(Sink):
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
         return _ZarrWriter(self, ticket)
+
+    def file_of(self, ticket: Ticket, name: str, number: int) -> str:
+        """See `Sink`."""
+        one = self.arrays[name]
+        return os.path.join(ticket.temporary, one.file_of(unravel(number, one.spec.grid)))
 
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content."""
@@ -150,8 +155,7 @@ class ZarrSink(Sink):
                 nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
                 continue
             attrs = plain_attrs(name, one.spec.attrs)
-            if one.spec.dims is not None:
-                attrs["_ARRAY_DIMENSIONS"] = [dim or f"dim_{k}" for k, dim in enumerate(one.spec.dims)]  # all or none
+            attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
         for folder in sorted(groups, reverse=True):  # "" is the last
@@ -159,7 +163,8 @@ class ZarrSink(Sink):
             if self.version == 2:
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
-                every = {**nodes, ".zgroup": group_metadata(2, {})}
+                # In order: zarr-python loses all but the last of siblings that do not follow each other.
+                every = dict(sorted({**nodes, ".zgroup": group_metadata(2, {})}.items()))
                 yield from nodes.items()
                 yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
                 yield ".zgroup", every[".zgroup"]
@@ -362,8 +367,7 @@ class _ZarrWriter(Writer):
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
         one = self._sink.arrays[name]
-        index = unravel(number, one.spec.grid)
-        path = os.path.join(self._ticket.temporary, one.file_of(index))
+        index, path = unravel(number, one.spec.grid), self._sink.file_of(self._ticket, name, number)
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.

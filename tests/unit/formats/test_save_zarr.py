@@ -106,6 +106,17 @@ def test_xarray_opens_it(tmp_path: Path, version: str) -> None:
         assert found["w"].values.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("version", ["zarr", "zarr2"])
+def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) -> None:
+    """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
+    arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
+    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()}, format=version)
+    with xr.open_zarr(tmp_path / "x.zarr") as found:
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(found[name].values, values)
+        assert found["x"].dims == ("dim_0", "dim_1") and found["y"].dims == ("dim_1", "dim_2", "dim_3")
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
 @pytest.mark.parametrize("version", ["zarr", "zarr2"])
 def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, version: str, shape: tuple[int, ...]) -> None:
@@ -154,7 +165,14 @@ def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<f4", "blosc", (2, 2), (5, 4), shards=(4, 4), fill_value=np.nan)})
     codec = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4, blocksize=0)
     made = zarr.create_array(
-        tmp_path / "y.zarr", shape=(5, 4), dtype="f4", chunks=(2, 2), shards=(4, 4), compressors=codec, fill_value=np.nan
+        tmp_path / "y.zarr",
+        shape=(5, 4),
+        dtype="f4",
+        chunks=(2, 2),
+        shards=(4, 4),
+        compressors=codec,
+        fill_value=np.nan,
+        dimension_names=("dim_0", "dim_1"),
     )
     assert made.shards == (4, 4)
     ours, theirs = (json.loads(path.read_text()) for path in (tmp_path / "x.zarr/x/zarr.json", tmp_path / "y.zarr/zarr.json"))
