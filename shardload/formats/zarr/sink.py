@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import google_crc32c
@@ -34,6 +34,7 @@ __all__ = ["ZarrSink"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
+_MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
 
@@ -340,14 +341,24 @@ def _write_file(path: str, content: bytes) -> None:
         os.close(descriptor)
 
 
+@dataclass
+class _Open:
+    """A file that waits for its fsync: of which array and chunk (the first one), and how many threads write to it now."""
+
+    descriptor: int
+    name: str
+    index: tuple[int, ...]
+    n_users: int = 0
+
+
 class _ZarrWriter(Writer):
     """See `Writer`. Files stay open until their fsync, because some file systems tell only then that there was no room."""
 
     def __init__(self, sink: ZarrSink, ticket: Ticket) -> None:
         self._sink, self._ticket = sink, ticket
         self._lock = threading.Lock()
-        self._unsynced: list[tuple[int, str, tuple[int, ...]]] = []
-        self._shards: dict[str, int] = {}
+        self._unsynced: dict[str, _Open] = {}  # by path: the chunks of a shard share a descriptor, and its fsync
+        self._n_behind = 0
         self._folders: set[str] = set()
         self._is_open = True
         path = os.path.join(ticket.temporary, FOLDER_MARK)
@@ -371,19 +382,39 @@ class _ZarrWriter(Writer):
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
-            flags = os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL)
-            descriptor = os.open(path, flags, 0o666)
+            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL), name, index)
             try:
-                put_at(descriptor, stored.data, offset)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            with self._lock:
-                self._unsynced.append((descriptor, name, index))
-                full = self._unsynced if len(self._unsynced) >= _MOST_OPEN else []
-                if full:
-                    self._unsynced = []
-        self._sync_files(full)
+                put_at(file.descriptor, stored.data, offset)
+            finally:
+                with self._lock:
+                    file.n_users -= 1
+        self._sync_files(self._to_sync())
+
+    def _opened(self, path: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
+        """The file of a chunk, open, for one user more."""
+        is_shared = not flags & os.O_EXCL
+        with self._lock:
+            self._n_behind += 1
+            found = self._unsynced.get(path) if is_shared else None
+            if found is not None:
+                found.n_users += 1
+                return found
+        mine = _Open(os.open(path, flags, 0o666), name, index)  # without the lock: a file server takes its time
+        with self._lock:
+            file = self._unsynced.setdefault(path, mine)
+            file.n_users += 1
+        if file is not mine:  # another thread was first
+            os.close(mine.descriptor)
+        return file
+
+    def _to_sync(self) -> list[_Open]:
+        """Files that are to be synced now, because there are too many; none that a thread writes to."""
+        with self._lock:
+            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND:
+                return []
+            self._n_behind = 0
+            paths = [path for path, file in self._unsynced.items() if not file.n_users]
+            return [self._unsynced.pop(path) for path in paths]
 
     def put_region(self, name: str, region: Region, stored: Stored) -> None:
         spec = self._sink.arrays[name].spec
@@ -403,15 +434,15 @@ class _ZarrWriter(Writer):
                     self._folders.add(folder)
                     folder = os.path.dirname(folder)
 
-    def _sync_files(self, files: list[tuple[int, str, tuple[int, ...]]]) -> None:
+    def _sync_files(self, files: list[_Open]) -> None:
         failed: BaseException | None = None
-        for descriptor, name, index in files:
+        for file in files:
             try:
-                with named(self._sink.path, name, lambda index=index: index):  # type: ignore[misc]
+                with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
                     try:
-                        os.fsync(descriptor)
+                        os.fsync(file.descriptor)
                     finally:
-                        os.close(descriptor)
+                        os.close(file.descriptor)
             except BaseException as error:  # the others must be closed too
                 failed = failed or error
         if failed is not None:
@@ -419,7 +450,7 @@ class _ZarrWriter(Writer):
 
     def sync(self) -> None:
         with self._lock:
-            files, self._unsynced = self._unsynced, []
+            files, self._unsynced = list(self._unsynced.values()), {}
             folders, self._folders = sorted(self._folders, reverse=True), set()
         self._sync_files(files)
         with named(self._sink.path):
@@ -429,7 +460,7 @@ class _ZarrWriter(Writer):
     def close(self) -> None:
         self._is_open = False
         with self._lock:
-            files, self._unsynced = self._unsynced, []
-        for descriptor, _, _ in files:
+            files, self._unsynced = list(self._unsynced.values()), {}
+        for file in files:
             with contextlib.suppress(OSError):  # `sync` was to tell
-                os.close(descriptor)
+                os.close(file.descriptor)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardload.formats import Region
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
+from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import check_format
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
@@ -301,3 +303,26 @@ def test_conformance(tmp_path: Path) -> None:
 
     shapes = [(), (0, 3), (7,), (3, 4, 5)]
     check_format(ZARR, write, folder=tmp_path, dtypes=["bool", ">f4"], shapes=shapes)
+
+
+def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each chunk opened its shard file and waited for the disk; or if a file was closed that a thread writes to."""
+    values = ramp((32, 32), "<i4")
+    spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
+    one, synced = sink.arrays["/x"], []
+    monkeypatch.setattr(zarr_sink, "_MOST_BEHIND", 100)
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        monkeypatch.setattr(zarr_sink.os, "fsync", synced.append)
+        stored = {k: one.encode(one.region(k), values[one.region(k).slices()]) for k in np.ndindex(*one.spec.grid)}
+        numbers = [one.number(one.region(k)) for k in stored]
+        offsets = catalog.allocate("/x", numbers, [part.nbytes for part in stored.values()]).tolist()
+        puts = list(zip(numbers, offsets, stored.values(), strict=True))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda put: writer.put("/x", *put), puts))
+        assert 4 <= len(synced) <= 12 and len(puts) == 256  # twice in between, four files
+        writer.sync()
+        assert not writer._unsynced
+        catalog.finish()
+        catalog.commit()
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
