@@ -9,7 +9,7 @@ rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, verify, save, plan_save, mask, unpad
+api.py    the functions: load, plan, scatter, verify, save, plan_save, append, mask, unpad
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
@@ -29,7 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardload.api import load, mask, plan, plan_save, save, scatter, unpad, verify
+    from shardload.api import append, load, mask, plan, plan_save, save, scatter, unpad, verify
     from shardload.arrays.verification import VerifyReport
     from shardload.comm.launch import initialize
     from shardload.errors import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         StallError,
         VerifyError,
     )
+    from shardload.jobs.appending import AppendReport
     from shardload.jobs.contents import open
     from shardload.jobs.labelled import to_xarray
     from shardload.jobs.plan import Plan
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from shardload.planning.selection import between, near
 
 __all__ = [
+    "AppendReport",
     "ConfigError",
     "LoadReport",
     "MissingChunksWarning",
@@ -66,6 +68,7 @@ __all__ = [
     "TreePlan",
     "VerifyError",
     "VerifyReport",
+    "append",
     "between",
     "initialize",
     "load",
@@ -87,6 +90,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LoadReport": "jobs.report",
     "Plan": "jobs.plan",
+    "AppendReport": "jobs.appending",
     "SavePlan": "jobs.save_plan",
     "SaveReport": "jobs.saving",
     "TreePlan": "jobs.tree_plan",
@@ -95,7 +99,7 @@ _HOMES = {
     "open": "jobs.contents",
     "to_xarray": "jobs.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
-    **dict.fromkeys(("load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"), "api"),
+    **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 

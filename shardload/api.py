@@ -1,4 +1,4 @@
-"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, `save`, of one array or a tree; and more.
+"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, `save`, `append`; and more.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
@@ -6,7 +6,8 @@
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
 5. `save` writes arrays into one new file; `plan_save` says what it would do.
-6. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
+6. `append` adds rows to arrays of a Zarr store.
+7. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
 
 Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
 """
@@ -22,6 +23,8 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
+from shardload.jobs.appending import AppendReport
+from shardload.jobs.appending import append as _append
 from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
 from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
@@ -35,9 +38,10 @@ from shardload.jobs.trees import ArrayTree, where_text
 from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
 from shardload.planning.strategies import ROOT
 
-__all__ = ["load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"]
+__all__ = ["append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"]
 
 _SAVE = defaults_of("save")
+_APPEND = defaults_of("append")
 
 
 def load(
@@ -536,6 +540,74 @@ def plan_save(
         As `save` does, as far as that is known without a disk.
     """
     return _plan_save(path, tree, keywords_of("plan_save", locals()), comm)
+
+
+def append(
+    path: Any,
+    tree: Any,
+    dim: str | int = _APPEND.dim,
+    *,
+    dataset: str = _APPEND.dataset,
+    shape: Any = _APPEND.shape,
+    plan: Any = _APPEND.plan,
+    verify: str = _APPEND.verify,
+    staging: str | int = _APPEND.staging,
+    timeout: float | None = _APPEND.timeout,
+    progress: Progress = _APPEND.progress,
+    comm: Any = _APPEND.comm,
+) -> AppendReport:
+    """Append sharded arrays to those of a Zarr store (format 3 or 2, also with shards) along one axis, by all ranks.
+
+    Chunks, compression, types and names are those of the store. The new rows are written and read back beside the store; then
+    their files get their names in it, and at last the arrays their new lengths. A failed or killed append leaves the old length
+    and the old values.
+
+    Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        A Zarr store in a folder that all nodes see. HDF5 and netCDF4 files are refused.
+    tree : jax.Array or dict of them
+        The rows to append by the names of their arrays in the store, as in `save`. Each has the shape and type of the stored
+        array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays of a group that
+        have the axis `dim`, its coordinate too.
+    dim : str or int
+        The axis: its name in the store, or its number if the axes have no names.
+    dataset : str
+        The name of an array that is passed by itself.
+    shape : tuple of int, optional, or dict by name
+        The shape of what is appended without padding, as in `save`.
+    plan : Plan or TreePlan, optional, or dict by name
+        As in `save`.
+    verify, staging, timeout, progress, comm
+        As in `save`.
+
+    Returns
+    -------
+    AppendReport
+        As that of `save`, and by how much each array grew.
+
+    Raises
+    ------
+    ConfigError
+        The arguments are wrong or do not fit the store, its chunks are stored in a way that append does not write, or another
+        append has the store.
+    SourceError, VerifyError, PeerError, StallError
+        As `save` does.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp, numpy as np, shardload, zarr
+    >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> rho = jax.device_put(jnp.ones((3, 8), "float32"), NamedSharding(mesh, P(None, "a")))
+    >>> report = shardload.save("run.zarr", {"rho": rho}, dims={"rho": ("time", "x")})
+    >>> shardload.append("run.zarr", {"rho": 2 * rho}, dim="time").grown
+    {'/rho': (3, 6)}
+    """
+    return _append(path, tree, keywords_of("append", locals()), comm)
 
 
 def mask(x: Any, plan: Any = None) -> Any:

@@ -282,15 +282,16 @@ _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("l
     "load", "plan", "scatter", "verify",
 )  # fmt: skip
 _SAVES = ("save", "plan_save")
+_ADDS = (*_SAVES, "append")
 
 
 def _in_saves(default: Any) -> Mapping[str, Any]:
-    return MappingProxyType(dict.fromkeys(_SAVES, default))
+    return MappingProxyType(dict.fromkeys(_ADDS, default))
 
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_SAVES), _dataset,
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_ADDS), _dataset,
         is_shared=False, flag="--dataset", other_defaults=_in_saves("data"),
     ),
     Option(
@@ -317,12 +318,12 @@ _DECLARED = (
         choices=READERS, flag="--readers",
     ),
     Option(
-        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_ALL, *_SAVES),
+        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_ALL, *_ADDS),
         _staging, str,
         flag="--staging",
     ),
     Option(
-        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_SAVES),
+        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_ADDS),
         _verify, str, choices=VERIFY, flag="--how", other_defaults=_in_saves(CHECKSUM),
     ),
     Option(
@@ -332,15 +333,15 @@ _DECLARED = (
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
     Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
     Option(
-        "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_ALL, *_SAVES), text=None,
+        "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_ALL, *_ADDS), text=None,
         field="",
     ),
     Option(
-        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", (*_ARRAYS, *_SAVES),
+        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", (*_ARRAYS, *_ADDS),
         _progress, text=None,
     ),
     Option(
-        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", (*_ARRAYS, *_SAVES),
+        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", (*_ARRAYS, *_ADDS),
         _seconds,
     ),
     Option(
@@ -384,9 +385,10 @@ _DECLARED = (
     ),
     Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, field=""),
     Option("attrs", None, "Attributes of the array; of several arrays a dict by name, with / for the file.", _SAVES, field=""),
-    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _SAVES, field=""),
-    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _SAVES, field=""),
+    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _ADDS, field=""),
+    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _ADDS, field=""),
     Option("like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, field=""),
+    Option("dim", "time", "The axis along which arrays grow: its name in the file, or its number.", ("append",), field=""),
     Option("byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES, field=""),
     Option(
         "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",
@@ -407,7 +409,7 @@ _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if
 _shared = attrgetter(*(option.kept_as for option in _KEPT if option.is_shared))
 # Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
-_CALLS = (*_ALL, *_SAVES)
+_CALLS = (*_ALL, *_ADDS)
 _TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
 
 

@@ -8,7 +8,7 @@ __all__ = ["document"]
 
 _HEAD = """# Options
 
-Every keyword of `load`, `plan`, `scatter`, `verify`, `save` and `plan_save`, with its default. For more, see the
+Every keyword of `load`, `plan`, `scatter`, `verify`, `save`, `plan_save` and `append`, with its default. For more, see the
 docstrings: `help(shardload.load)`.
 An option with a flag is also on the command line. All ranks must pass the same value, unless the table says otherwise.
 

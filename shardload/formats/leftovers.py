@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 from shardload.errors import SourceError
 from shardload.formats.containment import NotAFileError, open_file
+from shardload.formats.locks import locked_path
 from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, temporary_of
 
-__all__ = ["ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
+__all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
+
+GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Leftover:
     target : str
         The name that was asked for.
     what : str
-        ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before.
+        ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before. ``"appended"``: new rows of the target,
+        which it may have or not. ``"appending"``: a file that keeps other appends away.
     is_whole : bool
         Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
     is_link : bool
@@ -47,6 +51,10 @@ class Leftover:
     @property
     def told(self) -> str:
         """What it is, without its path: words that follow it."""
+        if self.what == "appending":
+            return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
+        if self.what == "appended":
+            return f"holds rows of an append to '{self.target}' that has not ended"
         if self.is_link:
             return f"is a second name of '{self.target}', which was saved as a whole"
         if self.what == "replaced":
@@ -79,12 +87,17 @@ def find_leftover(path: str) -> Leftover | None:
     Reads the first bytes, or names in the folder; no values.
     """
     path = path.rstrip("/")
+    locked = locked_path(path)
+    if locked is not None:
+        return Leftover(path, locked, "appending", False)
     found = temporary_of(path)
     if found is None or not os.path.exists(path):
         return None
     target, what = found
     if os.path.isdir(path):
         names = set(os.listdir(path))
+        if GROWTH_MARK in names:
+            return Leftover(path, target, "appended", False)
         is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
         return Leftover(path, target, what, is_whole and (what == "unfinished" or not os.path.lexists(target)))
     try:

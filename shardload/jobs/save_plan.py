@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,11 +36,11 @@ from shardload.planning.shards import Shards
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import format_nbytes
 
-__all__ = ["SavePlan", "plan_file"]
+__all__ = ["SavePlan", "plan_file", "plan_into", "shards_of"]
 
 _PAGE_NBYTES = 4096
 _SHARE = 4  # of the memory that a process may use: what staging="auto" is at most
-_MODES = {"w-": "must not exist", "w": "is replaced if it exists"}
+_MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,32 +162,50 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
         If the format cannot hold an array, if a chunk does not fit in the staging memory, or if JAX and MPI do not see the same
         processes.
     """
-    if not group.can_send:
-        raise ConfigError(
-            f"save sends values between ranks, but these {group.size} processes have no MPI: start the job under MPI"
-        )
-    machine = group.machine
-    per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
-    processes = rank_of_process(group)
-    of_array = [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
+    of_array = shards_of(asked, group)
     specs, chosen = {}, []
     for one, shards in zip(asked.arrays, of_array, strict=True):
         specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
         chosen.append(is_chosen)
-    alignment = _PAGE_NBYTES if machine.n_nodes > 1 else 1
+    alignment = _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
     sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
+    return plan_into(sink, asked, of_array, group, chosen)
+
+
+def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:
+    """Which rank holds which shard of each array. ConfigError if they cannot be saved by these ranks."""
+    if not group.can_send:
+        raise ConfigError(
+            f"save sends values between ranks, but these {group.size} processes have no MPI: start the job under MPI"
+        )
+    processes = rank_of_process(group)
+    return [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
+
+
+def plan_into(
+    sink: Sink,
+    asked: SaveArguments,
+    of_array: Sequence[Shards],
+    group: Group,
+    chosen: Sequence[bool],
+    first: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> SavePlan:
+    """Plan how arrays go into a sink. ``first`` is where those begin, by name, that are appended to arrays of the file."""
+    machine = group.machine
+    per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
     units, layouts = [], []
     for one, shards in zip(asked.arrays, of_array, strict=True):
-        spec = sink.arrays[one.name].spec
+        spec, cap = sink.arrays[one.name].spec, asked.options.staging_nbytes
         is_packed = spec.compression is not None or spec.checksum
-        units.append(Unit(spec.shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
-        layouts.append(plan_array(units[-1], shards, group.size, per_node, asked.options.staging_nbytes))
+        shape = one.shape if one.name in first else spec.shape
+        units.append(Unit(shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
+        layouts.append(plan_array(units[-1], shards, group.size, per_node, cap, first.get(one.name)))
     cap = _staging(asked, layouts, units, machine.memory_nbytes // _SHARE)
     memory, n_threads = plan_memory(layouts, units, cap, machine.n_threads)
     return SavePlan(
         path=asked.path,
         format=next(iter(sink.arrays.values())).info.format,
-        mode=asked.mode,
+        mode="a" if first else asked.mode,
         arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
         travels=tuple(one.travels for one in layouts),
         n_ranks=group.size,

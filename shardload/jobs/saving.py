@@ -45,7 +45,7 @@ from shardload.transfer.exchange import Buffers, exchange
 from shardload.transfer.moves import ArrayMove, PiecesToBlocks
 from shardload.units import format_nbytes
 
-__all__ = ["SaveReport", "plan_save", "save"]
+__all__ = ["SaveReport", "Saving", "Steps", "plan_save", "planned", "save"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8
@@ -106,41 +106,59 @@ class SaveReport:
         )
 
 
+class Steps:
+    """What a call does before it writes. These are those of a save."""
+
+    verb = "save as"
+
+    def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
+        """The checked arguments."""
+        return SaveArguments.of(path, tree, given, call)
+
+    def read(self, asked: SaveArguments) -> str:
+        """What must be read from existing files: on rank 0, for all."""
+        return read_like(asked.like) if asked.like else ""
+
+    def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
+        """The plan, when all ranks know what was read; and the arguments with what comes from there."""
+        asked = apply_like(asked, told) if told else asked
+        return asked, plan_file(asked, group)
+
+
 @contextmanager
-def _planned(
-    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any
+def planned(
+    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any, steps: Steps | None = None
 ) -> Iterator[tuple[Group, SaveArguments, SavePlan, str]]:
     """Check the arguments, plan, and agree on both. Inside, all ranks are in one call."""
+    steps = Steps() if steps is None else steps
     asked: SaveArguments | None = None
     plan: SavePlan | None = None
     error: BaseException | None = None
     try:
-        asked = SaveArguments.of(path, tree, given, call)
+        asked = steps.arguments(path, tree, given, call)
     except ConfigError as found:
         error = found
     except Exception as found:  # an unforeseen argument: the other ranks wait for this one
         let_interruption_pass(found)
         error = ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
     timeout = TIMEOUT if asked is None else asked.options.timeout
-    title = f"save as {path!r}"
+    title = f"{steps.verb} {path!r}"
     group = group_of(comm, timeout)
     with outer_exception(), group.call(timeout) as refusal:
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
         error = refusal or error
         invocation = _invocation(call, title, asked if error is None else None)
-        likes = {} if asked is None else asked.like
         told, unfound, unplanned = None, None, None
         try:
-            told = group.begin(invocation, lambda: read_like(likes) if likes else "")
+            told = group.begin(invocation, lambda: "" if asked is None else steps.read(asked))
         except StallError:
             raise
         except ShardloadError as found:  # the same on every rank
             unfound = found
         if asked is not None and told is not None and error is None:
             try:
-                asked = apply_like(asked, told) if told else asked
-                plan = plan_file(asked, group)
+                asked, plan = steps.plan(asked, told, group)
             except Exception as found:
                 let_interruption_pass(found)
                 unplanned = found
@@ -168,18 +186,18 @@ def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocatio
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:
     """See `shardload.plan_save`. Collective."""
-    with _planned("plan_save", path, tree, given, comm) as (_, _, plan, _):
+    with planned("plan_save", path, tree, given, comm) as (_, _, plan, _):
         return plan
 
 
 def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport:
     """See `shardload.save`. Collective."""
     started = time.perf_counter()
-    with _planned("save", path, tree, given, comm) as (group, asked, plan, digest):
+    with planned("save", path, tree, given, comm) as (group, asked, plan, digest):
         without = [one.name for one in asked.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
         if without:
             raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
-        report = _Save(group, asked, plan, digest).run(started)
+        report = Saving(group, asked, plan, digest).run(started)
         _log.info("%s", report)
         return report
 
@@ -236,7 +254,7 @@ class _Ready:
         return self.block
 
 
-class _Save:
+class Saving:
     """One rank's part of one save. Every method is collective."""
 
     def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:

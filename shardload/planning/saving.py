@@ -190,15 +190,18 @@ class Sent:
         The chunks; of an array in one piece, the blocks.
     schedule : Schedule
         Blocks of whole chunks, their owners, and the shards.
+    growth : int
+        How many times larger a chunk may be when elements that are stored already have been added to it.
     """
 
     chunks: Grid
     schedule: Schedule
+    growth: int = 1
 
     @property
     def unit_nbytes(self) -> int:
         """Bytes of the largest block."""
-        return self.schedule.max_block_size * self.schedule.itemsize
+        return self.schedule.max_block_size * self.schedule.itemsize * self.growth
 
     @property
     def shards(self) -> Shards:
@@ -225,7 +228,12 @@ class Sent:
 
 
 def plan_array(
-    unit: Unit, shards: Shards, n_ranks: int, ranks_per_node: int | None = None, cap_nbytes: int = 1 << 62
+    unit: Unit,
+    shards: Shards,
+    n_ranks: int,
+    ranks_per_node: int | None = None,
+    cap_nbytes: int = 1 << 62,
+    first: tuple[int, ...] | None = None,
 ) -> Held | Sent:
     """How one array goes from its shards to the file.
 
@@ -241,6 +249,9 @@ def plan_array(
         Ranks of a node if there are several nodes.
     cap_nbytes : int
         Staging memory: blocks are smaller if it is small.
+    first : tuple of int, optional
+        Where the array's first element is in the array of the file, if it is appended to one that has chunks: the first chunk
+        may have elements already.
     """
     most = max(1, min(_BLOCK_NBYTES, cap_nbytes // _BLOCKS_IN_CAP))
     n_nodes = 1 if ranks_per_node is None else -(-n_ranks // ranks_per_node)
@@ -257,18 +268,22 @@ def plan_array(
         rows = Grid(unit.shape, cell, phase)
         rows_owners = Parallel(max(1, min(n_ranks, rows.n_cells)), ranks_per_node) if fits else Root(0)
         return Sent(rows, Schedule(rows, shards, unit.itemsize, n_ranks, rows_owners))
+    phase = phase if first is None else tuple(k % c for k, c in zip(first, unit.chunks, strict=True))
     chunks = units = Grid(unit.shape, unit.chunks, phase)
+    # A block has this many times its bytes when its first chunks have been completed.
+    growth = math.prod(-(-c // min(c, n)) for c, n, p in zip(unit.chunks, unit.shape, phase, strict=True) if p)
     if unit.files is not None and n_nodes > 1:  # a file has chunks at any byte, so one rank writes all of it
-        units = Grid(unit.shape, unit.files, phase)
+        begins = (0,) * len(unit.shape) if first is None else first
+        units = Grid(unit.shape, unit.files, tuple(k % c for k, c in zip(begins, unit.files, strict=True)))
         if math.prod(unit.files) * unit.itemsize > _MOST_FILE_NBYTES:
-            blocks = plan_blocks(chunks, unit.itemsize, max_nbytes=most, n_owners=1, per_owner=1)
-            return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)))
-    if _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
+            blocks = plan_blocks(chunks, unit.itemsize * growth, max_nbytes=most, n_owners=1, per_owner=1)
+            return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, Root(0)), growth)
+    if not any(units.phase) and _is_inside(units, shards) and _is_spread(unit, shards, n_ranks):
         return Held(units, chunks, shards, unit.itemsize)
     n_owners = max(1, min(n_ranks, units.n_cells))
-    blocks = plan_blocks(units, unit.itemsize, max_nbytes=most, n_owners=n_owners, per_owner=1)
+    blocks = plan_blocks(units, unit.itemsize * growth, max_nbytes=most, n_owners=n_owners, per_owner=1)
     owners = Parallel(max(1, min(n_owners, blocks.n_cells)), ranks_per_node)
-    return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners))
+    return Sent(chunks, Schedule(blocks, shards, unit.itemsize, n_ranks, owners), growth)
 
 
 def _is_inside(chunks: Grid, shards: Shards) -> bool:

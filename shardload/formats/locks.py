@@ -1,0 +1,83 @@
+"""Who appends to this file or store? One at a time: a small file beside it, which only its maker removes.
+
+``NAME.appending`` is made with O_EXCL, so that of two appends at once one finds it. A killed append leaves it behind; then the
+next one says so, and what to type when nothing is at work there any more. Nothing of others is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shlex
+import socket
+
+from shardload.errors import ConfigError
+from shardload.formats.target import named, put_at
+
+__all__ = ["LOCK_BEGINS", "LOCK_SUFFIX", "AppendLock", "locked_path"]
+
+LOCK_SUFFIX = ".appending"
+LOCK_BEGINS = b"shardload append "
+
+
+def locked_path(path: str) -> str | None:
+    """The path that this lock is for; None if it is none, by its name and its first bytes."""
+    if not path.endswith(LOCK_SUFFIX) or not os.path.isfile(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(LOCK_BEGINS))
+    except OSError:
+        return None
+    return path[: -len(LOCK_SUFFIX)] if head == LOCK_BEGINS or not head else None
+
+
+class AppendLock:
+    """The right to append to `path`, a path without links.
+
+    Raises
+    ------
+    ConfigError
+        If another append has it, or it cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path + LOCK_SUFFIX
+        self._is_mine = False
+        text = LOCK_BEGINS + f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n".encode()
+        try:
+            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            raise ConfigError(
+                f"'{path}' is being appended to, or such an append was killed: there is '{self.path}'{self._by()}. "
+                f"Wait for it; if none runs there any more, remove that file: rm {shlex.quote(self.path)}"
+            ) from None
+        except PermissionError:
+            raise ConfigError(f"'{path}' cannot grow: no right to write in its folder '{os.path.dirname(path)}'") from None
+        self._is_mine = True
+        try:
+            with named(path):
+                try:
+                    put_at(descriptor, text, 0)
+                finally:
+                    os.close(descriptor)
+        except BaseException:
+            self.release()
+            raise
+
+    def _by(self) -> str:
+        """Who has it, as it says itself."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            with open(self.path, "rb") as file:
+                words = file.read(4096).decode().split()
+            if len(words) >= 6:
+                return f" (process {words[-1]} of {words[-2]})"
+        return ""
+
+    def release(self) -> None:
+        """Give it back. May be called again."""
+        if self._is_mine:
+            self._is_mine = False
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)

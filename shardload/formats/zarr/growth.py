@@ -1,0 +1,472 @@
+"""How does a Zarr store grow along an axis, so that a reader sees the old arrays or the new ones, never a part?
+
+1. `read_arrays` says how arrays of a store are stored: on one rank, which tells the others.
+2. The rows that come are written as a small store of their own (`GrowthSink`), with the metadata of the old arrays but for the
+   shape. It is beside the old store and has everything that a save has: a mark, fsync, reading back by zarr-python. Its first
+   row is that of a file of the old store: what a file at the old edge has already is written again, with the new rows.
+3. `commit` moves its files into the old store: those with new names first, which nobody reads; then those at the old edge,
+   whose old values are the same; then the metadata, by renames, that of `dim`'s coordinate after the others, and what describes
+   several arrays (consolidated metadata) last.
+4. Before all that a file beside the store, made with O_EXCL, says that an append is at work: `formats.locks`.
+
+docs/design/save.md says what is on disk after a kill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numcodecs.lz4
+import numpy as np
+import zarr
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats import encoding
+from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.encoding import EncodeChain, Step
+from shardload.formats.leftovers import GROWTH_MARK, ROOTS
+from shardload.formats.locks import AppendLock
+from shardload.formats.sink import ArraySpec, Catalog, Compression
+from shardload.formats.target import named, sync_folder
+from shardload.formats.zarr.encodings import Layout
+from shardload.formats.zarr.sink import ZarrSink, _write_file, _ZarrCatalog, _ZarrEncoder
+from shardload.formats.zarr.store import check_metadata
+from shardload.planning.grid import unravel
+
+__all__ = ["GrowthSink", "details", "read_arrays"]
+
+Json = dict[str, Any]
+_INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
+
+
+# --- what there is
+
+
+def read_arrays(path: str) -> dict[str, Json]:
+    """All arrays of a store: the metadata, the names of the axes, and of those that may be appended to, type and fill value.
+
+    Raises
+    ------
+    ConfigError
+        If `path` is a part of a larger store, or its consolidated metadata differ from those of its arrays.
+    """
+    path = os.path.realpath(path)
+    above = os.path.dirname(path)
+    root = next((name for name in ROOTS if os.path.lexists(os.path.join(above, name))), None)
+    if root is not None:
+        raise ConfigError(
+            f"'{path}' is a part of the Zarr store '{above}', whose metadata may describe it too. Pass the path of the whole "
+            "store, and names with groups"
+        )
+    found: dict[str, Json] = {}
+    for name, folder, metadata, dims in _nodes(path, ""):
+        found[name or "/"] = {"metadata": metadata, "dims": dims}
+        if os.path.realpath(folder) != folder:
+            found[name or "/"]["why"] = f"'{folder}' is a link to '{os.path.realpath(folder)}'"
+    for key, document in _groups_of(path, found):
+        for name, described in _described(key, document, found):
+            if list(described) != list(found[name]["metadata"]["shape"]):
+                raise ConfigError(
+                    f"in '{path}' the consolidated metadata give '{name}' the shape {tuple(described)}, its own metadata "
+                    f"{tuple(found[name]['metadata']['shape'])}. Bring them together first: "
+                    f'python -c "import zarr; zarr.consolidate_metadata({os.path.dirname(os.path.join(path, key))!r})"'
+                )
+    return found
+
+
+def details(path: str, name: str) -> Json:
+    """Type and fill value of one array, as zarr-python has them."""
+    group: Any = zarr.open(os.path.realpath(path), mode="r")
+    one = group if name == "/" else group[name.strip("/")]
+    dtype = np.dtype(one.dtype)
+    if dtype.kind not in "biufc":
+        raise ConfigError(f"'{name}' in '{path}' holds {dtype}; arrays of numbers can be appended to")
+    fill = one.fill_value
+    value = np.zeros((), dtype) if fill is None else np.asarray(fill, dtype=dtype)
+    return {"dtype": native_dtype(dtype).str, "fill": value.astype(native_dtype(dtype)).tobytes().hex()}
+
+
+def _read_json(path: str) -> Json | None:
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
+    try:
+        check_metadata(path, text)
+        found = json.loads(text)
+    except ValueError as error:
+        raise SourceError(f"'{path}' is no metadata of Zarr: {error}", path=path) from error
+    if not isinstance(found, dict):
+        raise SourceError(f"'{path}' is no metadata of Zarr: a {type(found).__name__}", path=path)
+    return found
+
+
+def _nodes(root: str, below: str) -> Iterator[tuple[str, str, Json, list[Any] | None]]:
+    """Each array of a group: its name, folder, metadata and names of axes."""
+    folder = os.path.join(root, below.strip("/")) if below else root
+    three = _read_json(os.path.join(folder, "zarr.json"))
+    two = None if three is not None else _read_json(os.path.join(folder, ".zarray"))
+    if three is not None and three.get("node_type") == "array":
+        yield below, folder, three, three.get("dimension_names")
+        return
+    if two is not None:
+        attrs = _read_json(os.path.join(folder, ".zattrs")) or {}
+        yield below, folder, two, attrs.get("_ARRAY_DIMENSIONS")
+        return
+    if three is None and not os.path.lexists(os.path.join(folder, ".zgroup")):
+        return
+    for name in sorted(os.listdir(folder)):
+        if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
+            yield from _nodes(root, f"{below}/{name}")
+
+
+def _groups_of(root: str, arrays: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
+    """The documents that describe several arrays, the root's last: name in the store, and content."""
+    folders = {""}
+    for name in arrays:
+        above = name.strip("/").rpartition("/")[0]
+        while above:
+            folders.add(above)
+            above = above.rpartition("/")[0]
+    for folder in sorted(folders, key=lambda one: (-len(one.split("/")) if one else 0, one)):
+        for file in ("zarr.json", ".zmetadata"):
+            key = os.path.join(folder, file)
+            document = _read_json(os.path.join(root, key))
+            if document is not None and (file == ".zmetadata" or document.get("consolidated_metadata")):
+                yield key, document
+
+
+def _described(key: str, document: Json, arrays: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
+    """The shapes in consolidated metadata, by the names of arrays. They are the document's own lists."""
+    group, file = os.path.split(key)
+    known = document.get("metadata") if file == ".zmetadata" else document["consolidated_metadata"].get("metadata")
+    for name in arrays:
+        below = name.strip("/")
+        if group:
+            if not below.startswith(group + "/"):
+                continue
+            below = below[len(group) + 1 :]
+        one = (known or {}).get(f"{below}/.zarray".lstrip("/") if file == ".zmetadata" else below)
+        if isinstance(one, dict) and isinstance(one.get("shape"), list):
+            yield name, one["shape"]
+
+
+# --- how it is stored
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What of an array's metadata says how chunks are stored."""
+
+    chunks: tuple[int, ...]
+    shards: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    steps: tuple[Step, ...]
+    codec: str
+    prefix: str
+    separator: str
+
+
+def _stored(where: str, metadata: Json, dtype: np.dtype[Any]) -> _Stored:
+    if metadata.get("zarr_format") == 2:
+        return _stored_2(where, metadata, dtype)
+    grid = _named(metadata["chunk_grid"])
+    key = _named(metadata["chunk_key_encoding"])
+    if grid[0] != "regular" or key[0] not in ("default", "v2") or metadata.get("storage_transformers"):
+        raise _unknown(where, f"the chunk grid {grid[0]!r}, the chunk keys {key[0]!r} or storage transformers")
+    separator = str(key[1].get("separator", "/" if key[0] == "default" else "."))
+    prefix = "c" + separator if key[0] == "default" else ""
+    outer, shards = tuple(int(n) for n in grid[1]["chunk_shape"]), None
+    codecs = metadata["codecs"]
+    if len(codecs) == 1 and _named(codecs[0])[0] == "sharding_indexed":
+        options = _named(codecs[0])[1]
+        index = [_named(one) for one in options["index_codecs"]]
+        if options.get("index_location", "end") != "end" or index != [_named(one) for one in _INDEX_CODECS]:
+            raise _unknown(where, "shards whose index is not at the end, in little-endian order, with a CRC-32C")
+        shards, outer, codecs = outer, tuple(int(n) for n in options["chunk_shape"]), options["codecs"]
+    (name, options), *rest = [_named(one) for one in codecs]
+    if name != "bytes":
+        raise _unknown(where, f"the codec {name!r}")
+    stored = dtype.newbyteorder(">" if options.get("endian") == "big" else "<")
+    steps, texts = [], []
+    for name, options in rest:
+        step, text = _step(where, name, options, dtype.itemsize, ("gzip", "zstd", "blosc", "crc32c"))
+        steps.append(step)
+        texts.append(text)
+    return _Stored(outer, shards, stored, tuple(steps), "+".join(texts), prefix, separator)
+
+
+def _stored_2(where: str, metadata: Json, dtype: np.dtype[Any]) -> _Stored:
+    if metadata.get("order", "C") != "C":
+        raise _unknown(where, f"values in the order {metadata['order']!r}")
+    chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
+    steps, texts = [], []
+    for entry in chain:
+        options = {key: value for key, value in entry.items() if key != "id"}
+        step, text = _step(where, entry["id"], options, dtype.itemsize, ("gzip", "zlib", "zstd", "blosc", "lz4", "shuffle"))
+        steps.append(step)
+        texts.append(text)
+    stored = np.dtype(metadata["dtype"])
+    if native_dtype(stored) != dtype:
+        raise _unknown(where, f"the data type {metadata['dtype']!r}")
+    chunks = tuple(int(n) for n in metadata["chunks"])
+    separator = str(metadata.get("dimension_separator") or ".")
+    return _Stored(chunks, None, stored, tuple(steps), "+".join(texts), "", separator)
+
+
+def _step(where: str, name: str, options: Json, itemsize: int, known: Sequence[str]) -> tuple[Step, str]:
+    """The step that encodes as a codec of the metadata decodes."""
+    level = options.get("level", options.get("clevel"))
+    level = level if isinstance(level, int) else None
+    with contextlib.suppress(KeyError, ConfigError):
+        if name in known:
+            if name in ("gzip", "zlib"):
+                one = encoding.level_of(name, level, 4, 9)
+                return (encoding.gzip(one) if name == "gzip" else encoding.zlib(one)), name
+            if name == "zstd":
+                return encoding.zstd(encoding.level_of("zstd", level, 3, 22, -(1 << 17))), name
+            if name == "blosc":
+                shuffle = options.get("shuffle", 0)
+                default = 2 if itemsize == 1 else 1  # of numcodecs, which calls it -1
+                bits = _SHUFFLES.index(shuffle) if shuffle in _SHUFFLES else {0: 0, 1: 1, 2: 2, -1: default}[shuffle]
+                size = int(options.get("typesize") or itemsize)
+                cname = str(options["cname"])
+                if cname in encoding.BLOSC_NAMES:
+                    return encoding.blosc(cname, encoding.level_of("blosc", level, 5, 9), bits, size), name
+            if name == "crc32c":
+                return encoding.crc32c(), name
+            if name == "shuffle":
+                return encoding.shuffle(int(options["elementsize"])), name
+            if name == "lz4":
+                return numcodecs.lz4.compress, name
+    raise _unknown(where, f"the codec {name!r}" + (f" with {options}" if options else ""))
+
+
+def _named(entry: Any) -> tuple[str, Json]:
+    if isinstance(entry, str):
+        return entry, {}
+    return str(entry["name"]), dict(entry.get("configuration") or {})
+
+
+def _unknown(where: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"{where} is stored with {what}, which append does not write. Append with zarr-python (array.append), or save to a new "
+        "store with shardload.save"
+    )
+
+
+# --- what comes
+
+
+class _GrowthEncoder(_ZarrEncoder):
+    """See `Encoder`. Its array begins at a file of the old one: `base` is that row, `old` the old length."""
+
+    def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
+        metadata, dtype = known["metadata"], np.dtype(known["dtype"])
+        stored = _stored(f"'{name}' in '{path}'", metadata, dtype)
+        self.axis, self.old_shape = axis, tuple(int(n) for n in metadata["shape"])
+        self.old = self.old_shape[axis]
+        self._in_file = (stored.shards or stored.chunks)[axis]
+        self.base = self.old // self._in_file * self._in_file
+        shape = list(self.old_shape)
+        shape[axis] = self.old + n_new - self.base
+        fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
+        packed = Compression(stored.codec) if stored.steps else None
+        self.name, self.path = name, path
+        self.spec = ArraySpec(tuple(shape), stored.dtype, stored.chunks, shards=stored.shards, compression=packed)
+        document = copy.deepcopy(metadata) | {"shape": shape}
+        per = None if stored.shards is None else tuple(s // c for s, c in zip(stored.shards, stored.chunks, strict=True))
+        chain = EncodeChain(stored.steps, stored.chunks, stored.dtype, fill)
+        self.layout = Layout(document, chain, stored.codec or "none", stored.prefix, stored.separator, per)
+        self.metadata = metadata
+        self._info = ArrayInfo(
+            path=path,
+            dataset=name,
+            format=f"Zarr v{metadata['zarr_format']}",
+            shape=tuple(shape),
+            dtype=native_dtype(dtype).name,
+            chunks=stored.chunks,
+            codec=self.layout.codec,
+            shards=stored.shards,
+        )
+
+    @property
+    def new_shape(self) -> tuple[int, ...]:
+        """The shape that the array will have."""
+        shape = list(self.spec.shape)
+        shape[self.axis] += self.base
+        return tuple(shape)
+
+    def files(self) -> Iterator[tuple[str, str, bool]]:
+        """Each file: its name here, its name in the old store, and whether that has one of this name with values."""
+        first = self.base // self._in_file
+        for number in range(math.prod(self.shard_grid)):
+            index = unravel(number, self.shard_grid)
+            there = tuple(k + first * (axis == self.axis) for axis, k in enumerate(index))
+            is_edge = self.base < self.old and index[self.axis] == 0
+            yield self.layout.key(index), self.layout.key(there), is_edge
+
+
+class GrowthSink(ZarrSink):
+    """What is added to a store: see this module.
+
+    Parameters
+    ----------
+    path : str
+        The store.
+    known : mapping
+        By the names of arrays: what `read_arrays` and `details` say.
+    axes : mapping of str to int
+        Along which axis each array grows.
+    n_new : mapping of str to int
+        By how much.
+    """
+
+    arrays: dict[str, _GrowthEncoder]  # type: ignore[assignment]
+
+    def __init__(self, path: str, known: Mapping[str, Json], axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
+        self.path, self.mode, self.attrs = path, "w", {}
+        self.version = next(iter(known.values()))["metadata"]["zarr_format"]
+        self.arrays = {name: _GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in known.items()}
+        self.last = [name for name in known if known[name].get("is_coordinate")]
+
+    def create(self) -> Catalog:
+        """See `Sink`."""
+        return _GrowthCatalog(self)
+
+    def metadata_key(self, name: str) -> str:
+        """The file of an array's metadata."""
+        return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
+
+
+class _GrowthCatalog(_ZarrCatalog):
+    """See `Catalog`."""
+
+    def __init__(self, sink: GrowthSink) -> None:
+        self._grows, self._store = sink, os.path.realpath(sink.path)
+        self._lock = AppendLock(self._store)
+        self._before = self._texts()
+        try:
+            for name, one in sink.arrays.items():
+                if json.loads(self._before[sink.metadata_key(name)]) != one.metadata:
+                    raise self._changed()
+            super().__init__(sink)
+        except BaseException:
+            self._lock.release()
+            raise
+        try:
+            with named(sink.path):
+                _write_file(os.path.join(self.ticket.temporary, GROWTH_MARK), b"")
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _texts(self) -> dict[str, bytes]:
+        """The metadata that will change, as they are in the store."""
+        keys = [key for key, _ in _groups_of(self._store, self._grows.arrays)]
+        found = {}
+        with named(self._grows.path):
+            for key in [*map(self._grows.metadata_key, self._grows.arrays), *keys]:
+                with open(os.path.join(self._store, key), "rb") as file:
+                    found[key] = file.read()
+        return found
+
+    def _changed(self) -> ConfigError:
+        return ConfigError(
+            f"'{self._grows.path}' was changed by somebody else during this append. Nothing was appended; run it again"
+        )
+
+    def commit(self) -> None:
+        if not self._is_finished:
+            raise ValueError("finish the catalog first")
+        with named(self._grows.path):
+            documents = self._new_documents()
+            moved: list[str] = []
+            if self._texts() != self._before:
+                raise self._changed()
+            try:
+                self._move(moved)
+            except BaseException:
+                for path in moved:  # beyond the old length: nobody reads them
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+                raise
+            if self._texts() != self._before:
+                raise self._changed()
+            self._publish(documents)
+        self.abandon()
+
+    def _move(self, moved: list[str]) -> None:
+        """The files of chunks, to their names in the store: first those that nobody reads."""
+        for is_edge in (False, True):
+            folders: set[str] = set()
+            for name, one in self._grows.arrays.items():
+                here = os.path.join(self.ticket.temporary, name.strip("/"))
+                there = os.path.join(self._store, name.strip("/"))
+                for source, key, at_edge in one.files():
+                    if at_edge != is_edge:
+                        continue
+                    target = os.path.join(there, key)
+                    folder = os.path.dirname(target)
+                    if folder not in folders:
+                        os.makedirs(folder, exist_ok=True)
+                        while folder not in folders and len(folder) >= len(there):
+                            folders.add(folder)
+                            folder = os.path.dirname(folder)
+                    os.replace(os.path.join(here, source), target)
+                    if not is_edge:
+                        moved.append(target)
+            for folder in sorted(folders, reverse=True):
+                sync_folder(folder)
+
+    def _new_documents(self) -> list[tuple[str, str]]:
+        """The new metadata as files beside the store: name in the store, and path; in the order of their renames."""
+        sink, shapes = self._grows, {name: list(one.new_shape) for name, one in self._grows.arrays.items()}
+        names = sorted(sink.arrays, key=lambda name: (name in sink.last, name))
+        made: dict[str, Json] = {}
+        for name in names:
+            key = sink.metadata_key(name)
+            made[key] = json.loads(self._before[key]) | {"shape": shapes[name]}
+        for key, _ in _groups_of(self._store, sink.arrays):
+            document = made[key] if key in made else json.loads(self._before[key])
+            for name, shape in _described(key, document, sink.arrays):
+                shape[:] = shapes[name]
+            made[key] = document
+        found = []
+        for k, (key, document) in enumerate(made.items()):
+            path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-{k}")
+            _write_file(path, json.dumps(document, indent=2).encode())
+            found.append((key, path))
+        return found
+
+    def _publish(self, documents: Sequence[tuple[str, str]]) -> None:
+        """The new metadata get their names. If one fails, those before it are put back."""
+        done: list[str] = []
+        try:
+            for key, path in documents:
+                os.replace(path, os.path.join(self._store, key))
+                done.append(key)
+        except BaseException:
+            for key in reversed(done):
+                path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
+                with contextlib.suppress(OSError):
+                    _write_file(path, self._before[key])
+                    os.replace(path, os.path.join(self._store, key))
+            raise
+        for folder in sorted({os.path.dirname(os.path.join(self._store, key)) for key in done}):
+            sync_folder(folder)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._lock.release()

@@ -1,0 +1,333 @@
+"""How are arrays appended to those of a file? As a save of what is new, laid out as the old arrays are.
+
+1. Rank 0 reads how the arrays are stored, and tells all (`_read`).
+2. Each rank checks that the new arrays fit, and plans: chunks begin where those of the file do, so that the first of them may
+   have rows already (`AppendSteps.plan`).
+3. Rounds are those of a save. The owner of a chunk at the old edge reads the rows that it has, and writes it as a whole. A file
+   of several chunks (a Zarr shard) is written again as a whole too (`_Appending`).
+4. The sink's `commit` puts what was written and read back into the file, its length last (`formats.zarr.growth`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from shardload.comm.group import Group
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access
+from shardload.formats.base import Source, native_dtype
+from shardload.formats.leftovers import ROOTS, refuse_leftover
+from shardload.formats.lookup import format_of
+from shardload.jobs.save_arguments import SaveArguments
+from shardload.jobs.save_plan import SavePlan, plan_into, shards_of
+from shardload.jobs.saving import SaveReport, Saving, Steps, planned
+from shardload.jobs.writing import Values, Written
+from shardload.planning.region import Region
+
+__all__ = ["AppendReport", "append"]
+
+_log = logging.getLogger("shardload")
+_MOST_TOLD = 8
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class AppendReport(SaveReport):
+    """What an append did. Counts and bytes are those that were written: chunks at the old edge count as a whole.
+
+    Attributes
+    ----------
+    dim : str or int
+        The axis.
+    grown : mapping of str to (int, int)
+        Old and new length of each array along it.
+    """
+
+    dim: str | int
+    grown: Mapping[str, tuple[int, int]]
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        lengths = sorted(set(self.grown.values()))
+        how = ", ".join(f"{old:,} to {new:,}" for old, new in lengths)
+        return f"appended along {self.dim!r}, {how}: {super().__str__().replace('saved ', '', 1)}"
+
+
+@dataclass
+class _Arguments(SaveArguments):
+    """The arguments of an append."""
+
+    dim: str | int = "time"
+
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {"dim": repr(self.dim)}
+
+
+class _Steps(Steps):
+    """See `Steps`."""
+
+    verb = "append to"
+
+    def arguments(self, path: Any, tree: Any, given: Mapping[str, Any], call: str) -> SaveArguments:
+        dim = given["dim"]
+        if not isinstance(dim, (str, int, np.integer)) or isinstance(dim, bool) or dim == "":
+            raise ConfigError(f"dim is {dim!r}; expected the name of an axis in the file, such as 'time', or its number")
+        made = _Arguments.of(path, tree, _OF_SAVE | dict(given), call)
+        made.dim = dim if isinstance(dim, str) else int(dim)  # type: ignore[attr-defined]
+        made.path = made.path.rstrip("/") or "/"
+        return made
+
+    def read(self, asked: SaveArguments) -> str:
+        return json.dumps(_read(asked))
+
+    def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
+        if not isinstance(asked, _Arguments):
+            raise TypeError("these are no arguments of an append")
+        found = json.loads(told)
+        axes = _check(asked, found)
+        from shardload.formats.zarr.growth import GrowthSink  # here, because whoever loads HDF5 needs no zarr-python
+
+        known = {one.name: found[one.name] for one in asked.arrays}
+        for one in asked.arrays:
+            known[one.name]["is_coordinate"] = len(one.shape) == 1
+        sink = GrowthSink(asked.path, known, axes, {one.name: one.shape[axes[one.name]] for one in asked.arrays})
+        arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
+        asked = replace(asked, arrays=arrays)
+        first = {
+            name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in sink.arrays.items()
+        }
+        return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
+
+
+# What a save may be asked for beyond: it is the file's.
+_OF_SAVE = {
+    "mode": "w",
+    "format": "zarr",
+    "chunks": None,
+    "shards": None,
+    "compression": None,
+    "dims": None,
+    "attrs": None,
+    "like": None,
+    "byteorder": None,
+    "writers": "all",
+}
+
+
+def append(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> AppendReport:
+    """See `shardload.append`. Collective."""
+    started = time.perf_counter()
+    with planned("append", path, tree, given, comm, _Steps()) as (group, asked, plan, digest):
+        report = _Appending(group, asked, plan, digest).run(started)
+        if not isinstance(report, AppendReport):
+            raise TypeError("an append has another report")
+        _log.info("%s", report)
+        return report
+
+
+# --- does it fit?
+
+
+def _read(asked: SaveArguments) -> dict[str, Any]:
+    """How the file's arrays are stored. On rank 0.
+
+    Raises
+    ------
+    ConfigError, SourceError
+        If there is no such file, or nothing can be appended to it.
+    """
+    path = asked.path
+    if "://" in path:
+        raise ConfigError(f"'{path}' is a URL; append writes to folders only")
+    refuse_leftover(path)
+    if not os.path.exists(path):
+        raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
+    if os.path.isfile(path):
+        raise ConfigError(
+            f"'{path}' is a file; append writes to Zarr stores in folders only. HDF5 changes its metadata in place, so that "
+            "a kill could leave a file that nobody reads. Keep what grows in a Zarr store (shardload.save('run.zarr', ...)), or save "
+            "each part as a file of its own"
+        )
+    if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
+        raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
+    from shardload.formats.zarr.growth import details, read_arrays
+
+    found = read_arrays(path)
+    for one in asked.arrays:
+        if one.name not in found:
+            continue
+        if "why" in found[one.name]:
+            raise ConfigError(f"'{one.name}' in '{path}' cannot grow: {found[one.name]['why']}. Append to that store itself")
+        found[one.name] |= details(path, one.name)
+    return found
+
+
+def _check(asked: _Arguments, found: Mapping[str, Any]) -> dict[str, int]:
+    """The axis of each array. ConfigError if an array does not fit that of the file."""
+    axes: dict[str, int] = {}
+    for one in asked.arrays:
+        where = f"'{one.name}' in '{asked.path}'"
+        if one.name not in found:
+            some = ", ".join(f"'{name}'" for name in list(found)[:_MOST_TOLD]) or "none"
+            raise ConfigError(
+                f"there is no array '{one.name}' in '{asked.path}'; it has {some}. Append to an array that exists"
+            )
+        shape = tuple(found[one.name]["metadata"]["shape"])
+        axis = axes[one.name] = _axis(where, asked.dim, found[one.name]["dims"], shape)
+        others = [n for k, n in enumerate(one.shape) if k != axis], [n for k, n in enumerate(shape) if k != axis]
+        if len(one.shape) != len(shape) or others[0] != others[1]:
+            expected = tuple("n" if k == axis else n for k, n in enumerate(shape))
+            raise ConfigError(
+                f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {one.shape}. "
+                f"Expected ({', '.join(map(str, expected))}{',' * (len(shape) == 1)})"
+            )
+        if not one.shape[axis] or 0 in one.shape:
+            raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
+        if native_dtype(one.dtype) != np.dtype(found[one.name]["dtype"]):
+            raise ConfigError(
+                f"{where} holds {np.dtype(found[one.name]['dtype'])}, what is to be appended is {native_dtype(one.dtype)}. "
+                f"Cast it: x.astype('{np.dtype(found[one.name]['dtype'])}')"
+            )
+    _check_lengths(asked, found, axes)
+    return axes
+
+
+def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
+    names = [name for name in dims or () if name]
+    if isinstance(dim, int):
+        if not -len(shape) <= dim < len(shape):
+            raise ConfigError(f"dim is {dim}, but {where} has {len(shape)} axes")
+        return dim % len(shape)
+    if names.count(dim) != 1:
+        told = (
+            f"its axes are {tuple(dims)!r}" if names else "its axes have no names. Pass the number of the axis, such as dim=0"
+        )
+        raise ConfigError(f"dim is {dim!r}, but {where} has {'no' if dim not in names else 'more than one'} such axis: {told}")
+    return list(dims).index(dim)
+
+
+def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+    """ConfigError if arrays of a group would get different lengths along the axis."""
+    lengths: dict[tuple[str, Any], tuple[int, int, str]] = {}
+    for one in asked.arrays:
+        axis, known = axes[one.name], found[one.name]
+        dim = (known["dims"] or [None] * len(one.shape))[axis]
+        if dim is None:
+            continue
+        old, new = int(known["metadata"]["shape"][axis]), int(one.shape[axis])
+        key = one.name.rpartition("/")[0], dim
+        other = lengths.setdefault(key, (old, new, one.name))
+        if other[:2] != (old, new):
+            raise ConfigError(
+                f"along {dim!r} '{one.name}' would grow from {old} to {old + new}, '{other[2]}' from {other[0]} to "
+                f"{other[0] + other[1]}: they must stay equally long"
+            )
+        for name, more in found.items():
+            if name.rpartition("/")[0] == key[0] and dim in (more["dims"] or ()) and name not in axes:
+                raise ConfigError(
+                    f"'{name}' in '{asked.path}' has the axis {dim!r} too and is not appended to: its length would differ. "
+                    f"Pass '{name.lstrip('/')}' too"
+                )
+
+
+# --- what is written
+
+
+class _Appending(Saving):
+    """One rank's part of one append. Every method is collective."""
+
+    def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
+        super().__init__(group, asked, plan, digest)
+        self._grows: Mapping[str, Any] = plan._sink.arrays
+        self._sources: dict[str, Source] = {}
+        self._again: list[tuple[str, tuple[int, ...]]] = []  # stored chunks that share a file with new ones
+
+    def _report(self, written: Written, started: float) -> AppendReport:
+        made = super()._report(written, started)
+        grown = {name: (one.old, one.new_shape[one.axis]) for name, one in self._grows.items()}
+        values = {one.name: getattr(made, one.name) for one in fields(made)}
+        return AppendReport(**values, dim=self._asked.dim, grown=grown)  # type: ignore[attr-defined]
+
+    def _rounds(self) -> Iterator[list[Values]]:
+        """Those of a save, as chunks of the file; then what else is in their files."""
+        with ExitStack() as opened:
+            for found in super()._rounds():
+                yield [self._completed(one, opened) for one in found]
+            some: list[Values] = []
+            nbytes = 0
+            for name, index in self._again:
+                one = self._grows[name]
+                region = one.region(index)
+                values = self._stored(name, _moved(region, one.axis, one.base), opened)
+                if some and nbytes + values.nbytes > self._plan._memory.round_nbytes:
+                    yield some
+                    some, nbytes = [], 0
+                some.append(Values(name, region, values))
+                nbytes += values.nbytes
+            if some:
+                yield some
+
+    def _completed(self, given: Values, opened: ExitStack) -> Values:
+        """A chunk of what is new as a chunk of the file, with the rows that this has of it."""
+        one = self._grows[given.name]
+        axis, ahead = one.axis, one.old - one.base
+        region = _moved(given.region, axis, ahead)
+        if given.region.start[axis] or not ahead:
+            return Values(given.name, region, given.values)
+        size = one.spec.chunks[axis]
+        begin = ahead // size * size
+        self._note_others(one, tuple(a // c for a, c in zip(region.start, one.spec.chunks, strict=True)))
+        if begin == ahead:
+            return Values(given.name, region, given.values)
+        old = self._stored(given.name, _along(region, axis, one.base + begin, one.old), opened)
+        values = np.concatenate([old, given.values.astype(old.dtype, copy=False)], axis)
+        return Values(given.name, _along(region, axis, begin, region.stop[axis]), values)
+
+    def _note_others(self, one: Any, index: tuple[int, ...]) -> None:
+        """The chunks that share a file with the first new one of it, and have old rows alone: its writer writes them."""
+        per = one.layout.per_shard
+        if per is None:
+            return
+        others = [k % n if axis != one.axis else 0 for axis, (k, n) in enumerate(zip(index, per, strict=True))]
+        if any(others):
+            return
+        counts = [min(n, m - k) for axis, (k, n, m) in enumerate(zip(index, per, one.spec.grid, strict=True))]
+        counts[one.axis] = index[one.axis]
+        start = [0 if axis == one.axis else k for axis, k in enumerate(index)]
+        self._again += [(one.name, tuple(a + b for a, b in zip(start, more, strict=True))) for more in np.ndindex(*counts)]
+
+    def _stored(self, name: str, region: Region, opened: ExitStack) -> Array:
+        """Values that the file has, as zarr-python reads them."""
+        one = self._grows[name]
+        if name not in self._sources:
+            path = os.path.realpath(self._plan.path)
+            source = format_of(path).open_path(path, name, Access())
+            opened.callback(source.close)
+            if source.info.shape != one.old_shape:
+                raise ConfigError(
+                    f"'{name}' in '{self._plan.path}' has the shape {source.info.shape} here, on rank 0 {one.old_shape}. "
+                    "Nothing was appended; run it again, when nobody else writes to the store"
+                )
+            self._sources[name] = source
+        values = np.asarray(self._sources[name].plain(region)).reshape(region.shape)
+        return values.astype(native_dtype(one.spec.dtype), copy=False)
+
+
+def _moved(region: Region, axis: int, by: int) -> Region:
+    return _along(region, axis, region.start[axis] + by, region.stop[axis] + by)
+
+
+def _along(region: Region, axis: int, start: int, stop: int) -> Region:
+    starts, stops = list(region.start), list(region.stop)
+    starts[axis], stops[axis] = start, stop
+    return Region(tuple(starts), tuple(stops))
