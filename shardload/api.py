@@ -545,8 +545,8 @@ def plan_save(
 def append(
     path: Any,
     tree: Any,
-    dim: str | int = _APPEND.dim,
     *,
+    dim: str | int = _APPEND.dim,
     dataset: str = _APPEND.dataset,
     shape: Any = _APPEND.shape,
     plan: Any = _APPEND.plan,

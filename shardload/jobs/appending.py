@@ -155,8 +155,8 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     if os.path.isfile(path):
         raise ConfigError(
             f"'{path}' is a file; append writes to Zarr stores in folders only. HDF5 changes its metadata in place, so that "
-            "a kill could leave a file that nobody reads. Keep what grows in a Zarr store (shardload.save('run.zarr', ...)), or save "
-            "each part as a file of its own"
+            "a kill could leave a file that nobody reads. Keep what grows in a Zarr store (shardload.save('run.zarr', ...)), "
+            "or save each part as a file of its own"
         )
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
         raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
@@ -169,7 +169,8 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
         if "why" in found[one.name]:
             raise ConfigError(f"'{one.name}' in '{path}' cannot grow: {found[one.name]['why']}. Append to that store itself")
         found[one.name] |= details(path, one.name)
-    return found
+    names = {one.name for one in asked.arrays}
+    return {name: one if name in names else {"dims": one["dims"]} for name, one in found.items()}
 
 
 def _check(asked: _Arguments, found: Mapping[str, Any]) -> dict[str, int]:

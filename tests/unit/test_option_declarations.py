@@ -23,7 +23,7 @@ from shardload.options import AUTO, OPTIONS, Options
 from shardload.planning.strategies import MODES
 from tests.options_table import document
 
-CALLS = ("load", "plan", "scatter", "verify", "save", "plan_save")
+CALLS = ("load", "plan", "scatter", "verify", "save", "plan_save", "append")
 ROOT = Path(__file__).parents[2]
 
 

@@ -350,16 +350,21 @@ class GrowthSink(ZarrSink):
         return os.path.join(name.strip("/"), "zarr.json" if self.version == 3 else ".zarray")
 
 
+def _is_same(first: Json, second: Json) -> bool:
+    """As text, because NaN is not equal to itself."""
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
 class _GrowthCatalog(_ZarrCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: GrowthSink) -> None:
         self._grows, self._store = sink, os.path.realpath(sink.path)
         self._lock = AppendLock(self._store)
-        self._before = self._texts()
         try:
+            self._before = self._texts()
             for name, one in sink.arrays.items():
-                if json.loads(self._before[sink.metadata_key(name)]) != one.metadata:
+                if not _is_same(json.loads(self._before[sink.metadata_key(name)]), one.metadata):
                     raise self._changed()
             super().__init__(sink)
         except BaseException:

@@ -1,0 +1,65 @@
+"""A rank is killed in the middle of an append: the store has its old length and values, and what is left names itself."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray
+import zarr
+
+from shardload.formats.leftovers import find_leftover
+from tests.jobs.launch import ROOT, run_job
+
+SCRIPT = Path(__file__).parent / "scripts" / "appends.py"
+VALUES = np.arange(9 * 8 * 5, dtype="float32").reshape(9, 8, 5)
+
+
+def make(path: Path) -> None:
+    """Five rows in chunks of two, as zarr-python makes them."""
+    root: Any = zarr.open_group(str(path), mode="w")
+    root.create_array("rho", data=VALUES[:5], chunks=(2, 3, 5), dimension_names=("time", "y", "x"))
+    root.create_array("time", data=np.arange(5.0), chunks=(3,), dimension_names=("time",))
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        zarr.consolidate_metadata(str(path))
+
+
+def lengths(path: Path) -> tuple[int, int, int]:
+    """Rows of rho, of time, and of both in the consolidated metadata; each has its values."""
+    rho, time = (np.asarray(zarr.open_array(str(path / name), mode="r")[...]) for name in ("rho", "time"))
+    np.testing.assert_array_equal(rho, VALUES[: len(rho)])
+    np.testing.assert_array_equal(time, np.arange(float(len(time))))
+    with xarray.open_zarr(path, decode_times=False) as found:
+        np.testing.assert_array_equal(found.rho.values, VALUES[: len(found.time)])
+        np.testing.assert_array_equal(found.time.values, np.arange(float(len(found.time))))
+        return len(rho), len(time), len(found.time)
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("put", (5, 5, 5)),
+        ("read back", (5, 5, 5)),
+        ("commit", (5, 5, 5)),
+        ("first new chunk", (5, 5, 5)),
+        ("edge", (5, 5, 5)),
+        ("metadata", (5, 5, 5)),
+        ("second metadata", (9, 5, 5)),
+        ("consolidated", (9, 9, 5)),
+        ("end", (9, 9, 9)),
+    ],
+)
+def test_a_rank_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, int, int]) -> None:
+    """Wrong if a reader saw a row without its values, the old rows changed, or the next append did not know of this one."""
+    path = tmp_path / "run.zarr"
+    make(path)
+    job = run_job([SCRIPT, tmp_path, phase], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
+    assert job.returncode != 0, job.tail()
+    assert "Traceback" not in job.stderr, job.tail()
+    assert lengths(path) == expected
+    left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
+    assert sorted(one.what for one in left.values() if one) in (["appended", "appending"], ["appending", "unfinished"])
+    assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left

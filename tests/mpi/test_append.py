@@ -1,0 +1,275 @@
+"""What does an append give? What numpy.concatenate gives, bit for bit, for zarr-python and xarray; or the old store."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import xarray
+import zarr
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, SourceError, VerifyError
+from shardload.formats.leftovers import find_leftover
+from shardload.formats.zarr.growth import _GrowthEncoder
+from shardload.jobs.appending import _Appending
+from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
+from tests.mpi.test_save import on_disk, put, turned
+
+Array = np.ndarray[Any, Any]
+Y, X = 24, 12  # axes of different lengths, which every mesh of these tests divides
+# How the old store is made, by zarr-python: version, chunks, shards, compressor, fill value.
+KINDS: dict[str, dict[str, Any]] = {
+    "v3": {"chunks": (4, 5, 7)},
+    "v3 gzip, large chunks": {"chunks": (9, 100, 100), "compressors": zarr.codecs.GzipCodec(level=1), "fill_value": -7},
+    "v3 blosc": {"chunks": (3, 24, 9), "compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=1, typesize=4)},
+    "v3 big-endian": {"chunks": (2, 7, 20), "compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")},
+    "v3 shards": {"chunks": (2, 5, 8), "shards": (6, 10, 16)},
+    "v2": {"zarr_format": 2, "chunks": (4, 5, 7)},
+    "v2 plain": {"zarr_format": 2, "chunks": (5, 3, 11), "compressors": None, "fill_value": 1},
+}
+# Old and new rows: an edge that is full and one that is not (for chunks of 2, 3, 4, 5, 6, 9), few and many rows, none before.
+LENGTHS = ((12, 5), (5, 1), (7, 12))
+
+
+def make(path: Path, old: Array, *, version: int = 3, is_consolidated: bool = True, **how: Any) -> None:
+    """A store as zarr-python makes it: rho (time, y, x), its coordinate, and a group with the same; and what does not grow."""
+    how = {"chunks": (4, 5, 7)} | how
+    version = how.pop("zarr_format", version)
+    root = zarr.open_group(str(path), mode="w", zarr_format=version)  # type: ignore[arg-type]
+    root.attrs["title"] = "a run"
+    for group in (root, root.create_group("g")):
+        arrays = (("rho", old, ("time", "y", "x"), how), ("time", _times(len(old)), ("time",), {"chunks": (4,)}))
+        for name, values, dims, more in (*arrays, ("y", np.arange(Y), ("y",), {"chunks": (Y,)})):
+            if version == 3:
+                one = group.create_array(name, shape=values.shape, dtype=values.dtype, dimension_names=dims, **more)
+            else:
+                one = group.create_array(name, shape=values.shape, dtype=values.dtype, **more)
+                one.attrs["_ARRAY_DIMENSIONS"] = list(dims)
+            one[...] = values
+    if is_consolidated:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # not in the specification of format 3
+            zarr.consolidate_metadata(str(path))
+
+
+def _times(n: int) -> Array:
+    return np.arange(n, dtype="float64") / 4
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def tree_of(values: Array, n: int, spec: Any, mesh: Any = None) -> dict[str, Any]:
+    """What is appended to the first `n` rows."""
+    mesh = mesh_of() if mesh is None else mesh
+    return {"g": {"rho": put(values[n:], mesh, spec), "time": _times(len(values))[n:]}}
+
+
+def look(path: Path, values: Array, group: str = "g") -> None:
+    """Raise unless these libraries read these values, through consolidated metadata and without."""
+    for one in (
+        zarr.open_group(str(path), mode="r")[f"{group}/rho".strip("/")],
+        zarr.open_array(str(path / group / "rho"), mode="r"),
+    ):
+        np.testing.assert_array_equal(np.asarray(one[...]), values, strict=True)  # type: ignore[index]
+    with xarray.open_zarr(path, group=group or None, mask_and_scale=False) as found:
+        assert dict(found.sizes) == {"time": len(values), "y": Y, "x": X} and "time" in found.coords
+        np.testing.assert_array_equal(found.time.values, _times(len(values)))
+        assert found.rho.dims == ("time", "y", "x")
+        np.testing.assert_array_equal(found.rho.values, values, strict=True)
+
+
+@pytest.fixture
+def ranks(comm: Any) -> Iterator[Any]:
+    """The ranks; all begin and end together."""
+    comm.barrier()
+    yield comm
+    comm.barrier()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if the chunk at the edge lost its old rows, new rows were shifted, or a shard lost chunks."""
+    path = shared_tmp_path / "run.zarr"
+    specs = (P(None, "a", "b"), P(None, ("b", "a")), P(None, None, "a"))
+    for (old, new), spec, mesh in zip(LENGTHS, specs, (mesh_of(), turned(), turned()), strict=True):
+        values = ramp((old + new, Y, X), "float32")
+        on_root(ranks, lambda n=old, values=values: make(path, values[:n], **KINDS[kind]))  # type: ignore[misc]
+        report = shardload.append(path, tree_of(values, old, spec, mesh), verify="full", staging="8MiB")
+        assert report.grown == {"/g/rho": (old, old + new), "/g/time": (old, old + new)}
+        assert report.n_read_back == report.n_decoded == report.n_chunks
+        assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+
+        def check(values: Array = values, n: int = old) -> None:
+            look(path, values)
+            look(path, values[:n], "")  # the other group is as it was
+            assert zarr.open_group(str(path), mode="r").attrs["title"] == "a run"
+
+        on_root(ranks, check)
+
+
+def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an append did not begin where the one before it has ended, or an axis without a name could not grow."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, 5, X), "int16")
+
+    def begin() -> None:
+        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=(6, 8, 32))
+
+    on_root(ranks, begin)
+    for k in range(1, 5):
+        shardload.append(path, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="/")
+    on_root(ranks, lambda: np.testing.assert_array_equal(np.asarray(zarr.open_array(str(path), mode="r")[...]), values))
+
+
+def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if padding were appended; what `save` makes can grow, and loads again."""
+    path, mesh, spec = shared_tmp_path / "run.zarr", mesh_of(), P("a", "b")
+    old, new = ramp((2 * len(jax.devices()), X)), 5000 + ramp((2 * len(jax.devices()) + 1, X))
+    shardload.save(path, {"rho": put(old, mesh, spec)}, dims={"rho": ("time", "x")}, compression="blosc", chunks=(3, 11))
+    shardload.append(path, {"rho": put(padded(new, mesh, spec, 99), mesh, spec)}, shape=new.shape)
+    x = shardload.load(path, mesh, P(None, "b"), dataset="rho")
+    expected = np.concatenate([old, new])
+    assert x.shape == expected.shape
+    on_root(ranks, lambda: np.testing.assert_array_equal(np.asarray(zarr.open_group(str(path))["rho"][...]), expected))  # type: ignore[index]
+
+
+def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if chunks beyond the old length were in the way, or stayed."""
+    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
+
+    def begin() -> None:
+        make(path, values[:5], chunks=(4, Y, X))
+        (path / "g" / "rho" / "c" / "2" / "0").mkdir(parents=True)
+        (path / "g" / "rho" / "c" / "2" / "0" / "0").write_bytes(b"of an append that was killed")
+
+    on_root(ranks, begin)
+    shardload.append(path, tree_of(values, 5, P(None, "a")))
+    on_root(ranks, lambda: look(path, values))
+
+
+# --- what is refused
+
+
+def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a store got arrays of different lengths, values of another type, or changed although there was an error."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+
+    def begin() -> None:
+        make(path, values[:5])
+        (shared_tmp_path / "file.h5").write_bytes(b"")
+        make(shared_tmp_path / "delta.zarr", values[:5], is_consolidated=False)
+        zarr.create_array(
+            str(shared_tmp_path / "t.zarr"), data=values[:5], filters=[zarr.codecs.TransposeCodec(order=(2, 1, 0))]
+        )
+
+    on_root(ranks, begin)
+    before = files(path)
+    rho, time = put(values[5:], mesh_of(), P(None, "a")), _times(7)[5:]
+
+    def refused(tree: Any, *words: str, error: type[Exception] = ConfigError, at: Path = path, **how: Any) -> None:
+        same_error(ranks, lambda: shardload.append(at, tree, **how), error, *words)  # type: ignore[arg-type]
+
+    whole = {"g/rho": rho, "g/time": time}
+    refused(whole, "no such axis", "('time', 'y', 'x')", dim="t")
+    refused({"g/rho": rho}, "'/g/time'", "its length would differ", "Pass 'g/time' too")
+    refused({"g/vel": rho, **whole}, "no array '/g/vel'", "'/g/rho'")
+    refused({"g/rho": rho, "g/time": time[:1]}, "from 5 to 7", "from 5 to 6", "equally long")
+    refused({"g/rho": rho[:, :-8], "g/time": time}, "(5, 24, 12)", "(2, 16, 12)", "(n, 24, 12)")
+    refused({"g/rho": rho.astype("int32"), "g/time": time}, "holds float32", "x.astype('float32')")
+    refused({"g/rho": rho[:0], "g/time": time[:0]}, "no elements")
+    refused({"rho": rho, "time": time}, "part of the Zarr store", at=path / "g")
+    refused(whole, "HDF5 changes its metadata in place", "shardload.save('run.zarr'", at=shared_tmp_path / "file.h5")
+    refused(whole, "does not exist", at=shared_tmp_path / "none.zarr", error=SourceError)
+    refused(whole, "no Zarr store", at=shared_tmp_path, error=SourceError)
+    refused(rho, "'transpose'", "append does not write", at=shared_tmp_path / "t.zarr", dataset="/", dim=0)
+    refused(whole, "dim is None", dim=None)
+    assert on_root(ranks, lambda: files(path)) == before
+
+
+def test_consolidated_metadata_that_are_old(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a length were taken of which two are told."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+
+    def begin() -> None:
+        make(path, values[:5])
+        zarr.open_array(str(path / "g" / "rho"), mode="r+").resize((6, Y, X))
+
+    on_root(ranks, begin)
+    same_error(
+        ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "(5, 24, 12)", "(6, 24, 12)", "consolidate"
+    )
+
+
+def test_two_appends_at_once(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the second did not see the first, said nothing of it, or removed what is not its own."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5]))
+    lock = Path(f"{path}.appending")
+    on_root(ranks, lambda: lock.write_bytes(b"shardload append 0123456789abcdef run.zarr node7 4711\n"))
+    before = files(shared_tmp_path)
+    same_error(
+        ranks,
+        lambda: shardload.append(path, tree_of(values, 5, P())),
+        ConfigError,
+        "is being appended to",
+        "process 4711 of node7",
+        f"rm {lock}",
+    )
+    assert on_root(ranks, lambda: files(shared_tmp_path)) == before
+    left = find_leftover(str(lock))
+    assert left is not None and left.target == str(path) and "appended to" in str(left) and f"rm {lock}" in str(left)
+
+
+# --- wrong implementations
+
+
+def _fill(self: Any, name: str, region: Any, opened: Any) -> Array:
+    """The chunk at the edge is begun anew."""
+    return np.zeros(region.shape, self._grows[name].spec.dtype)
+
+
+def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these gives other values: that the tests above compare them is shown here."""
+    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
+    for holder, name, wrong in (
+        (_Appending, "_stored", _fill),
+        (_Appending, "_stored", lambda self, name, region, opened: np.full(region.shape, 3, self._grows[name].spec.dtype)),
+        (_GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
+    ):
+        on_root(ranks, lambda: make(path, values[:5]))
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, wrong)
+            shardload.append(path, tree_of(values, 5, P(None, "a")))
+
+        def differs() -> None:
+            with pytest.raises(AssertionError):
+                look(path, values)
+
+        on_root(ranks, differs)
+
+
+_right = _GrowthEncoder.files
+
+
+def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if chunks of other values got into the store: zarr-python decodes them before, with the store's own metadata."""
+    path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5]))
+    before = files(path)
+    right = _GrowthEncoder._encode
+    monkeypatch.setattr(_GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
+    assert on_root(ranks, lambda: files(path)) == before
+    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
+    on_root(ranks, lambda: shutil.rmtree(path))
+    assert not os.path.exists(path)
