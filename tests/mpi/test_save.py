@@ -459,13 +459,13 @@ def test_a_disk_that_fails_on_one_rank(
 ) -> None:
     """Wrong if a rank went on, the old file were gone, a temporary stayed, or a short write lost the rest."""
     n = unit()
-    values = ramp((4 * n, 8, 3 * n))
+    values = ramp((4 * n, 32, 8 * n))  # rows of a page on four ranks, as writers on several nodes need them
     path, how = file_at(shared_tmp_path, kind)
     if kind == "Zarr":
-        how = how | {"chunks": (n, 8, n)}
+        how = how | {"chunks": (n, 32, n)}
     shardload.save(path, np.arange(3), **{k: v for k, v in how.items() if k == "format"})
     x = put(values, mesh_of(), P(None, None, ("a", "b")))
-    staging = "24KiB" if "piece" in kind else "200KiB"  # so that each rank has something to write
+    staging = "160KiB" if "piece" in kind else "200KiB"  # so that each rank has something to write
     call = lambda: shardload.save(path, {"a": x, "b": x, "c": x, "d": x}, mode="w", staging=staging, **how)  # noqa: E731
     Disk(comm, what, monkeypatch)
     if what == "short":
