@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
+from shardload.comm.shelf import Shelf
 from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
@@ -28,6 +29,8 @@ __all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "di
 
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
+_LENGTH_NBYTES = 8
+_IN_HEAD, _FOLLOWS, _ON_SHELF, _MAKES_SHELF = range(4)  # where the bytes of a text are that begins with a head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
 
 
@@ -128,6 +131,11 @@ class Agreement:
     size: int
     _collectives: Collectives
 
+    @property
+    def _shelf(self) -> Shelf | None:
+        """Where a rank may put what is too long for one message; the same answer on every rank."""
+        return None
+
     def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
@@ -163,22 +171,39 @@ class Agreement:
         """Send a text of `root` to every rank. Collective."""
         if self.size == 1:
             return text or ""
-        return _to_text(self._send_bytes(_to_bytes(text or ""), root))
+        return _to_text(self._send_bytes([_to_bytes(text or "")], root))
 
-    def _send_bytes(self, given: bytes | bytearray, root: int) -> memoryview:
-        """Send bytes of `root` to every rank. Collective."""
+    def _send_bytes(self, parts: Sequence[Any], root: int, shelf: Shelf | None = None) -> memoryview:
+        """Send bytes of `root`, given in parts, to every rank. Collective.
+
+        With a `shelf`, what is too long for one message lies there. It then stays until `root` sends something this way again.
+        """
         # The first message has the length and, if they fit, all bytes: most texts take one broadcast.
-        data = np.frombuffer(given if self.rank == root else b"", dtype=np.uint8)
-        head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
-        room = _HEAD_NBYTES - 8
+        head, start = np.zeros(_HEAD_NBYTES, dtype=np.uint8), _LENGTH_NBYTES + 1
+        length, on_shelf = 0, None
         if self.rank == root:
-            head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
-            head[8 : 8 + min(room, len(data))] = data[:room]
+            length, how = sum(map(len, parts)), _IN_HEAD
+            if length <= _HEAD_NBYTES - start:
+                _lay(parts, head[start : start + length])
+            else:
+                on_shelf = None if shelf is None else shelf.room(length)
+                how = _FOLLOWS if shelf is None or not shelf.may_make(length) else _MAKES_SHELF
+                if on_shelf is not None:
+                    _lay(parts, on_shelf)
+                    how = _ON_SHELF
+            head[:_LENGTH_NBYTES] = np.array([length], dtype="<i8").view(np.uint8)
+            head[_LENGTH_NBYTES] = how
         self._collectives.broadcast(head, root)
-        length = int(head[:8].view("<i8")[0])
-        if length <= room:
-            return head[8 : 8 + length].data
-        whole = np.empty(length, dtype=np.uint8) if self.rank != root else data if data.flags.writeable else data.copy()
+        length, how = int(head[:_LENGTH_NBYTES].view("<i8")[0]), int(head[_LENGTH_NBYTES])
+        if how == _IN_HEAD:
+            return head[start : start + length].data
+        if how == _ON_SHELF and shelf is not None:
+            return shelf.look(root, length)
+        if how == _MAKES_SHELF and shelf is not None:
+            shelf.make(root, length)  # for the next time
+        whole = np.empty(length, dtype=np.uint8)
+        if self.rank == root:
+            _lay(parts, whole)
         self._collectives.broadcast(whole, root)
         return whole.data
 
@@ -205,18 +230,18 @@ class Agreement:
             except Exception as found:  # the same type as with more ranks
                 let_interruption_pass(found)
                 raise as_shardload(found, None) from found
-        framed, error = bytearray(mark), None
+        parts: list[Any] = [mark]
+        error: BaseException | None = None
         if self.rank == root:
             try:
                 made = make()
-                framed += _TEXT if isinstance(made, str) else _BYTES
-                for part in made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]:
-                    framed += part
+                body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
+                parts += [_TEXT if isinstance(made, str) else _BYTES, *body]
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-                framed += _FAILED + _to_bytes(to_json(as_shardload(found, root)))
-        came, n = self._send_bytes(framed, root), len(mark)
+                parts += [_FAILED, _to_bytes(to_json(as_shardload(found, root)))]
+        came, n = self._send_bytes(parts, root, self._shelf), len(mark)
         if came[:n] != mark:
             return None
         kind, body = bytes(came[n : n + 1]), came[n + 1 :]
@@ -332,6 +357,14 @@ class Agreement:
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         return other, self.send_text(text, other), self.send_text(text, 0)
+
+
+def _lay(parts: Sequence[Any], into: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    """Put bytes-like parts one after the other."""
+    at = 0
+    for part in parts:
+        into[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        at += len(part)
 
 
 def _to_bytes(text: str) -> bytes:
