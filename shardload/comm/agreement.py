@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
-from shardload.comm.shelf import Shelf
+from shardload.comm.shelf import Shelf, lay
 from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
@@ -29,7 +29,7 @@ __all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "di
 
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
-_LENGTH_NBYTES = 8
+_NUMBERS = 3  # at the beginning of the head: where the bytes are, and where they begin and end there
 _IN_HEAD, _FOLLOWS, _ON_SHELF, _MAKES_SHELF = range(4)  # where the bytes of a text are that begins with a head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
 
@@ -136,6 +136,11 @@ class Agreement:
         """Where a rank may put what is too long for one message; the same answer on every rank."""
         return None
 
+    def room(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Memory for bytes that the `find` of `begin` returns, last: they need not be copied. None: use other memory."""
+        shelf = self._shelf
+        return None if shelf is None else shelf.room(nbytes)
+
     def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
@@ -178,32 +183,29 @@ class Agreement:
 
         With a `shelf`, what is too long for one message lies there. It then stays until `root` sends something this way again.
         """
-        # The first message has the length and, if they fit, all bytes: most texts take one broadcast.
-        head, start = np.zeros(_HEAD_NBYTES, dtype=np.uint8), _LENGTH_NBYTES + 1
-        length, on_shelf = 0, None
+        # The first message says where the bytes are; if they fit, it has all: most texts take one broadcast.
+        head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
+        numbers, body = head[: 8 * _NUMBERS].view("<i8"), head[8 * _NUMBERS :]
         if self.rank == root:
-            length, how = sum(map(len, parts)), _IN_HEAD
-            if length <= _HEAD_NBYTES - start:
-                _lay(parts, head[start : start + length])
+            length = sum(map(len, parts))
+            if length <= len(body):
+                lay(parts, body)
+                numbers[:] = _IN_HEAD, 0, length
             else:
-                on_shelf = None if shelf is None else shelf.room(length)
-                how = _FOLLOWS if shelf is None or not shelf.may_make(length) else _MAKES_SHELF
-                if on_shelf is not None:
-                    _lay(parts, on_shelf)
-                    how = _ON_SHELF
-            head[:_LENGTH_NBYTES] = np.array([length], dtype="<i8").view(np.uint8)
-            head[_LENGTH_NBYTES] = how
+                place = None if shelf is None else shelf.lay(parts)
+                makes = shelf is not None and shelf.may_make(length)
+                numbers[:] = (_MAKES_SHELF if makes else _FOLLOWS, 0, length) if place is None else (_ON_SHELF, *place)
         self._collectives.broadcast(head, root)
-        length, how = int(head[:_LENGTH_NBYTES].view("<i8")[0]), int(head[_LENGTH_NBYTES])
+        how, start, stop = numbers.tolist()
         if how == _IN_HEAD:
-            return head[start : start + length].data
+            return body[:stop].data
         if how == _ON_SHELF and shelf is not None:
-            return shelf.look(root, length)
+            return shelf.look(root, start, stop)
         if how == _MAKES_SHELF and shelf is not None:
-            shelf.make(root, length)  # for the next time
-        whole = np.empty(length, dtype=np.uint8)
+            shelf.make(root, stop)  # for the next time
+        whole = np.empty(stop, dtype=np.uint8)
         if self.rank == root:
-            _lay(parts, whole)
+            lay(parts, whole)
         self._collectives.broadcast(whole, root)
         return whole.data
 
@@ -232,7 +234,10 @@ class Agreement:
                 raise as_shardload(found, None) from found
         parts: list[Any] = [mark]
         error: BaseException | None = None
+        shelf = self._shelf
         if self.rank == root:
+            if shelf is not None:
+                shelf.begin()
             try:
                 made = make()
                 body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
@@ -241,7 +246,7 @@ class Agreement:
                 let_interruption_pass(found)
                 error = found
                 parts += [_FAILED, _to_bytes(to_json(as_shardload(found, root)))]
-        came, n = self._send_bytes(parts, root, self._shelf), len(mark)
+        came, n = self._send_bytes(parts, root, shelf), len(mark)
         if came[:n] != mark:
             return None
         kind, body = bytes(came[n : n + 1]), came[n + 1 :]
@@ -357,14 +362,6 @@ class Agreement:
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         return other, self.send_text(text, other), self.send_text(text, 0)
-
-
-def _lay(parts: Sequence[Any], into: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-    """Put bytes-like parts one after the other."""
-    at = 0
-    for part in parts:
-        into[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        at += len(part)
 
 
 def _to_bytes(text: str) -> bytes:

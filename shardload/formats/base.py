@@ -339,6 +339,18 @@ class BatchReader(Protocol):
         ...
 
 
+@runtime_checkable
+class PlainReader(Protocol):
+    """What a `ChunkReader` may do in addition: chunks that are stored as plain values need not be copied."""
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read all chunks of a box of the file's chunk grid into `out`, which is C-contiguous and has them one after the other.
+
+        False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
+        """
+        ...
+
+
 class Spans:
     """Pieces of one file that are read with few calls: pieces that follow each other, or almost, are read together.
 
@@ -432,8 +444,10 @@ def read_by_chunks(
     return missing
 
 
-def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any], is_plain: bool = False) -> bool:
     """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
+
+    `is_plain`: only if the chunks are stored as plain values and lie as in the buffer, so that nothing needs to be copied.
 
     False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
     is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
@@ -441,13 +455,16 @@ def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, A
     >>> read_whole(None, (2,), np.empty(4))
     False
     """
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])  # as in `out`
+    if is_plain:
+        return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
     if not isinstance(reader, BatchReader):
         return False
-    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
     stored = reader.fetch_many([range(n) for n in counts])
     if stored is None or any(one is None for one in stored):
         return False
-    if out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:]):  # they lie as in `out`
+    if lies:
         reader.decode_many(stored, out.reshape(-1, *chunk_shape))
         return True
     chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
