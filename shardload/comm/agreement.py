@@ -249,8 +249,8 @@ class Agreement:
         came, n = self._send_bytes(parts, root, shelf), len(mark)
         if came[:n] != mark:
             return None
-        kind, body = bytes(came[n : n + 1]), came[n + 1 :]
-        told: Any = _Failure(_to_text(body)) if kind == _FAILED else body if kind == _BYTES else _to_text(body)
+        kind, rest = bytes(came[n : n + 1]), came[n + 1 :]
+        told: Any = _Failure(_to_text(rest)) if kind == _FAILED else rest if kind == _BYTES else _to_text(rest)
         return told, error
 
     def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:

@@ -276,12 +276,11 @@ class Group(Agreement):
     def forget_shared_memory(self) -> None:
         """Stop using this rank's shared memory, after an interrupted exchange: other ranks may still read it."""
         self._memory.forget()
-        if self._own_shelf is not None:
-            self._own_shelf.forget()
 
     def free(self) -> None:
         """Free the communicators of this group."""
-        self.forget_shared_memory()
+        self._memory.forget()
+        self._own_shelf = None
         if self.is_torn:
             return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:

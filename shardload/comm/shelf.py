@@ -1,8 +1,11 @@
 """Where does a rank put what is too long for one message, if all ranks are on its machine? In memory that they all see.
 
 A broadcast of a megabyte copies it several times on each rank, through buffers of MPI and into new memory. A rank that needs a
-quarter of it copies that quarter from here instead. The bytes stay as they are until the same rank begins the next call: it does
-not begin before all ranks have said, in the last message of this one, that they are done.
+quarter of it copies that quarter from here instead.
+
+The bytes stay as they are until the same rank begins the next call. It does so only after all ranks have said, in the last
+message of this call, that they are done. An interrupted call, in which a rank may not have said so, ends the group, and a new
+group has other memory.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Shelf:
         self._given = 0
 
     def room(self, nbytes: int) -> Bytes | None:
-        """Memory to read something into that will be sent, so that `lay` need not copy it; once after each `begin`, else None."""
+        """Memory to read into what will be sent: `lay` need not copy it then. Once after each `begin`; otherwise None."""
         own = self._memory.segments.get(self._rank)
         if own is None or self._given or own.data.nbytes < _FRONT_NBYTES + nbytes:
             return None
@@ -54,7 +57,7 @@ class Shelf:
         return own.data[_FRONT_NBYTES : _FRONT_NBYTES + nbytes]
 
     def lay(self, parts: Sequence[Any]) -> tuple[int, int] | None:
-        """Put bytes-like parts here, one after the other. Returns where they begin and end; None if there is not enough room."""
+        """Put bytes-like parts here, one after the other. Returns where they begin and end; None if there is no room."""
         own = self._memory.segments.get(self._rank)
         if own is None:
             return None
@@ -82,11 +85,7 @@ class Shelf:
 
     def look(self, root: int, start: int, stop: int) -> memoryview:
         """What `root` has put there. It cannot be written."""
-        return memoryview(self._memory.segments[root].data[start:stop]).toreadonly()
-
-    def forget(self) -> None:
-        """Use none of this memory again, because a rank may still read it."""
-        self._memory.forget()
+        return self._memory.segments[root].data[start:stop].data.toreadonly()
 
 
 def lay(parts: Sequence[Any], into: Bytes) -> None:
@@ -94,8 +93,8 @@ def lay(parts: Sequence[Any], into: Bytes) -> None:
 
     >>> into = np.zeros(4, dtype=np.uint8)
     >>> lay([b"a", b"", memoryview(b"bc")], into)
-    >>> into.tobytes()
-    b'abc\\x00'
+    >>> into.tolist()
+    [97, 98, 99, 0]
     """
     at = 0
     for part in parts:

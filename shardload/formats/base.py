@@ -48,6 +48,7 @@ __all__ = [
     "read_at",
     "read_by_chunks",
     "read_whole",
+    "read_whole_plain",
     "refusal",
     "settle_bools",
     "some",
@@ -444,10 +445,21 @@ def read_by_chunks(
     return missing
 
 
-def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any], is_plain: bool = False) -> bool:
-    """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
+def read_whole_plain(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
 
-    `is_plain`: only if the chunks are stored as plain values and lie as in the buffer, so that nothing needs to be copied.
+    False, and the buffer may hold anything, if the array must be read another way. Errors are those of `PlainReader`.
+
+    >>> read_whole_plain(None, (2,), np.empty(4))
+    False
+    """
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
+    return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
+
+
+def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array of many small chunks with few calls of its `ChunkReader`, into a buffer of its shape.
 
     False, and the buffer may hold anything, if the chunks must be read another way: the reader is no `BatchReader`, or there
     is anything unusual, such as a missing chunk. Errors are those of `BatchReader`.
@@ -455,16 +467,13 @@ def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, A
     >>> read_whole(None, (2,), np.empty(4))
     False
     """
-    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
-    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])  # as in `out`
-    if is_plain:
-        return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
     if not isinstance(reader, BatchReader):
         return False
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
     stored = reader.fetch_many([range(n) for n in counts])
     if stored is None or any(one is None for one in stored):
         return False
-    if lies:
+    if out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:]):  # they lie as in `out`
         reader.decode_many(stored, out.reshape(-1, *chunk_shape))
         return True
     chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)

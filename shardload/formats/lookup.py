@@ -23,7 +23,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, refusal
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, read_whole_plain, refusal
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -481,7 +481,8 @@ def _values_of(source: Source, room: Room = _no_room) -> memoryview | None:
     whole = Region.whole(info.shape)
     has_many = info.chunks is not None and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
     # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch of them needs a second buffer.
-    if not (has_many and read_whole(source.chunk_reader(), info.chunks or (), values, info.codec == "none")):
+    read = read_whole_plain if info.codec == "none" else read_whole
+    if not (has_many and read(source.chunk_reader(), info.chunks or (), values)):
         source.read_into(whole, values)
         if source.missing(whole):
             return None

@@ -134,7 +134,9 @@ class Ask:
         """Cap on the bytes of a block of an array of `nbytes`."""
         tuning, cap = self.tuning, self.tuning.block_between_nodes_nbytes
         if self.ranks.is_one_machine:
-            cap = max(tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (self.ranks.n * tuning.large_blocks_per_rank)))
+            cap = max(
+                tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (self.ranks.n * tuning.large_blocks_per_rank))
+            )
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
 

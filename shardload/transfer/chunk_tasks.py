@@ -185,7 +185,7 @@ class ChunkTasks:
     def _decode(
         self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
     ) -> tuple[Array, bool]:
-        """The values of `region`, and True if they lie in the block's staging buffer, because another rank needs some of them."""
+        """The values of `region`, and True if they lie in the block's staging buffer: then another rank needs some of them."""
         layout, in_file, whole = self._layout, self._layout.selection.to_file(region), staged.whole
         travels = staged.slot is not None and self._local.sends(parts)
         room = None if whole is None or not travels else whole.view(region)

@@ -229,7 +229,10 @@ class Hdf5Chunks:
             return False
         if int(offsets.max()) > self._raw.nbytes - size:
             return False
-        ends = [*np.flatnonzero(np.diff(offsets) != size).tolist(), n - 1]  # the last of chunks that follow each other in the file
+        ends = [
+            *np.flatnonzero(np.diff(offsets) != size).tolist(),
+            n - 1,
+        ]  # the last of chunks that follow each other in the file
         if len(ends) * _LEAST_IN_A_RUN > n:
             return False
         whole, first = out.reshape(-1).view(np.uint8), 0

@@ -81,9 +81,7 @@ def describe(
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
         refused=refused,
-        is_coordinate=has_attributes
-        and _is_plain(dataset, "CLASS")
-        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        is_coordinate=has_attributes and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
         attributes=attributes,
         packing=packing,
     )

@@ -158,7 +158,7 @@ def test_without_shared_memory_it_is_a_message(why: str, monkeypatch: pytest.Mon
         for k in range(3):
             assert bytes(group.begin(asked(), lambda k=k: [message(k, 50_000)])) == message(k, 50_000)  # type: ignore[misc]
             group.agree(None)
-        return 50_000 < max(comm.sent)
+        return max(comm.sent) > 50_000
 
     assert on_ranks(4, work) == [True] * 4
 
@@ -179,18 +179,17 @@ def test_an_error_is_told_though_there_is_a_shelf() -> None:
     assert len({*on_ranks(3, work)}) == 1
 
 
-def test_after_it_is_forgotten_there_is_another_one() -> None:
-    """Wrong if a rank still used memory that another one may be reading, after a call was interrupted."""
+def test_an_exchange_that_ended_badly_does_not_end_it() -> None:
+    """Wrong if a rank that drops the memory of its exchange could not see what another one puts here."""
 
     def work(group: OneMachine, comm: Counting) -> bool:
         for k in range(4):
-            if k == 2:
-                held = bytes(told)
+            if k == 2 and group.rank == 1:
                 group.forget_shared_memory()
             told = group.begin(asked(), lambda k=k: [message(k, 50_000)])  # type: ignore[misc]
             assert bytes(told) == message(k, 50_000)
             group.agree(None)
-        return held == message(1, 50_000)
+        return True
 
     assert on_ranks(2, work) == [True] * 2
 
