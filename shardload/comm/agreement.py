@@ -27,6 +27,9 @@ from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "digest_of"]
 
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
 _NUMBERS = 3  # at the beginning of the head: where the bytes are, and where they begin and end there
@@ -160,6 +163,26 @@ class Agreement:
         """Gather some integers from every rank, on every rank: a row for each. Collective."""
         mine = np.array(values, dtype=np.int64)
         return mine[None] if self.size == 1 else self._collectives.gather(mine)
+
+    def gather_rows(self, mine: Int64s, root: int = 0) -> list[Int64s] | None:
+        """On `root`: the integers of every rank, of which each may have another number; None elsewhere. Collective."""
+        return [mine] if self.size == 1 else self._collectives.gather_rows(mine, root)
+
+    def scatter_rows(self, rows: list[Int64s] | None, root: int = 0) -> Int64s:
+        """Return what `root` has for this rank: one row for each rank. Collective."""
+        return self._collectives.scatter_rows(rows, root) if self.size > 1 or rows is None else rows[0]
+
+    def pass_on(self, mine: Int64s, to: int, source: int) -> Int64s:
+        """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
+        return mine if self.size == 1 else self._collectives.pass_on(mine, to, source)
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Send bytes to another rank, which calls `receive`. Not collective."""
+        self._collectives.send(data, to)
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Receive as many bytes from another rank. Not collective."""
+        self._collectives.receive(into, source)
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""

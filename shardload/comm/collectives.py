@@ -25,6 +25,8 @@ __all__ = ["Collectives", "JaxCollectives", "MpiCollectives", "duplicate", "jax_
 _log = logging.getLogger("shardload")
 _BACKOFF = Backoff(n_awake=16, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=16)
 _NOTICE_SECONDS = 20.0
+_PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
+_MOST_NBYTES = 1 << 30  # of a message
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; a process that has died is noticed long before
 
@@ -48,6 +50,26 @@ class Collectives(Protocol):
 
     def broadcast(self, data: Bytes, root: int) -> None:
         """Fill `data` with the `data` of `root`."""
+        ...
+
+    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
+        """On `root`: the integers of every rank, of which each may have another number. None on the others."""
+        ...
+
+    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
+        """The opposite: return what `root` has for this rank."""
+        ...
+
+    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
+        """Send integers to a rank, and return those that `source` sends. Every rank sends once and receives once."""
+        ...
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Send bytes to a rank, which calls `receive`. Not collective."""
+        ...
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Receive as many bytes from a rank."""
         ...
 
 
@@ -84,6 +106,53 @@ class MpiCollectives:
     def broadcast(self, data: Bytes, root: int) -> None:
         """See `Collectives`."""
         self._finish(lambda: self._comm.Ibcast(data, root), data)
+
+    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
+        """See `Collectives`."""
+        kind, is_root = self._mpi.INT64_T, self._comm.rank == root
+        sizes = self.gather(np.array([len(mine)], dtype=np.int64))[:, 0]
+        everyone = np.empty(int(sizes.sum()) if is_root else 0, dtype=np.int64)
+        starts = np.cumsum(sizes) - sizes
+        into = [everyone, sizes.tolist(), starts.tolist(), kind] if is_root else None
+        self._finish(lambda: self._comm.Igatherv([mine, len(mine), kind], into, root), mine, everyone)
+        return np.split(everyone, starts[1:]) if is_root else None
+
+    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
+        """See `Collectives`."""
+        kind, given, size = self._mpi.INT64_T, None, np.empty(1, dtype=np.int64)
+        sizes = np.array([len(row) for row in rows or []], dtype=np.int64)
+        everyone = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        self._finish(lambda: self._comm.Iscatter(sizes if rows else None, size, root), sizes, size)
+        mine = np.empty(int(size[0]), dtype=np.int64)
+        if rows:
+            given = [everyone, sizes.tolist(), (np.cumsum(sizes) - sizes).tolist(), kind]
+        self._finish(lambda: self._comm.Iscatterv(given, [mine, len(mine), kind], root), everyone, mine)
+        return mine
+
+    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
+        """See `Collectives`."""
+        size = np.empty(1, dtype=np.int64)
+        self._pass_on(np.array([len(mine)], dtype=np.int64), size, to, source)
+        found = np.empty(int(size[0]), dtype=np.int64)
+        self._pass_on(mine, found, to, source)
+        return found
+
+    def send(self, data: Bytes, to: int) -> None:
+        """See `Collectives`."""
+        for at in range(0, len(data), _MOST_NBYTES):
+            some = data[at : at + _MOST_NBYTES]
+            self._finish(lambda some=some: self._comm.Isend(some, to, _PASS_ON_TAG), some)  # type: ignore[misc]
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """See `Collectives`."""
+        for at in range(0, len(into), _MOST_NBYTES):
+            some = into[at : at + _MOST_NBYTES]
+            self._finish(lambda some=some: self._comm.Irecv(some, source, _PASS_ON_TAG), some)  # type: ignore[misc]
+
+    def _pass_on(self, mine: Integers, into: Integers, to: int, source: int) -> None:
+        arriving = self._comm.Irecv(into, source, _PASS_ON_TAG)
+        self._finish(lambda: self._comm.Isend(mine, to, _PASS_ON_TAG), mine, into, arriving)
+        self._finish(lambda: arriving, mine, into)
 
     def _finish(self, start: Callable[[], Any], *buffers: Any) -> None:
         self._look()  # raises if the group has stalled, before another collective is started
@@ -204,6 +273,36 @@ class JaxCollectives:
             let_interruption_pass(error)
             raise _gone(error) from error
         self._done()
+
+    def gather_rows(self, mine: Integers, root: int) -> list[Integers] | None:
+        """See `Collectives`. Every process gets all of them: there is no other way."""
+        found = self._gather_rows(mine)
+        return found if self._rank == root else None
+
+    def scatter_rows(self, rows: list[Integers] | None, root: int) -> Integers:
+        """See `Collectives`."""
+        sizes = [len(row) for row in rows or []]
+        found = self._gather_rows(np.array([*sizes, *np.concatenate(rows)] if rows else [], dtype=np.int64))[root]
+        starts = np.cumsum([self._size, *found[: self._size]])
+        return found[starts[self._rank] : starts[self._rank + 1]]
+
+    def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
+        """See `Collectives`."""
+        return self._gather_rows(mine)[source]
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Without MPI there is no way."""
+        raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Without MPI there is no way."""
+        self.send(into, source)
+
+    def _gather_rows(self, mine: Integers) -> list[Integers]:
+        sizes = self.gather(np.array([len(mine)], dtype=np.int64))[:, 0]
+        padded = np.zeros(int(sizes.max()), dtype=np.int64)
+        padded[: len(mine)] = mine
+        return [row[:size] for row, size in zip(self.gather(padded), sizes.tolist(), strict=True)]
 
     def _wait(self, call: Callable[[], Any]) -> Any:
         """Return or raise the result of `call`, which runs in a thread: JAX has no way to call `look` while it waits."""
