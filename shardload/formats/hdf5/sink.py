@@ -82,6 +82,8 @@ class Hdf5Sink(Sink):
         same page can lose each other's bytes.
     attrs : mapping
         Attributes of the file.
+    group_attrs : mapping
+        Attributes of its groups, by their full names.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class Hdf5Sink(Sink):
         is_netcdf: bool = False,
         alignment: int = 1,
         attrs: Mapping[str, Any] | None = None,
+        group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._group_attrs = group_attrs or {}
         Target(path, mode)  # checks the mode
         self.path, self.mode, self._is_netcdf, self._alignment, self._attrs = (
             path,
@@ -143,6 +147,9 @@ class Hdf5Sink(Sink):
             if self._is_netcdf and one.spec.fill_value is not None:
                 attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
             write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
+        for name, found in self._group_attrs.items():
+            if name.strip("/") and isinstance(file.get(name), h5py.Group):
+                write_attrs(file[name], name, found, is_netcdf=self._is_netcdf)
         name_axes(file, specs, is_netcdf=self._is_netcdf)
 
     def _make(self, file: h5py.File, name: str, one: _Hdf5Encoder, is_trial: bool) -> None:

@@ -96,6 +96,8 @@ class ZarrSink(Sink):
         Of the format: 3 or 2.
     attrs : mapping
         Attributes of the root.
+    group_attrs : mapping
+        Attributes of groups, by their full names.
     """
 
     def __init__(
@@ -106,10 +108,12 @@ class ZarrSink(Sink):
         mode: str = "w-",
         version: int = 3,
         attrs: Mapping[str, Any] | None = None,
+        group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         Target(path, mode)  # checks the mode
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
+        self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, _ZarrEncoder] = {}
         for name, spec in specs.items():
             checked = spec.checked(name)
@@ -161,7 +165,7 @@ class ZarrSink(Sink):
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
         for folder in sorted(groups, reverse=True):  # "" is the last
-            attrs = self.attrs if not folder else {}
+            attrs = self.attrs if not folder else self.group_attrs.get(folder, {})
             if self.version == 2:
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
