@@ -11,7 +11,8 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ShardloadError, printable
-from shardload.jobs.copying import CopyReport, CopyRequest, copy_file
+from shardload.jobs.copy_request import CopyRequest
+from shardload.jobs.copying import CopyReport, copy_file
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap
 from shardload.units import format_nbytes
 
@@ -77,7 +78,7 @@ _INSTEAD = (
 )
 _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
 _EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?\(?([\d, ]+?),?\)?'?(?=$|[\s.;)])")
-_FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype) (is|are) ")
+_FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
 
 
 def copy_as_typed(message: str) -> str:

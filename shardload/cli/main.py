@@ -365,9 +365,9 @@ def copy(
     sizes = {"chunks": parse_sizes(chunks, "--chunks"), "shards": parse_sizes(shards, "--shards")}
     packing = parse_compression(compression)
     with _one_message(copy_as_typed):
-        from shardload.jobs.copying import CopyRequest
+        from shardload.jobs.copy_request import CopyRequest
 
-        more = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
+        more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
         more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
         request = CopyRequest.check(source, target, dataset=names, select=index, compression=packing, **sizes, **more)
     raise typer.Exit(run(request, only_plan=dry_run, as_json=as_json))

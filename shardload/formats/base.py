@@ -182,8 +182,8 @@ class Properties:
     dims : tuple of str or None
         The name of each axis; None for an axis without one.
     attrs : mapping
-        The author's attributes, with their types. ``_FillValue`` is there if a value marks missing data, however the format says
-        it, as a scalar of the array's type.
+        The author's attributes, with their types. ``_FillValue``, a scalar of the array's type, is there if a value marks
+        missing data, however the format says that.
     compression : mapping or None
         How chunks are compressed: the keywords of `sink.Compression`.
     checksum : bool
@@ -620,9 +620,9 @@ class OpenFile(abc.ABC):
         return None
 
     def groups(self) -> Mapping[str, Mapping[str, Any]]:
-        """The attributes of the file (``"/"``) and of its groups, by their full names. Those without attributes may be left out.
+        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none.
 
-        By default none.
+        Groups without attributes may be left out.
         """
         return {}
 

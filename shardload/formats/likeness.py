@@ -53,7 +53,7 @@ class Asked:
 
 
 def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked) -> tuple[ArraySpec, list[str]]:
-    """The spec of an array of format `kind` (`saving.FORMATS`) that is like one of another file; and notes of what was left out.
+    """The spec of an array of format `kind` (`saving.FORMATS`) that is like one of another file; and what was left out.
 
     Raises
     ------

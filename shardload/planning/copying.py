@@ -4,10 +4,10 @@ Pure: integers in, integers out.
 
 1. An array is cut into *slabs* of whole *units*: what of the target is written at once (a chunk, or a run of an array in one
    piece). Their edges are those of chunks of the source, too, wherever that fits into memory: then no chunk is decoded twice.
-2. `Alone`: a slab fits into the memory of one rank, which reads it by itself. No rank waits for another.
-3. `Together`: a slab takes the memory of all ranks. Its chunks are read once, by all, and what others need is sent to them.
-4. Slabs of all arrays are dealt out in rounds (`plan_rounds`). The rounds of `Together` come first, as all ranks have equally many
-   of them.
+2. Alone: a slab fits into the memory of one rank, which reads it by itself. No rank waits for another.
+3. Together: a slab takes the memory of all ranks. Its chunks are read once, by all, and what others need is sent to them.
+4. Slabs of all arrays are dealt out in rounds (`plan_rounds`). Rounds of all together come first, as all ranks have equally
+   many of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_units(shape: tuple[int, ...], itemsize: int, page: int = 1) -> tuple[tup
             continue
         step = page // math.gcd(row, page)
         n = max(step, _RUN_NBYTES // row // step * step)
-        fits = n >= shape[axis] and not axis or (page == 1 or (n * row <= 4 * _RUN_NBYTES and not shape[axis] * row % page))
+        fits = (n >= shape[axis] and not axis) or (page == 1 or (n * row <= 4 * _RUN_NBYTES and not shape[axis] * row % page))
         fits = fits or (not axis and n * row <= 4 * _RUN_NBYTES)
         return ((1,) * axis + (min(n, shape[axis]),) + tuple(shape[axis + 1 :])), fits
     return (1,) * len(shape), page == 1

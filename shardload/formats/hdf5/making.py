@@ -99,9 +99,7 @@ def _compression(filters: list[tuple[int, int, Any, bytes]]) -> tuple[dict[str, 
     made: dict[str, Any] = {"name": NAMES.get(number, str(number)), "shuffle": is_shuffled}
     if len(rest) > 1:  # no format takes two
         made["name"] = " then ".join(NAMES.get(one, str(one)) for one, _ in rest)
-    elif number == 1:
-        made["level"] = values[0]
-    elif number == 32015 and len(values) == 1:
+    elif number == 1 or (number == 32015 and len(values) == 1):
         made["level"] = values[0]
     elif number == 32001 and len(values) >= 7:
         made |= {"level": values[4], "shuffle": values[5] == 1}

@@ -46,9 +46,9 @@ from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
+from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
 from shardload.formats.hdf5.missing import MissingChunks
-from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
 from shardload.formats.labels import Labels

@@ -36,8 +36,7 @@ def properties_of(array: Any, labels: Labels) -> Properties:
         inside = [options for name, options in chain if name == "sharding_indexed"]
         chain = [_named(entry) for entry in inside[0]["codecs"]] if inside else chain
         compression, checksum = _compression([one for one in chain if one[0] not in _NOT_COPIED], dtype.itemsize)
-        if _is_big(chain) and dtype.isnative:
-            dtype = dtype.newbyteorder(">")
+        dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if is_number and dtype.kind != "V" else dtype
     return Properties(
         dtype=dtype,
         dims=labels.dims,
