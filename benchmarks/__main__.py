@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cases import cells as c
-from benchmarks.cases.layouts import default_folder, field, make, many
+from benchmarks.cases import saves as s
+from benchmarks.cases.layouts import default_folder, field, make, many, reference_of
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import grid as g
+from benchmarks.runs import saves
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
@@ -32,6 +34,7 @@ app = typer.Typer(
 ALL_LAYOUTS = ",".join(c.LAYOUTS)
 MEMORY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,zarr-sharded"  # in `all`, for time
 SMALL_CHUNKS = ",".join(c.SMALL_CHUNK_LAYOUTS)
+SAVE_LAYOUTS = ",".join(s.SAVE_LAYOUTS)
 DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
@@ -269,6 +272,33 @@ def grid(
     typer.echo(g.table(record))
 
 
+@app.command("save")
+def save_command(
+    size: Size = 512,
+    layouts: Layouts = SAVE_LAYOUTS,
+    specs: Annotated[str, typer.Option(help="Separated by ';'.")] = ";".join(s.SAVE_SPECS),
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = ",".join(map(str, s.SAVE_RANKS)),
+    ways: Annotated[
+        str, typer.Option(help=f"Separated by commas, or all that are installed: {', '.join(s.SAVE_WAYS)}.")
+    ] = "all",
+    repeats: Repeats = 5,
+    data: Data = DATA_FOLDER,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where files are written, and removed again.  [default: in memory, /dev/shm]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "save.json",
+) -> None:
+    """Time saves: shardload, gathering on rank 0, parallel HDF5, zarr-python, TensorStore, Orbax, and the floor."""
+    wanted = s.save_cells(
+        _known(layouts.split(","), s.SAVE_LAYOUTS), _known(specs.split(";"), c.SPECS), [int(n) for n in ranks.split(",")]
+    )
+    chosen = saves.default_ways(say) if ways == "all" else _known(ways.split(","), s.SAVE_WAYS)
+    reference = reference_of(data, size, say)
+    target = folder or saves.default_folder(data, 4 * size**3)
+    saves.measure_saves(wanted, reference, target, chosen, repeats=repeats, out=out, say=say)
+    typer.echo(out)
+
+
 @app.command()
 def heat() -> None:
     """Install Heat (with PyTorch, a large download) into .venv-heat, once."""
@@ -301,6 +331,7 @@ def everything(
         (small, {"data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
+        (save_command, {"size": size, "repeats": repeats, "data": data, "out": results / "save.json"}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
         (field_command, {"repeats": repeats, "data": data, "results": results}),
         (report, {"results": results}),

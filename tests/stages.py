@@ -55,19 +55,20 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# In one lane the stages on 4 ranks: ranks that wait for each other would take turns on a core with those of another stage.
-# Beside them what waits more than it works, as a Slurm cluster does, or has no more ranks than there are cores.
+# Two lanes that end at about the same time. The largest job comes last in the first one, when it has most of two cores: ranks
+# that wait for each other take turns on a core with what runs beside them. In the second lane one job after the other, and at
+# its end what waits more than it works, as a Slurm cluster does.
 LANES = (
     (
         make("pytest: 1 process and the jobs it starts", "test-plain"),
         make("pytest: 4 ranks", "test-mpi", "N=4"),
-        make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
     ),
     (
         tool("mypy", "mypy"),
+        make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
+        make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
         make("doctests", "test-doctests"),
         make("pytest: slurm", "test-slurm"),
-        make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
     ),
 )
 

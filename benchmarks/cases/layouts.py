@@ -89,19 +89,25 @@ def plane(size: int, i: int) -> np.ndarray[Any, Any]:
     return (np.round(field * STEPS_PER_UNIT) / STEPS_PER_UNIT).astype(np.float32)
 
 
-def make(
-    folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
-) -> dict[str, File]:
-    """Write what is missing under `folder`; return all by name."""
-    if size % (2 * cube(size)):
-        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+def reference_of(folder: Path, size: int, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The plain values, size^3; written if they are missing."""
     folder = folder / f"{size}-recipe-{RECIPE}"
     folder.mkdir(parents=True, exist_ok=True)
     reference = folder / REFERENCE
     if not reference.exists():
         say(f"writing {reference.name}, {size}^3")
         _write_reference(reference, size)
-    files = {}
+    return reference
+
+
+def make(
+    folder: Path, size: int, layouts: Sequence[str] = LAYOUTS, say: Callable[[str], None] = lambda _: None
+) -> dict[str, File]:
+    """Write what is missing under `folder`; return all by name."""
+    if size % (2 * cube(size)):
+        raise ValueError(f"size is {size}; expected a multiple of {2 * cube(size)}, such as 64, 128, 256 or 512")
+    reference = reference_of(folder, size, say)
+    folder, files = reference.parent, {}
     for layout in layouts:
         suffix = ".zarr" if layout.startswith("zarr") else ".h5"
         file = File(layout, folder / f"{layout}{suffix}", NAME if suffix == ".h5" else "", reference)

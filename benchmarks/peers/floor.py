@@ -30,6 +30,8 @@ import hdf5plugin  # noqa: F401  (h5py opens Blosc files with it)
 import numcodecs
 import numpy as np
 
+from benchmarks.cases.saves import SaveLayout
+from benchmarks.peers.save_floor import SaveFloor, deflater
 from benchmarks.remote import serve
 
 CORES = len(os.sched_getaffinity(0))
@@ -233,9 +235,21 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD
     n_threads = max(1, CORES // comm.size)
-    floor = Floor(n_threads)
+    floor, saves = Floor(n_threads), SaveFloor(n_threads)
+
+    def save(request: dict[str, Any]) -> dict[str, Any]:
+        layout, path = SaveLayout.of(request["layout"]), request["path"]
+        saves.prepare(request["reference"], layout, comm.rank, comm.size)
+        if comm.rank == 0:
+            Path(path).touch()
+        comm.Barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        saves.run(path, layout.codec)
+        return {"start": start, "end": time.perf_counter(), "cpu": time.process_time() - cpu}
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "save":
+            return save(request)
         file = request["file"]
         job = job_of(file["path"], file["dataset"]).share(comm.rank, comm.size)
         floor.make_room(job.nbytes)
@@ -245,7 +259,9 @@ def main() -> None:
         cpu = time.process_time() - cpu
         return {"start": start, "end": start + decode + copy, "cpu": cpu, "report": {"decode": decode, "copy": copy}}
 
-    serve(handle, comm.rank, {"inflate": inflate()[0], "cores": str(CORES), "threads": str(n_threads)})
+    serve(
+        handle, comm.rank, {"inflate": inflate()[0], "deflate": deflater()[0], "cores": str(CORES), "threads": str(n_threads)}
+    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from mpi4py import MPI
 
 import shardload
 from benchmarks.cases.cells import box, mesh_shape
+from benchmarks.cases.saves import SaveLayout
+from benchmarks.peers import savers
 from benchmarks.peers.many import MANY
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
@@ -154,7 +156,29 @@ def verification(request: dict[str, Any]) -> dict[str, Any]:
     return {**times, "report": dataclasses.asdict(made[0].report) if made[0].report else {}}
 
 
-HANDLERS = {"run": run, "many": many, "scatter": scatter, "memory": memory, "verification": verification}
+def save(request: dict[str, Any]) -> dict[str, Any]:
+    """Save an array that is on the devices, kept from the first request on; the peak of this rank's memory meanwhile."""
+    way, layout, key = request["way"], SaveLayout.of(request["layout"]), (request["reference"], request["spec"])
+    if kept.get("saved") != key:
+        kept.clear()
+        values = np.load(request["reference"], mmap_mode="r")
+        # A copy each: a save that reads the pages of a file would not be of memory.
+        array = jax.make_array_from_callback(values.shape, sharding_of(request["spec"]), lambda index: np.array(values[index]))
+        kept.update(saved=key, array=jax.block_until_ready(array))
+    gc.collect()
+    before = _resident_nbytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    comm.Barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    savers.SAVES[way](kept["array"], request["path"], layout, request["spec"], comm)
+    end, cpu = time.perf_counter(), time.process_time() - cpu
+    peak = _resident_nbytes("VmHWM") - before
+    comm.Barrier()
+    report = dict(savers.last_report) if way.startswith("shardload") else {}
+    return {"start": start, "end": end, "cpu": cpu, "peak_nbytes": peak, "report": report}
+
+
+HANDLERS = {"run": run, "many": many, "scatter": scatter, "memory": memory, "verification": verification, "save": save}
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:

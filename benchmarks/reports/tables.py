@@ -32,9 +32,10 @@ from benchmarks.cases.cells import (
 from benchmarks.runs.devices import devices_table
 from benchmarks.runs.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.runs.measure import median
+from benchmarks.runs.saves import save_musts, save_table
 from benchmarks.runs.verification import verification_table
 
-KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "many", "memory", "verify", "devices")
+KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "many", "memory", "verify", "devices", "save")
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -87,6 +88,7 @@ def write_report(folder: Path, records: dict[str, Record]) -> Path:
     parts += [*many_table(records.get("many")), *memory_table(records.get("memory"))]
     parts += verification_table(records.get("verify"))
     parts += devices_table(records.get("devices"))
+    parts += save_table(records.get("save"))
     parts += failures(records)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "table.md"
@@ -164,6 +166,7 @@ def must_table(records: dict[str, Record]) -> list[str]:
         *_small_musts(records.get("small")),
         *_many_musts(records.get("many")),
         *_memory_musts(records.get("memory")),
+        *(_must(*must) for must in save_musts(records.get("save"))),
     ]
     return [*lines, ""]
 

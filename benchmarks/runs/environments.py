@@ -46,6 +46,8 @@ def missing(job: str) -> str:
     """Why a job cannot run here, and what to install; empty where it can."""
     if job == "heat" and not _imports(heat_python(), "mpi4py", "heat"):
         return "Heat has no environment yet: python -m benchmarks heat"
+    if job == "orbax" and importlib.util.find_spec("orbax") is None:
+        return "Orbax is not installed: pip install orbax-checkpoint"
     if job == "parallel-hdf5":
         script = "import h5py, mpi4py, sys; sys.exit(not h5py.get_config().mpi)"
         there = SYSTEM_PYTHON.exists() and shutil.which("mpiexec.openmpi")

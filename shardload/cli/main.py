@@ -40,6 +40,7 @@ from shardload.units import format_nbytes
 if TYPE_CHECKING:
     from shardload.formats.base import ArrayInfo
     from shardload.formats.labels import Coordinate
+    from shardload.formats.leftovers import Leftover
     from shardload.jobs.tree_plan import TreePlan
 
 __all__ = ["app", "main"]
@@ -158,14 +159,23 @@ def info(
       shardload info "run.h5:/fields/*"
 
       shardload info run.zarr --json
+
+    Of what a save that was killed left (NAME.TOKEN.unfinished), it says whether it
+    is whole and what to do with it.
     """
     with _one_message(info_as_typed):
         from shardload.formats.access import Access, Limits
+        from shardload.formats.leftovers import find_leftover
         from shardload.formats.lookup import find_array, list_labelled, read_labels, split_path
         from shardload.options import filter_names
 
         path, dataset = split_path(file)
         access = Access(allow_external, frozenset(filter_names(allow_filters)), Limits() if untrusted else None)
+        left = find_leftover(path)
+        if left is not None:
+            arrays = list_labelled(path, access, _MOST_LABELLED) if left.is_whole else []
+            _print_leftover(left, arrays, as_json)
+            return
         arrays = list_labelled(path, access, _MOST_LABELLED)
         is_group = dataset is not None and (dataset == "*" or dataset.endswith("/*"))
         if dataset is not None and is_group:
@@ -486,6 +496,20 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
     narrow = [[column.title for column in columns[:-1]], ["name", "shape", "dtype", "size"], ["name", "shape", "dtype"]]
     lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
     typer.echo("\n".join(lines))
+
+
+def _print_leftover(left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) -> None:
+    """What a save left, and what is in it if it is whole."""
+    if as_json:
+        about = {"path": left.path, "save_of": left.target, "what": left.what, "is_whole": left.is_whole}
+        about |= {"commands": dict(left.commands), "arrays": [_describe(array) for array in arrays]}
+        typer.echo(_to_json(about))
+        return
+    lines = wrap(printable(f"{left.path} {left.told}. If no save runs there any more,"), width_of())
+    lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
+    typer.echo("\n".join(lines))
+    if left.is_whole:
+        _print_arrays(left.path, arrays)
 
 
 def _count(n: int, what: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from shardload.errors import ConfigError, ShardloadError, SourceError, printable
 from shardload.formats.base import ArrayInfo, nbytes_of, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
+from shardload.formats.leftovers import find_leftover
 from shardload.formats.untrusted.answers import HelperError
 from shardload.system.interruption import let_interruption_pass
 
@@ -124,6 +125,9 @@ def _what_is_there_instead(path: str) -> str:
 
 def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> SourceError:
     """The error about a file that no format claims, with the formats that can be loaded, and the installed ones that failed."""
+    left = None if "://" in path else find_leftover(path)
+    if left is not None:
+        return SourceError(str(left), path=path)
     more = f" Installed, but not to be used: {'; '.join(failed)}." if failed else ""
     return SourceError(f"{_what_it_is(path)} Formats that can be loaded here: {', '.join(formats)}.{more}", path=path)
 

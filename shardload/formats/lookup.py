@@ -34,6 +34,7 @@ from shardload.formats.diagnosis import (
     unclaimed,
 )
 from shardload.formats.labels import SMALL_NBYTES, Labels, complete
+from shardload.formats.leftovers import refuse_leftover
 from shardload.formats.untrusted.source import UntrustedSource, find, find_labels, list_all
 from shardload.planning.rates import START_SECONDS, one_reader_seconds
 from shardload.planning.region import Region
@@ -185,6 +186,7 @@ def find_array(
         return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
     if dataset is None:
         path, dataset = split_path(path)
+    refuse_leftover(path)
     file_format = format_of(path)
     if dataset is None:
         infos, has_more = _sketch(file_format, path, access)
@@ -592,6 +594,7 @@ class Finder:
                 f"'*' stands for the arrays of a file, but the {type(path_or_object).__name__} that was handed in is one "
                 "array. Pass the path of the file"
             )
+        refuse_leftover(path)
         if self._access.untrusted is not None:
             infos = list_arrays(path, self._access)
         else:
@@ -641,6 +644,7 @@ class Finder:
         key = self._places[path]
         file = self._files.get(key)
         if file is None:
+            refuse_leftover(path)
             file_format = format_of(path)
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
@@ -685,7 +689,9 @@ def _untrusted_place(path_or_object: Any, dataset: str | None) -> tuple[str, str
             f"untrusted=True opens the file in another process, but this one has the {type(path_or_object).__name__} that was "
             "handed in. Pass the path of the file, or leave out untrusted=True"
         )
-    return (path, path, dataset) if dataset is not None else (path, *split_path(path))
+    whole, file, name = (path, path, dataset) if dataset is not None else (path, *split_path(path))
+    refuse_leftover(file)
+    return whole, file, name
 
 
 def _full_name(dataset: str) -> str:

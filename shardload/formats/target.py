@@ -23,9 +23,22 @@ from typing import Any
 
 from shardload.errors import ConfigError, SourceError
 
-__all__ = ["MODES", "Target", "mark", "named", "put_at", "sync_folder", "temporary_of", "unwritten"]
+__all__ = [
+    "FOLDER_MARK",
+    "MARK_BEGINS",
+    "MODES",
+    "Target",
+    "mark",
+    "named",
+    "put_at",
+    "sync_folder",
+    "temporary_of",
+    "unwritten",
+]
 
 MODES = ("w-", "w")
+MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
+FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
 _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
 _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _AT_FDCWD = -100
@@ -54,7 +67,7 @@ def temporary_of(path: str) -> tuple[str, str] | None:
 
 def mark(token: str, path: str) -> bytes:
     """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
-    return f"shardload unfinished {token} {os.path.basename(path)}".encode()[:63].ljust(63) + b"\n"
+    return (MARK_BEGINS + f"{token} {os.path.basename(path)}".encode())[:63].ljust(63) + b"\n"
 
 
 def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ __all__ = ["Call", "Memo", "Planned", "Request", "Target", "for_each_kind", "pla
 _RECENT = 32  # plans to keep, per group: those of the last calls, or of the arrays of a tree
 # A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_SIZES_PER_DOUBLING = 4  # stored sizes for which plans are made, with a machine: 19 % apart
 _PLAN = "a plan"
 _DATASET = OPTIONS["dataset"]
 _NAMES = tuple(Options.check().describe())
@@ -640,6 +642,8 @@ def plan_file(
     kind: tuple[Any, ...] = (info.shape, info.dtype, info.chunks, info.codec, info.shards, info.format)
     if call.options.decode:
         kind = (*kind, json.dumps(dict(info.packing)))  # with the types
+    if call.machine is not None and info.nbytes_stored:  # its file system sends them; about, for files of a series differ a bit
+        kind = (*kind, round(_SIZES_PER_DOUBLING * math.log2(info.nbytes_stored)))
     of_call = (id(call), origin is None, *kind)
     found = None if planned is None else planned.get(of_call)
     if found is None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import shardload
 from benchmarks.__main__ import app
 from benchmarks.cases.cells import FLOOR, LAYOUTS, OURS, Cell
-from benchmarks.cases.layouts import make
+from benchmarks.cases.layouts import make, reference_of
+from benchmarks.cases.saves import SAVE_LAYOUTS, SAVE_SPECS
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import environments
 from benchmarks.runs.measure import measure
+from benchmarks.runs.saves import measure_saves
 from tests.jobs.launch import job_command, job_environment
 
 HERE = Path(__file__).parent
@@ -106,3 +110,36 @@ def test_a_way_that_loads_wrong_values_is_found_and_left_out(tmp_path: Path) -> 
     table = write_report(tmp_path, read_records(tmp_path)).read_text()
     assert "## Failed" in table
     assert "values of shard" in table.partition("## Failed")[2]
+
+
+SAVES = ("gather", "zarr-python", "tensorstore", FLOOR, *((OURS,) if hasattr(shardload, "save") else ()))
+
+
+def test_every_way_of_saving_is_verified_and_reported(tmp_path: Path) -> None:
+    """Pieces that are whole chunks, and planes and shards cut between ranks: what is written is read by h5py and zarr."""
+    options = ["--ways", ",".join(SAVES), "--repeats", "1", "--data", str(tmp_path / "data"), "--ranks", "2"]
+    options += ["--folder", str(tmp_path / "saves"), "--out", str(tmp_path / "save.json")]
+    command("save", "--size", "16", "--specs", "-,a,b;a,b", *options)
+    record = json.loads((tmp_path / "save.json").read_text())
+    assert [(cell["layout"], cell["spec"]) for cell in record["cells"]] == [(n, s) for n in SAVE_LAYOUTS for s in SAVE_SPECS]
+    for cell in record["cells"]:
+        expected = [way for way in SAVES if way in ("gather", FLOOR, OURS) or cell["layout"].startswith("zarr")]
+        assert sorted(cell["ways"]) == sorted(expected)
+        for way, took in cell["ways"].items():
+            assert "error" not in took, (cell["layout"], way, took)
+            assert took.get("verified", False) == (way != FLOOR) and len(took["seconds"]) == 1
+            assert took["stored_nbytes"] > 0 and len(took["peaks_nbytes"]) == (way != FLOOR)
+    assert os.listdir(tmp_path / "saves") == [] and str(tmp_path) not in (tmp_path / "save.json").read_text()
+    table = command("report", "--results", str(tmp_path))
+    assert "## Saving 16 x 16 x 16 float32 to a disk, 1 repeats" in table
+    assert '| zarr-sharded | `P(None, "a", "b")` | 2 |' in table
+
+
+def test_a_way_that_saves_wrong_values_is_found_and_left_out(tmp_path: Path) -> None:
+    reference = reference_of(tmp_path, 16)
+    cells = [Cell("hdf5-gzip-planes", "-,a,b", 2), Cell("zarr-zstd-cubes", "a,b", 2)]
+    program = [str(HERE / "scripts" / "wrong_saver.py")]
+    found = measure_saves(cells, reference, tmp_path / "saves", ["gather"], repeats=1, program=program)
+    for cell in found["cells"]:
+        assert "does not hold the values that were saved" in cell["ways"]["gather"]["error"]
+        assert not cell["ways"]["gather"]["seconds"]

@@ -531,6 +531,25 @@ def test_rank_0_reads_the_machine_and_tells_the_others(
         same_error(comm, differs, PeerError, "machine", "'ibex'", "'perlmutter'")
 
 
+def test_a_machine_keeps_plans_for_files_of_about_one_stored_size(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a file that does not shrink were planned with the bytes of one before it that did."""
+    values = np.random.default_rng(0).integers(0, 1 << 30, (8, 16, 12), np.int32)
+    of_kind = {"small": np.zeros_like(values), "large": values, "same": values[::-1]}
+    if comm.rank == 0:
+        for name, one in of_kind.items():
+            with h5py.File(shared_tmp_path / f"{name}.h5", "w") as file:
+                file.create_dataset(NAME, data=one, chunks=(2, 16, 12), compression="gzip")
+    comm.barrier()
+    found = {}
+    for name, one in of_kind.items():
+        plan = shardload.plan(
+            shared_tmp_path / f"{name}.h5", mesh_of(), P("a"), dataset=NAME, readers="parallel", machine="ibex"
+        )
+        check(plan.execute(), one, mesh_of(), P("a"))
+        found[name] = plan.costs["parallel"].fs_nbytes
+    assert 4 * found["small"] < found["large"] == found["same"], found
+
+
 def test_a_file_system_is_measured_by_all_ranks(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a rank read a file that is not there, or if an error were that of one rank."""
     monkeypatch.setattr(measuring, "_FILE_NBYTES", 1 << 20)

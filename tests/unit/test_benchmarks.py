@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any
 
 import h5py
 import jax
+import numcodecs.zstd
 import numpy as np
 import pytest
 import zarr
@@ -16,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mpi4py.MPI import COMM_WORLD
 
+from benchmarks.cases import saves
 from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
-from benchmarks.cases.layouts import boxes, cube, make, plane
-from benchmarks.peers import floor, ways
+from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
+from benchmarks.peers import floor, save_floor, ways
 from benchmarks.reports.tables import must_table
 from benchmarks.runs import grid
+from benchmarks.runs.saves import save_musts, save_table
 
 SIZE = 16
 
@@ -158,3 +162,60 @@ def test_plans_take_the_right_way_in_the_measured_grid() -> None:
     assert asked["estimate within 2x, of the way taken"] >= 0.9 and asked["estimate within 2x, of all ways"] >= 0.9
     table = grid.table(found)
     assert '| 16, 4 | slow | slow | hdf5-contiguous | `P(None, "a", "b")` |' in table and "| all | " in table
+
+
+# --- saving
+
+
+def test_whole_units_for_every_rank_are_the_array() -> None:
+    """Wrong if two ranks had the same unit, or one was cut: peers that write from every process would spoil each other's."""
+    for shape, unit in (((8, 16, 24), (1, 16, 24)), ((8, 16, 24), (4, 8, 8)), ((7, 9, 5), (2, 4, 5))):
+        for n in (1, 2, 4, 6, 8):
+            count = np.zeros(shape, int)
+            for rank in range(n):
+                place = saves.own_box(shape, unit, n, rank)
+                count[place] += 1
+                assert all(
+                    s.start % u == 0 and (s.stop % u == 0 or s.stop == m) for s, u, m in zip(place, unit, shape, strict=True)
+                )
+            assert (count == 1).all(), (shape, unit, n)
+    assert saves.is_aligned((8, 8, 8), (4, 4, 4), "a,b", 4) and not saves.is_aligned((8, 8, 8), (1, 8, 8), "-,a,b", 4)
+
+
+@pytest.mark.parametrize("layout", saves.SAVE_LAYOUTS)
+def test_the_floor_encodes_every_chunk(tmp_path: Path, layout: str) -> None:
+    """Wrong if processes or threads wrote over each other, or left chunks out."""
+    reference, asked = reference_of(tmp_path, SIZE), saves.save_layout(layout, SIZE)
+    values, path = np.load(reference), tmp_path / "out"
+    path.touch()
+    floors = [save_floor.SaveFloor(2) for _ in range(3)]
+    total = 0
+    for rank, machine in enumerate(floors):
+        machine.prepare(str(reference), asked, rank, 3)
+        total += machine.run(str(path), asked.codec)
+    data = path.read_bytes()
+    if asked.chunks is None:
+        assert data == values.tobytes()
+        return
+    decode = zlib.decompress if asked.codec == "gzip" else numcodecs.zstd.decompress
+    chunks = [np.ascontiguousarray(values[place]).tobytes() for place in boxes(values.shape, asked.chunks)]
+    expected = [save_floor.encoder(asked.codec)(np.frombuffer(chunk, np.uint8)) for chunk in chunks]
+    assert total == sum(map(len, expected))
+    assert all(bytes(one) in data for one in expected) and [bytes(decode(one)) for one in expected] == chunks
+
+
+def test_goals_of_saving_are_met_or_missed() -> None:
+    def took(seconds: float, *peaks: int) -> dict[str, Any]:
+        return {"seconds": [seconds], "peaks_nbytes": [[n << 20 for n in peaks]]}
+
+    ways = {OURS: took(1.0, 100, 400), "gather": took(2.9, 900, 10), "parallel-hdf5": took(1.5, 1, 1), "floor": took(0.8, 0)}
+    cell = {**vars(Cell("hdf5-gzip-planes", "-,a,b", 4)), "ways": ways}
+    record = {"cells": [cell], "is_memory": True, "shape": [8, 8, 8], "repeats": 1}
+    found = {goal: (text, is_met) for _, goal, text, is_met in save_musts(record)}
+    assert found == {
+        "3x gather": ("2.90x", False),
+        "1.5x parallel-hdf5": ("1.50x", True),
+        "at most 1.4x the floor": ("1.25x", True),
+        "at most 320 MiB beyond the arrays": ("400 MiB", False),
+    }
+    assert "| 400 / 100 |" in "\n".join(save_table(record)) and "| 2.90x | 900 / 900 |" in "\n".join(save_table(record))

@@ -5,7 +5,8 @@
    and does not look at its bytes.
 3. So a write from that address is a chunk: the ledger notes where it should go. Every other write is metadata, and is kept in
    pages, of which only those exist that were written to.
-4. At the end `write_to` puts the metadata into the real file: the superblock after everything else.
+4. If they get too many, they are put into the real file early, where they belong, and read from there when HDF5 asks.
+5. At the end `write_to` puts the rest of the metadata into the real file: the superblock after everything else.
 """
 
 from __future__ import annotations
@@ -14,28 +15,54 @@ import io
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["HEAD_NBYTES", "Ledger"]
+__all__ = ["HEAD_NBYTES", "MOST_NBYTES", "Ledger", "Store"]
 
 HEAD_NBYTES = 512  # what is written last: the superblock lies there
+MOST_NBYTES = 4 << 20  # of pages: HDF5 has a cache of its own, so that what was put into the file is seldom asked for
 _PAGE = 1024  # a node of the index has 3 KiB and lies anywhere: larger pages would be half empty
+_AT_ONCE = 1 << 16  # chunks that are looked at together
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Store(Protocol):
+    """The real file, in which others write chunks meanwhile."""
+
+    def put(self, data: bytes, offset: int) -> None:
+        """Write all of `data`, and no other byte. OSError if it cannot be written."""
+
+    def get(self, nbytes: int, offset: int) -> bytes:
+        """Read what was put. OSError if it cannot be read."""
 
 
 class Ledger(io.RawIOBase):
     """A file for the HDF5 library. For one thread at a time.
 
+    Parameters
+    ----------
+    store : Store, optional
+        Where metadata may be put early. Never the head.
+    most_nbytes : int
+        Bytes of pages that are kept, if there is a store.
+
     Attributes
     ----------
     nbytes : int
         Length of the file.
+    failed : OSError or None
+        The first error of the store. It is not raised while HDF5 calls: after a write that failed HDF5 can not close its file,
+        and the process crashes when it ends. Whoever calls HDF5 looks here afterwards.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None, most_nbytes: int = MOST_NBYTES) -> None:
         super().__init__()
         self.nbytes = 0
+        self.failed: OSError | None = None
+        self._store, self._most_nbytes = store, most_nbytes
+        self._put_early = _Ranges()  # metadata in the store. Where a page has bytes too, those are newer
         self._at = 0
         self._pages: dict[int, bytearray] = {}
         self._spans: dict[int, list[tuple[int, int]]] = {}  # of each page: which bytes were written, in order, not touching
@@ -83,21 +110,25 @@ class Ledger(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Note a chunk, or keep metadata."""
         nbytes = len(data)
+        self.nbytes = max(self.nbytes, self._at + nbytes)
         if nbytes == self._expected and _address(data) == self._address:
             self._note(nbytes)
         else:
             self._keep(memoryview(data).cast("B"))
         self._at += nbytes
-        self.nbytes = max(self.nbytes, self._at)
         return nbytes
 
     def readinto(self, out: Any) -> int:
         """Give metadata back. What was never written is zeros: the library sometimes reads more than it needs."""
         room, at = memoryview(out).cast("B"), self._at
+        room[:] = bytes(len(room))
+        for start, stop in self._put_early.within(at, at + len(room)):
+            room[start - at : stop - at] = self._fetched(start, stop)
         for number, a, b in _pages(at, at + len(room)):
-            page = self._pages.get(number)
-            start = number * _PAGE + a - at
-            room[start : start + b - a] = bytes(b - a) if page is None else page[a:b]
+            base = number * _PAGE - at
+            for c, d in self._spans.get(number, ()):
+                if max(a, c) < min(b, d):
+                    room[base + max(a, c) : base + min(b, d)] = self._pages[number][max(a, c) : min(b, d)]
         self._at += len(room)
         return len(room)
 
@@ -154,21 +185,45 @@ class Ledger(io.RawIOBase):
             page[a:b] = data[start : start + b - a]
             self._spans[number] = _joined(self._spans[number], a, b)
         self._end = max(self._end, at + len(data))
+        if len(self._pages) * _PAGE > self._most_nbytes and self._store is not None and self.failed is None:
+            self._put_pages(self._store)
+
+    def _put_pages(self, store: Store) -> None:
+        """Put all pages but that of the head into the store. If that fails they stay."""
+        spans = []
+        try:
+            for offset, data in self._kept(1):
+                store.put(data, offset)
+                spans.append((offset, offset + len(data)))
+        except OSError as error:
+            self.failed = error
+            return
+        self._put_early.add(spans)
+        self._pages = {number: page for number, page in self._pages.items() if number == 0}
+        self._spans = {number: found for number, found in self._spans.items() if number == 0}
+
+    def _fetched(self, start: int, stop: int) -> bytes:
+        """What was put early; zeros, in which HDF5 finds no metadata, if it cannot be read."""
+        if self._store is not None and self.failed is None:
+            try:
+                return self._store.get(stop - start, start)
+            except OSError as error:
+                self.failed = error
+        return bytes(stop - start)
 
     def _forget(self, start: int, stop: int) -> None:
+        self._put_early.remove(start, stop)
         for number, a, b in _pages(start, stop):
             if number in self._spans:
                 rest = [part for c, d in self._spans[number] for part in ((c, min(d, a)), (max(c, b), d)) if part[0] < part[1]]
                 self._spans[number] = rest
 
-    def metadata(self) -> Iterator[tuple[int, bytes]]:
-        """All metadata, in the order of the file: offset and bytes, in pieces that do not touch. Pieces beyond `nbytes` are not
-        in the file.
-        """
+    def _kept(self, first: int = 0) -> Iterator[tuple[int, bytes]]:
+        """What is in pages, from page `first` on: see `metadata`."""
         start, pieces = 0, []  # type: tuple[int, list[bytes]]
         end = -1
         for number in sorted(self._pages):
-            for a, b in self._spans[number]:
+            for a, b in self._spans[number] if number >= first else ():
                 offset, b = number * _PAGE + a, min(b, self.nbytes - number * _PAGE)
                 if b <= a:
                     continue
@@ -182,10 +237,18 @@ class Ledger(io.RawIOBase):
         if pieces:
             yield start, b"".join(pieces)
 
+    def metadata(self) -> Iterator[tuple[int, bytes]]:
+        """The metadata that is not yet in the store, in the order of the file: offset and bytes, in pieces that do not touch.
+        Pieces beyond `nbytes` are not in the file.
+        """
+        return self._kept()
+
     def write_to(self, put: Callable[[bytes, int], None], resize: Callable[[int], None], sync: Callable[[], None]) -> None:
-        """Put the metadata where it belongs: ``put(data, offset)``. The head comes last, after a `sync`."""
+        """Put the metadata that is not yet in the store where it belongs: ``put(data, offset)``. The head comes last, after a
+        `sync`.
+        """
         head = bytearray(min(HEAD_NBYTES, self.nbytes))
-        for offset, data in self.metadata():
+        for offset, data in self._kept():
             inside = max(0, len(head) - offset)
             head[offset : offset + min(inside, len(data))] = data[:inside]
             if len(data) > inside:
@@ -196,15 +259,89 @@ class Ledger(io.RawIOBase):
         sync()
 
     def overlap(self, offsets: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]) -> tuple[int, int] | None:
-        """Two offsets at which chunks, or a chunk and metadata, would lie on each other; None if there are none."""
-        spans = [(offset, len(data)) for offset, data in self.metadata()]
-        starts = np.concatenate([offsets, np.array([a for a, _ in spans], dtype=np.int64)])
-        lengths = np.concatenate([sizes, np.array([n for _, n in spans], dtype=np.int64)])
-        starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+        """Two offsets at which chunks, or a chunk and metadata, would lie on each other; None if there are none.
+
+        Looks at some chunks at a time: a copy of everything would take more memory than the metadata.
+        """
+        metadata = _Ranges()
+        metadata.add([(offset, offset + len(data)) for offset, data in self._kept()])
+        metadata.add(self._put_early.within(0, self.nbytes))
+        order = np.argsort(offsets)
+        end, before = -1, -1  # of the chunk before
+        for at in range(0, len(order), _AT_ONCE):
+            some = order[at : at + _AT_ONCE]
+            some = some[sizes[some] > 0]
+            starts = offsets[some].astype(np.int64)
+            stops = starts + sizes[some]
+            if not len(starts):
+                continue
+            ends = np.concatenate([[end], stops[:-1]])
+            bad = np.flatnonzero(ends > starts)
+            if len(bad):
+                return (int(starts[bad[0] - 1]) if bad[0] else before), int(starts[bad[0]])
+            clash = metadata.clash(starts, stops)
+            if clash is not None:
+                return clash
+            end, before = int(stops[-1]), int(starts[-1])
+        return None
+
+
+class _Ranges:
+    """Ranges of bytes that do not touch each other, as arrays: a pair of Python objects for each would take twenty times as
+    much memory.
+
+    >>> ranges = _Ranges()
+    >>> ranges.add([(4, 8), (0, 2), (8, 9)])
+    >>> ranges.remove(5, 6)
+    >>> ranges.within(1, 7)
+    [(1, 2), (4, 5), (6, 7)]
+    """
+
+    def __init__(self) -> None:
+        self.starts, self.stops = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def add(self, ranges: list[tuple[int, int]]) -> None:
+        """Add ranges in any order; they may overlap, and those that touch become one."""
+        if not ranges:
+            return
+        more = np.array(ranges, dtype=np.int64)
+        starts, stops = np.concatenate([self.starts, more[:, 0]]), np.concatenate([self.stops, more[:, 1]])
         order = np.argsort(starts, kind="stable")
-        starts, lengths = starts[order], lengths[order]
-        bad = np.flatnonzero(starts[:-1] + lengths[:-1] > starts[1:])
-        return None if not len(bad) else (int(starts[bad[0]]), int(starts[bad[0] + 1]))
+        starts, stops = starts[order], np.maximum.accumulate(stops[order])
+        first = np.flatnonzero(np.concatenate([[True], starts[1:] > stops[:-1]]))
+        self.starts, self.stops = starts[first], stops[np.append(first[1:], len(stops)) - 1]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take a range out."""
+        low, high = self._met(start, stop)
+        if low == high:
+            return
+        rest = [(self.starts[low], start), (stop, self.stops[high - 1])]
+        parts = np.array([part for part in rest if part[0] < part[1]], dtype=np.int64).reshape(-1, 2)
+        self.starts = np.concatenate([self.starts[:low], parts[:, 0], self.starts[high:]])
+        self.stops = np.concatenate([self.stops[:low], parts[:, 1], self.stops[high:]])
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of the ranges that lie between two bytes."""
+        low, high = self._met(start, stop)
+        found = zip(self.starts[low:high].tolist(), self.stops[low:high].tolist(), strict=True)
+        return [(max(a, start), min(b, stop)) for a, b in found]
+
+    def clash(self, starts: Int64s, stops: Int64s) -> tuple[int, int] | None:
+        """The first of some other ranges that meets one of these: where both begin, the lower one first."""
+        low = np.searchsorted(self.stops, starts, side="right")
+        bad = np.flatnonzero(low < np.searchsorted(self.starts, stops, side="left"))
+        if not len(bad):
+            return None
+        pair = sorted((int(starts[bad[0]]), int(self.starts[low[bad[0]]])))
+        return pair[0], pair[1]
+
+    def _met(self, start: int, stop: int) -> tuple[int, int]:
+        """Which ranges have bytes between two: the first, and the one after the last."""
+        if start >= stop or not len(self.starts):
+            return 0, 0
+        low = int(np.searchsorted(self.stops, start, side="right"))
+        return low, max(low, int(np.searchsorted(self.starts, stop, side="left")))
 
 
 def _address(data: Any) -> int:

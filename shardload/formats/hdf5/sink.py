@@ -6,15 +6,19 @@
 3. Any rank writes chunks at these offsets into the temporary file (`_Hdf5Writer`).
 4. `_Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
+
+What one rank keeps for a million chunks fits into 64 MiB: places as arrays, and of the metadata only the newest pages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -24,7 +28,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims, write_attrs
-from shardload.formats.hdf5.ledger import Ledger
+from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
@@ -34,6 +38,9 @@ from shardload.planning.region import Region
 __all__ = ["Hdf5Sink"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much
+_AT_ONCE = 4096  # chunks
+_RENEWED_AFTER = 1 << 16  # chunks
 
 
 class _Hdf5Encoder(Encoder):
@@ -173,28 +180,52 @@ class _Hdf5Catalog(Catalog):
     def __init__(self, sink: Hdf5Sink) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode)
         self._file: h5py.File | None = None
+        self._store: _Store | None = None
         temporary = self._target.create()
         try:
-            with named(sink.path), _opened(temporary, os.O_WRONLY) as descriptor:
-                put_at(descriptor, mark(self._target.token, sink.path), 0)
-            self._ledger = Ledger()
-            alignment = sink._alignment
-            self._file = h5py.File(
-                self._ledger,
-                "w",
-                libver="earliest",
-                track_order=sink._is_netcdf or None,
-                alignment_threshold=1,
-                alignment_interval=alignment,
-                meta_block_size=max(alignment, 2048),
-            )
-            sink.describe(self._file)
-            self._chunks = {name: _Noted(one.spec) for name, one in sink.arrays.items()}
-            places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
+            with named(sink.path):
+                self._store = _Store(temporary)
+                self._store.put(mark(self._target.token, sink.path), 0)
+            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES), 0
+            with self._library():
+                self._file = self._opened("w")
+                sink.describe(self._file)
+                self._chunks = {name: _Noted(one.spec) for name, one in sink.arrays.items()}
+                places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
         except BaseException:
             self.abandon()
             raise
         self.ticket = Ticket(temporary, self._target.token, places)
+
+    def _opened(self, mode: str) -> h5py.File:
+        """The ledger as an HDF5 file."""
+        alignment = self._sink._alignment
+        file = h5py.File(
+            self._ledger,
+            mode,
+            libver="earliest",
+            track_order=(self._sink._is_netcdf or None) if mode == "w" else None,
+            alignment_threshold=1,
+            alignment_interval=alignment,
+            meta_block_size=max(alignment, 2048),
+        )
+        _limit_cache(file)
+        return file
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """Around calls of HDF5: raises what the ledger could not write or read meanwhile."""
+        try:
+            yield
+        except Exception:
+            self._raise_failed()
+            raise
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
+        if self._ledger.failed is not None:
+            with named(self._sink.path):
+                raise self._ledger.failed
 
     def _early(self, name: str) -> Places:
         """The places of an array whose stored sizes are known."""
@@ -203,7 +234,11 @@ class _Hdf5Catalog(Catalog):
             noted.offsets[:] = dataset.get_offset() or 0
             noted.sizes[:] = dataset.get_storage_size()
             return Places.of(noted.offsets)
-        noted.offsets, noted.sizes, _ = _chunks_of(dataset, self._sink.arrays[name].spec)
+
+        def note(which: Int64s, offsets: Int64s, sizes: Int64s, _: Int64s) -> None:
+            noted.offsets[which], noted.sizes[which] = offsets, sizes
+
+        _tell_chunks(dataset, self._sink.arrays[name].spec, note)
         return Places.of(noted.offsets)
 
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
@@ -212,7 +247,9 @@ class _Hdf5Catalog(Catalog):
         return self._file[name].id
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
-        one, dataset, noted = self._sink.arrays[name], self._dataset(name), self._chunks[name]
+        one, noted = self._sink.arrays[name], self._chunks[name]
+        if self._file is None:
+            raise ValueError("the catalog is finished")
         if not one.is_asked:
             raise ValueError(f"the chunks of '{name}' have places already")
         which = np.asarray(numbers, dtype=np.int64)
@@ -220,17 +257,33 @@ class _Hdf5Catalog(Catalog):
         kinds = np.broadcast_to(np.asarray(masks, dtype=np.int64), which.shape)
         noted.check(name, which, sizes)
         order = np.argsort(which, kind="stable")  # the index of chunks is smaller, and faster, if they come in order
-        chunks = one.spec.chunks or ()
-        starts = np.stack(np.unravel_index(which[order], one.spec.grid), axis=-1) * np.array(chunks, dtype=np.int64)
         offsets = np.empty(len(which), dtype=np.int64)
-        for k, start, size, kind in zip(
-            order.tolist(), starts.tolist(), sizes[order].tolist(), kinds[order].tolist(), strict=True
-        ):
-            offsets[k] = self._ledger.place(_DirectWrite(dataset, tuple(start), kind), size)
+        with self._library():
+            for at in range(0, len(which), _AT_ONCE):
+                some = order[at : at + _AT_ONCE]
+                self._place(name, some, which[some], sizes[some], kinds[some], offsets)
+                self._renew(len(some))
         noted.offsets[which], noted.sizes[which] = offsets, sizes
         if np.any(kinds):
             noted.masks.update(zip(which[kinds != 0].tolist(), kinds[kinds != 0].tolist(), strict=True))
         return offsets
+
+    def _place(self, name: str, at: Int64s, which: Int64s, sizes: Int64s, kinds: Int64s, out: Int64s) -> None:
+        spec, dataset = self._sink.arrays[name].spec, self._dataset(name)
+        starts = np.stack(np.unravel_index(which, spec.grid), axis=-1) * np.array(spec.chunks, dtype=np.int64)
+        write = _DirectWrite(dataset)
+        out[at] = [
+            self._ledger.place(write.of(tuple(start), kind), size)
+            for start, size, kind in zip(starts.tolist(), sizes.tolist(), kinds.tolist(), strict=True)
+        ]
+
+    def _renew(self, n: int) -> None:
+        """Now and then, close the file and open it again: HDF5 remembers each gap between aligned chunks, 250 bytes each."""
+        self._n_placed += n
+        if self._n_placed >= _RENEWED_AFTER and self._sink._alignment > 1 and self._file is not None:
+            self._n_placed = 0
+            self._file.close()
+            self._file = self._opened("r+")
 
     def finish(self, *, allow_missing: bool = False) -> None:
         if self._file is None:
@@ -239,11 +292,10 @@ class _Hdf5Catalog(Catalog):
             for name, noted in self._chunks.items():
                 noted.check_complete(name)
         file, self._file = self._file, None
-        file.close()
-        offsets = np.concatenate(
-            [noted.offsets[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)]
-        )
-        sizes = np.concatenate([noted.sizes[noted.sizes >= 0] for noted in self._chunks.values()] or [np.empty(0, np.int64)])
+        with self._library():
+            file.close()
+        stored = [noted.stored() for noted in self._chunks.values()]
+        offsets, sizes = stored[0] if len(stored) == 1 else [np.concatenate(some) for some in zip(*stored, strict=True)]
         clash = self._ledger.overlap(offsets, sizes)
         if clash is not None:
             raise RuntimeError(f"HDF5 gave the same bytes of '{self._sink.path}' twice, at {clash[0]} and {clash[1]}")
@@ -252,27 +304,58 @@ class _Hdf5Catalog(Catalog):
             self._ledger.write_to(
                 lambda data, offset: put_at(descriptor, data, offset),
                 lambda nbytes: os.ftruncate(descriptor, nbytes),
-                lambda: os.fsync(descriptor),
+                lambda: self._sync(descriptor),
             )
         with named(self._sink.path):
             sync_folder(self._target.folder)
+            self._close_store()
         self._check()
+
+    def _sync(self, descriptor: int) -> None:
+        """Through both descriptors: an error of what was put early is told to the one that put it."""
+        if self._store is not None:
+            os.fsync(self._store.descriptor)
+        os.fsync(descriptor)
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            os.close(store.descriptor)
 
     def _check(self) -> None:
         """Compare what the HDF5 library finds in the written file with what was noted."""
         with h5py.File(self.ticket.temporary, "r") as file:
+            _limit_cache(file)
             for name, noted in self._chunks.items():
                 spec, dataset = self._sink.arrays[name].spec, file[name].id
                 if spec.chunks is None:
                     if noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:
                         raise self._misplaced(name, (), dataset.get_offset(), int(noted.offsets[0]))
                     continue
-                offsets, sizes, masks = _chunks_of(dataset, spec)
-                wrong = np.flatnonzero((offsets != noted.offsets) | (sizes != noted.sizes)).tolist()
-                wrong += [k for k in masks.keys() | noted.masks.keys() if masks.get(k) != noted.masks.get(k)]
-                if wrong:
-                    k = min(wrong)
-                    raise self._misplaced(name, unravel(k, spec.grid), int(offsets[k]), int(noted.offsets[k]))
+                self._check_chunks(name, spec, dataset, noted)
+
+    def _check_chunks(self, name: str, spec: ArraySpec, dataset: h5py.h5d.DatasetID, noted: _Noted) -> None:
+        n_noted, n_found = int(np.count_nonzero(noted.sizes)), 0
+        misplaced: list[tuple[int, int]] = []  # number and offset
+
+        def compare(which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
+            nonlocal n_found
+            n_found += len(which)
+            is_wrong = (offsets != noted.offsets[which]) | (sizes != noted.sizes[which])
+            if noted.masks or np.any(masks):
+                is_wrong |= masks != np.array([noted.masks.get(k, 0) for k in which.tolist()])
+            misplaced.extend(zip(which[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
+
+        _tell_chunks(dataset, spec, compare)
+        if misplaced:
+            number, found = min(misplaced)
+            raise self._misplaced(name, unravel(number, spec.grid), found, int(noted.offsets[number]))
+        if n_found != n_noted:
+            raise SourceError(
+                f"'{name}' in '{self._sink.path}' has {n_found} chunks for HDF5, but {n_noted} were written",
+                path=self._sink.path,
+                dataset=name,
+            )
 
     def _misplaced(self, name: str, index: tuple[int, ...], found: Any, expected: int) -> SourceError:
         return SourceError(
@@ -289,8 +372,11 @@ class _Hdf5Catalog(Catalog):
 
     def abandon(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        with contextlib.suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
+            if file is not None:
+                file.close()
+        with contextlib.suppress(OSError):
+            self._close_store()
         self._target.abandon()
 
     @property
@@ -299,26 +385,59 @@ class _Hdf5Catalog(Catalog):
         return self._ledger.kept_nbytes
 
 
+class _Store:
+    """The temporary file, for the ledger: see `ledger.Store`."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDWR)
+
+    def put(self, data: bytes, offset: int) -> None:
+        put_at(self.descriptor, data, offset)
+
+    def get(self, nbytes: int, offset: int) -> bytes:
+        parts: list[bytes] = []
+        while nbytes:
+            part = os.pread(self.descriptor, nbytes, offset)
+            if not part:
+                raise OSError(errno.EIO, "the file is shorter than what was written to it")
+            parts.append(part)
+            nbytes, offset = nbytes - len(part), offset + len(part)
+        return b"".join(parts)
+
+
 class _DirectWrite:
     """Has the library write one chunk, from memory that the ledger gives."""
 
     __slots__ = ("_dataset", "_mask", "_start")
 
-    def __init__(self, dataset: h5py.h5d.DatasetID, start: tuple[int, ...], mask: int) -> None:
-        self._dataset, self._start, self._mask = dataset, start, mask
+    def __init__(self, dataset: h5py.h5d.DatasetID) -> None:
+        self._dataset = dataset
+
+    def of(self, start: tuple[int, ...], mask: int) -> _DirectWrite:
+        """The same, for a chunk."""
+        self._start, self._mask = start, mask
+        return self
 
     def __call__(self, blank: Any) -> None:
         self._dataset.write_direct_chunk(self._start, blank, self._mask)
 
 
 class _Noted:
-    """Where the chunks of one array are; a size of -1 if nowhere yet."""
+    """Where the chunks of one array are; a size of 0 if nowhere yet."""
 
     def __init__(self, spec: ArraySpec) -> None:
         self._grid = spec.grid if spec.chunks is not None else ()
-        n = int(np.prod(self._grid, dtype=np.int64))
-        self.offsets, self.sizes = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
+        n = math.prod(self._grid)
+        # A chunk has less than 4 GiB.
+        self.offsets: Int64s = np.zeros(n, np.int64)
+        self.sizes: np.ndarray[Any, Any] = np.zeros(n, np.int64 if spec.chunks is None else np.uint32)
+        self.is_whole = spec.chunks is None
         self.masks: dict[int, int] = {}
+
+    def stored(self) -> tuple[Int64s, np.ndarray[Any, Any]]:
+        """Offsets and sizes of the chunks that have a place."""
+        has_place = self.sizes > 0
+        return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
 
     def check(self, name: str, which: Int64s, sizes: Int64s) -> None:
         if not len(which):
@@ -327,34 +446,47 @@ class _Noted:
             raise ValueError(f"'{name}' has chunks 0 to {len(self.sizes) - 1}; asked for {which.min()} to {which.max()}")
         if sizes.min() < 1 or sizes.max() >= 2**32:
             raise ValueError(f"a chunk of '{name}' has {sizes.min()} to {sizes.max()} bytes; expected 1 to 4 GiB")
-        twice = which[self.sizes[which] >= 0]
+        twice = which[self.sizes[which] > 0]
         if len(twice) or len(np.unique(which)) < len(which):
             order = np.sort(which)
             number = int(twice[0]) if len(twice) else int(order[:-1][order[:-1] == order[1:]][0])
             raise ValueError(f"chunk {unravel(number, self._grid)} of '{name}' has a place already")
 
     def check_complete(self, name: str) -> None:
-        absent = np.flatnonzero(self.sizes < 0)
-        if len(absent):
+        absent = np.flatnonzero(self.sizes == 0)
+        if len(absent) and not self.is_whole:
             first = unravel(int(absent[0]), self._grid)
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
 
 
-def _chunks_of(dataset: h5py.h5d.DatasetID, spec: ArraySpec) -> tuple[Int64s, Int64s, dict[int, int]]:
-    """What HDF5 says of all chunks: offsets (0 if not stored) and sizes (-1) in C order, and masks that are not 0."""
-    n = math.prod(spec.grid)
-    offsets, sizes = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
-    masks: dict[int, int] = {}
-    steps = [(c, math.prod(spec.grid[k + 1 :])) for k, c in enumerate(spec.chunks or ())]
+def _limit_cache(file: h5py.File) -> None:
+    """HDF5's cache of metadata may grow to 32 MiB, which are 180 in memory. The index is written and read in order."""
+    config = file.id.get_mdc_config()
+    config.max_size = _CACHE_NBYTES
+    config.min_size = min(config.min_size, _CACHE_NBYTES)
+    config.set_initial_size, config.initial_size = 1, _CACHE_NBYTES
+    file.id.set_mdc_config(config)
 
-    def note(found: Any) -> None:
-        number = sum([at // c * step for at, (c, step) in zip(found.chunk_offset, steps, strict=True)])
-        offsets[number], sizes[number] = found.byte_offset, found.size
-        if found.filter_mask:
-            masks[number] = found.filter_mask
+
+def _tell_chunks(dataset: h5py.h5d.DatasetID, spec: ArraySpec, take: Callable[[Int64s, Int64s, Int64s, Int64s], None]) -> None:
+    """Give what HDF5 says of all stored chunks, some at a time: their numbers, offsets, sizes and masks."""
+    found: list[Any] = []
+    shape = np.array(spec.chunks, dtype=np.int64)
+
+    def hand_on() -> None:
+        at = np.array([one.chunk_offset for one in found], dtype=np.int64).reshape(-1, len(shape))
+        which = np.ravel_multi_index(tuple((at // shape).T), spec.grid)
+        rest = np.array([(one.byte_offset, one.size, one.filter_mask) for one in found], dtype=np.int64).reshape(-1, 3)
+        found.clear()
+        take(which, rest[:, 0], rest[:, 1], rest[:, 2])
+
+    def note(one: Any) -> None:
+        found.append(one)
+        if len(found) == _AT_ONCE:
+            hand_on()
 
     dataset.chunk_iter(note)
-    return offsets, sizes, masks
+    hand_on()
 
 
 class _opened:

@@ -23,8 +23,9 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.leftovers import ROOTS
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
-from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
@@ -32,9 +33,7 @@ from shardload.planning.region import Region
 __all__ = ["ZarrSink"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
-_MARK = "shardload-unfinished"
 _MOST_OPEN = 64  # files that wait for their fsync
-_KNOWN = ("zarr.json", ".zgroup", ".zarray")
 _MISSING = np.uint64(2**64 - 1)
 
 
@@ -193,12 +192,12 @@ class _ZarrCatalog(Catalog):
     """See `Catalog`."""
 
     def __init__(self, sink: ZarrSink) -> None:
-        self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=_KNOWN)
+        self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=ROOTS)
         self._is_finished = False
         temporary = self._target.create()
         try:
             with named(sink.path):
-                _write_file(os.path.join(temporary, _MARK), mark(self._target.token, sink.path))
+                _write_file(os.path.join(temporary, FOLDER_MARK), mark(self._target.token, sink.path))
                 for name in sink.arrays:
                     os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
         except BaseException:
@@ -227,7 +226,7 @@ class _ZarrCatalog(Catalog):
                     self._check_files(name, one)
             for key, content in self._sink.documents():
                 _write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
-            os.unlink(os.path.join(root, _MARK))
+            os.unlink(os.path.join(root, FOLDER_MARK))
             for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):
                 sync_folder(folder)
         self._is_finished = True
@@ -267,6 +266,10 @@ class _ZarrCatalog(Catalog):
         self._target.commit()
 
     def abandon(self) -> None:
+        if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
+            for name in ROOTS:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._target.temporary, name))
         self._target.abandon()
 
 
@@ -276,7 +279,7 @@ def _count_files(folder: str, *, below: bool) -> int:
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
                 n += _count_files(entry.path, below=False)
-            elif not (below and entry.name == _MARK):
+            elif not (below and entry.name == FOLDER_MARK):
                 n += 1
     return n
 
@@ -351,7 +354,7 @@ class _ZarrWriter(Writer):
         self._shards: dict[str, int] = {}
         self._folders: set[str] = set()
         self._is_open = True
-        path = os.path.join(ticket.temporary, _MARK)
+        path = os.path.join(ticket.temporary, FOLDER_MARK)
         try:
             with open(path, "rb") as file:
                 found = file.read(64)

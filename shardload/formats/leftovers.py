@@ -1,0 +1,103 @@
+"""What is this temporary of a save, is it whole, and what should be done with it?
+
+A save that was killed leaves ``NAME.TOKEN.unfinished``, and a Zarr store that was being replaced may stay as
+``NAME.TOKEN.replaced`` (see `target`). Nobody but the user removes them: a save may still be at work there. docs/design/save.md
+says when which of them is on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from shardload.errors import SourceError
+from shardload.formats.containment import NotAFileError, open_file
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, temporary_of
+
+__all__ = ["ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
+
+ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A temporary of a save.
+
+    Attributes
+    ----------
+    path : str
+        The temporary.
+    target : str
+        The name that was asked for.
+    what : str
+        ``"unfinished"``: what the save wrote. ``"replaced"``: what had the name before.
+    is_whole : bool
+        Whether it can be used. Of what was replaced, parts may be removed already if the name exists.
+    is_link : bool
+        Whether it is a second name of the target.
+    """
+
+    path: str
+    target: str
+    what: str
+    is_whole: bool
+    is_link: bool = False
+
+    @property
+    def told(self) -> str:
+        """What it is, without its path: words that follow it."""
+        if self.is_link:
+            return f"is a second name of '{self.target}', which was saved as a whole"
+        if self.what == "replaced":
+            some = "" if self.is_whole else ", perhaps only a part of it"
+            return f"is what '{self.target}' was before a save replaced it{some}"
+        if self.is_whole:
+            return f"is a whole file that a save to '{self.target}' wrote and did not name: it may not have been compared"
+        return f"is what a save to '{self.target}' has written so far: no whole file"
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """What to do if no save runs there any more: in words, and what to type."""
+        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
+        if not self.is_whole or self.is_link:
+            return [remove]
+        target = self.target
+        if os.path.lexists(target):
+            root, suffix = os.path.splitext(target)
+            target = f"{root}-1{suffix}"
+        return [("give it a name to use it", f"mv -n {shlex.quote(self.path)} {shlex.quote(target)}"), remove]
+
+    def __str__(self) -> str:
+        commands = ", or ".join(f"{what}: `{command}`" for what, command in self.commands)
+        return f"'{self.path}' {self.told}. If no save runs there any more, {commands}."
+
+
+def find_leftover(path: str) -> Leftover | None:
+    """What a temporary of a save is; None for any other path, and for one that does not exist.
+
+    Reads the first bytes, or names in the folder; no values.
+    """
+    path = path.rstrip("/")
+    found = temporary_of(path)
+    if found is None or not os.path.exists(path):
+        return None
+    target, what = found
+    if os.path.isdir(path):
+        names = set(os.listdir(path))
+        is_whole = FOLDER_MARK not in names and any(root in names for root in ROOTS)
+        return Leftover(path, target, what, is_whole and (what == "unfinished" or not os.path.lexists(target)))
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            head = file.read(len(MARK_BEGINS))
+    except (OSError, NotAFileError):
+        return None
+    is_link = what == "unfinished" and os.path.exists(target) and os.path.samefile(path, target)
+    return Leftover(path, target, what, bool(head) and head != MARK_BEGINS, is_link)
+
+
+def refuse_leftover(path: str) -> None:
+    """Raise SourceError if `path` is a temporary of a save: what is loaded from it may go any moment, or was never compared."""
+    found = None if "://" in path else find_leftover(path)
+    if found is not None:
+        raise SourceError(str(found), path=path)

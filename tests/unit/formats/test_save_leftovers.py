@@ -1,0 +1,191 @@
+"""Is what a save that was killed left recognised, is it said whether it is whole, and is it never loaded by accident?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+from typer.testing import CliRunner
+
+from shardload.cli.main import app
+from shardload.errors import SourceError
+from shardload.formats import target
+from shardload.formats.access import Access, Limits
+from shardload.formats.leftovers import find_leftover
+from shardload.formats.lookup import Finder, find_array, list_arrays
+from shardload.formats.saving import make_sink
+from shardload.formats.sink import ArraySpec, Compression
+from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("quick_fsync")
+
+KINDS = ["x.h5", "x.nc", "x.zarr", "v2.zarr", "one.zarr"]
+VALUES = ramp((6, 4), "f4")
+
+
+def catalog_of(folder: Path, kind: str, mode: str = "w") -> tuple[Any, Any]:
+    """A sink and its catalog, which nobody ends: as after a kill."""
+    spec = ArraySpec(VALUES.shape, VALUES.dtype, (2, 4), compression=Compression.of("gzip"))
+    name = "/" if kind == "one.zarr" else "rho"
+    form = "zarr2" if kind == "v2.zarr" else None
+    sink = make_sink(str(folder / kind), {name: spec}, mode=mode, format=form)
+    return sink, sink.create()
+
+
+def left_after(folder: Path, kind: str, phase: str) -> str:
+    """The temporary that a save leaves that is killed in a phase."""
+    sink, catalog = catalog_of(folder, kind)
+    if phase != "create":
+        write_all(sink, catalog, dict.fromkeys(sink.arrays, VALUES))
+    if phase == "finish":
+        catalog.finish()
+    catalog._target.temporary = None  # so that nothing removes it
+    return str(catalog.ticket.temporary)
+
+
+def info(path: str, *more: str) -> str:
+    done = CliRunner().invoke(app, ["info", path, *more], env={"COLUMNS": "80"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+LOADS: dict[str, Callable[[str], Any]] = {
+    "find_array": find_array,
+    "with a name": lambda path: find_array(f"{path}:/rho"),
+    "untrusted": lambda path: find_array(path, None, Access(untrusted=Limits())),
+    "a tree": lambda path: Finder(Access()).find_below(path, ""),
+    "of many": lambda path: Finder(Access()).find(path, "rho"),
+}
+
+
+@pytest.mark.parametrize("phase", ["create", "put"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_whole(tmp_path: Path, kind: str, phase: str) -> None:
+    path = left_after(tmp_path, kind, phase)
+    found = find_leftover(path)
+    assert found is not None and (found.target, found.what, found.is_whole) == (str(tmp_path / kind), "unfinished", False)
+    told = info(path)
+    assert "no whole file" in " ".join(told.split()) and "mv" not in told
+    answer = json.loads(info(path, "--json"))
+    assert (answer["save_of"], answer["what"], answer["is_whole"], answer["arrays"]) == (found.target, "unfinished", False, [])
+    assert list(answer["commands"]) == ["remove it"]
+    for how in ("find_array", "a tree"):
+        with pytest.raises(SourceError, match=f"is what a save to '{tmp_path / kind}' has written so far: no whole file"):
+            LOADS[how](path)
+    with pytest.raises(SourceError, match="no whole file"):
+        list_arrays(path)
+    subprocess.run(shlex.split(answer["commands"]["remove it"]), check=True)  # what is advised works
+    assert not os.listdir(tmp_path) and find_leftover(path) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_whole(tmp_path: Path, kind: str) -> None:
+    """It can be listed, and is given its name by what is advised; not loaded by its temporary name."""
+    path = left_after(tmp_path, kind, "finish")
+    told = info(path)
+    assert "is a whole file that a save to" in " ".join(told.split()) and "6 x 4" in told
+    for how, load in LOADS.items():
+        with pytest.raises(SourceError, match="and did not name: it may not have been compared"):
+            load(path)
+            pytest.fail(how)
+    answer = json.loads(info(path, "--json"))
+    assert [6, 4] in [array["shape"] for array in answer["arrays"]] and answer["is_whole"]
+    subprocess.run(shlex.split(answer["commands"]["give it a name to use it"]), check=True)
+    assert os.listdir(tmp_path) == [kind] and find_array(str(tmp_path / kind)).shape == (6, 4)
+    other = left_after(tmp_path, kind, "finish")
+    stem, _, suffix = kind.partition(".")
+    assert f"{stem}-1.{suffix}" in info(other)  # the name is taken now
+
+
+def test_an_empty_file_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.h5.0123456789abcdef.unfinished"
+    path.touch()
+    assert not find_leftover(str(path)).is_whole  # type: ignore[union-attr]
+    with pytest.raises(SourceError, match="no whole file"):
+        find_array(str(path))
+
+
+def test_a_second_name_of_a_file_that_was_saved(tmp_path: Path) -> None:
+    """Killed between link and unlink: to rename it would be of no use."""
+    save(tmp_path / "x.h5", {"rho": VALUES})
+    path = tmp_path / "x.h5.0123456789abcdef.unfinished"
+    os.link(tmp_path / "x.h5", path)
+    told = " ".join(info(str(path)).split())
+    assert f"is a second name of '{tmp_path}/x.h5'" in told and "mv" not in told
+    with pytest.raises(SourceError, match="is a second name of"):
+        find_array(str(path))
+
+
+@pytest.mark.parametrize("phase", ["both", "new", "parts"])
+def test_a_store_that_was_being_replaced(tmp_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while the name was free for a moment, after it was given to the new store, and while the old one was removed."""
+    save(tmp_path / "x.zarr", {"old": np.arange(3)})
+    sink, catalog = catalog_of(tmp_path, "x.zarr")
+    write_all(sink, catalog, {"/rho": VALUES})
+    catalog.finish()
+    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    rename, calls = os.rename, []
+
+    def renames(source: str, name: str) -> None:
+        calls.append(name)
+        if phase == "both" and len(calls) == 2:
+            raise KeyboardInterrupt
+        rename(source, name)
+
+    rmtree = shutil.rmtree
+
+    def removes(path: str, **_: Any) -> None:
+        if phase == "parts":
+            rmtree(os.path.join(path, "old"))
+
+    monkeypatch.setattr(target.os, "rename", renames)
+    monkeypatch.setattr(target.shutil, "rmtree", removes)
+    if phase == "both":
+        with pytest.raises(KeyboardInterrupt):
+            catalog.commit()
+    else:
+        catalog.commit()
+    monkeypatch.undo()
+    (old,) = tmp_path.glob("*.replaced")
+    found = find_leftover(str(old))
+    assert found is not None and (found.what, found.is_whole) == ("replaced", phase == "both")
+    told = " ".join(info(str(old)).split())
+    assert ("perhaps only a part" in told) == (phase != "both")
+    if phase == "both":
+        assert "/old" in told
+        subprocess.run(shlex.split(dict(found.commands)["give it a name to use it"]), check=True)
+        assert zarr.open_group(tmp_path / "x.zarr", mode="r")["old"][...].tolist() == [0, 1, 2]
+    else:
+        with pytest.raises(SourceError, match="before a save replaced it, perhaps only a part of it"):
+            find_array(str(old))
+
+
+@pytest.mark.parametrize("kind", ["x.zarr", "v2.zarr", "one.zarr"])
+def test_a_store_that_was_being_abandoned_is_not_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All was written, but the comparison failed, and the process was killed as it removed the store."""
+    sink, catalog = catalog_of(tmp_path, kind)
+    write_all(sink, catalog, dict.fromkeys(sink.arrays, VALUES))
+    catalog.finish()
+    assert find_leftover(catalog.ticket.temporary).is_whole  # type: ignore[union-attr]
+    monkeypatch.setattr(target.shutil, "rmtree", lambda path: None)
+    catalog.abandon()
+    assert not find_leftover(catalog.ticket.temporary).is_whole  # type: ignore[union-attr]
+
+
+def test_other_names_are_left_alone(tmp_path: Path) -> None:
+    for name in ("x.h5.unfinished", "x.0123456789abcdef.h5", "x.h5.0123456789ABCDEF.unfinished"):
+        with h5py.File(tmp_path / name, "w") as file:
+            file["rho"] = VALUES
+        assert find_leftover(str(tmp_path / name)) is None and find_array(str(tmp_path / name)).shape == (6, 4)
+    with pytest.raises(SourceError, match="there is no file"):
+        find_array(str(tmp_path / "x.h5.0123456789abcdef.unfinished"))
