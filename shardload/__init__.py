@@ -9,7 +9,7 @@ rooms, from the call down to the machine:
 
 cli       the commands
 testing   the suite that a file format must pass; nothing imports it
-api.py    the functions: load, plan, scatter, verify, mask, unpad
+api.py    the functions: load, plan, scatter, verify, save, plan_save, mask, unpad
 jobs      one call: from its arguments to its report
 arrays    JAX's side: shardings, assembling, verification
 transfer  blocks of the file <-> pieces of shards, between ranks
@@ -29,7 +29,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardload.api import load, mask, plan, scatter, unpad, verify
+    from shardload.api import load, mask, plan, plan_save, save, scatter, unpad, verify
     from shardload.arrays.verification import VerifyReport
     from shardload.comm.launch import initialize
     from shardload.errors import (
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from shardload.jobs.labelled import to_xarray
     from shardload.jobs.plan import Plan
     from shardload.jobs.report import LoadReport
+    from shardload.jobs.save_plan import SavePlan
+    from shardload.jobs.saving import SaveReport
     from shardload.jobs.tree_plan import TreePlan
     from shardload.planning.selection import between, near
 
@@ -56,6 +58,8 @@ __all__ = [
     "PackedWarning",
     "PeerError",
     "Plan",
+    "SavePlan",
+    "SaveReport",
     "ShardloadError",
     "SourceError",
     "StallError",
@@ -69,6 +73,8 @@ __all__ = [
     "near",
     "open",
     "plan",
+    "plan_save",
+    "save",
     "scatter",
     "to_xarray",
     "unpad",
@@ -81,13 +87,15 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LoadReport": "jobs.report",
     "Plan": "jobs.plan",
+    "SavePlan": "jobs.save_plan",
+    "SaveReport": "jobs.saving",
     "TreePlan": "jobs.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "open": "jobs.contents",
     "to_xarray": "jobs.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
-    **dict.fromkeys(("load", "mask", "plan", "scatter", "unpad", "verify"), "api"),
+    **dict.fromkeys(("load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),
 }
 

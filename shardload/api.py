@@ -1,11 +1,12 @@
-"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, of one array or a tree; two for padding.
+"""What can a caller do with arrays in files? `load`, `plan`, `scatter`, `verify`, `save`, of one array or a tree; and more.
 
 1. `load` opens the file, agrees with the other ranks, plans, reads and exchanges, assembles, and verifies. A small array takes
    a shorter way: only rank 0 opens the file, and sends the values to all ranks together with the metadata.
 2. `plan` stops after planning. `Plan.execute` does the rest.
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
-5. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
+5. `save` writes arrays into one new file; `plan_save` says what it would do.
+6. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
 
 Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
 """
@@ -25,12 +26,18 @@ from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_pa
 from shardload.jobs.execution import Loaded
 from shardload.jobs.plan import Plan
 from shardload.jobs.request import Request, Target
+from shardload.jobs.save_plan import SavePlan
+from shardload.jobs.saving import SaveReport
+from shardload.jobs.saving import plan_save as _plan_save
+from shardload.jobs.saving import save as _save
 from shardload.jobs.tree_plan import TreePlan
 from shardload.jobs.trees import ArrayTree, where_text
-from shardload.options import DEFAULTS, FILE, FULL, Progress, options_of
+from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
 from shardload.planning.strategies import ROOT
 
-__all__ = ["load", "mask", "plan", "scatter", "unpad", "verify"]
+__all__ = ["load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"]
+
+_SAVE = defaults_of("save")
 
 
 def load(
@@ -368,6 +375,162 @@ def verify(
     with Request.open("verify", asked.targets, comm, error=asked.error) as request:
         made = request.plan(lambda calls: asked.find(calls, values=False), partial(asked.make, request))
         return asked.result(request.job(made).verify(asked.arrays(), int(seed)))
+
+
+def save(
+    path: Any,
+    tree: Any,
+    *,
+    dataset: str = _SAVE.dataset,
+    mode: str = _SAVE.mode,
+    format: str | None = _SAVE.format,
+    chunks: Any = _SAVE.chunks,
+    shards: Any = _SAVE.shards,
+    compression: Any = _SAVE.compression,
+    dims: Any = _SAVE.dims,
+    attrs: Any = _SAVE.attrs,
+    shape: Any = _SAVE.shape,
+    plan: Any = _SAVE.plan,
+    byteorder: Any = _SAVE.byteorder,
+    writers: str = _SAVE.writers,
+    verify: str = _SAVE.verify,
+    staging: str | int = _SAVE.staging,
+    timeout: float | None = _SAVE.timeout,
+    progress: Progress = _SAVE.progress,
+    comm: Any = _SAVE.comm,
+) -> SaveReport:
+    """Save sharded arrays as one ordinary HDF5, netCDF4 or Zarr file, which all ranks write together, without parallel HDF5.
+
+    The file has its name only when it is whole, on disk, and read back. Until then what had the name is as it was.
+
+    Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
+
+    Parameters
+    ----------
+    path : str or PathLike
+        The new file: ``"out.h5"``, ``"out.nc"`` or ``"out.zarr"``, in a folder that all nodes see.
+    tree : jax.Array or dict of them
+        The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups. Each
+        has a NamedSharding; or it is a NumPy array, or an array on one device of each process, the same on all ranks.
+    dataset : str
+        The name of an array that is passed by itself.
+    mode : {"w-", "w"}
+        ``"w-"``: the name must not exist. ``"w"``: what has the name is replaced, at once, when all is written.
+    format : {"hdf5", "netcdf4", "zarr", "zarr2"}, optional
+        By default the suffix tells: ``.h5``, ``.hdf5``, ``.nc``, ``.zarr``.
+    chunks : tuple of int, "auto" or None, or dict of them by name
+        Elements of a chunk along each axis. ``"auto"``: in HDF5 without compression one piece; otherwise chunks of up to 4 MiB
+        which follow the shards. None: in one piece.
+    shards : tuple of int, optional, or dict by name
+        Zarr: elements of a file along each axis, a multiple of `chunks`.
+    compression : str or dict, optional, or dict by name
+        ``"gzip"``, ``"zstd"``, ``"blosc"``, ``"lz4"``, ...; ``{"name": "gzip", "level": 6, "shuffle": True}``. The same name
+        means the same in HDF5 and Zarr.
+    dims : tuple of str, optional, or dict by name
+        Name of each axis. In netCDF4 these are dimensions; an array of one axis that has its name is its coordinate.
+    attrs : dict, optional
+        Attributes of the array. For a dict of arrays, a dict by name: ``{"rho": {"units": "kg/m3"}, "/": {"title": "run 7"}}``,
+        where ``"/"`` is the file.
+    shape : tuple of int, optional, or dict by name
+        The shape without padding: padding is not written. Not needed for an array that `load` returned.
+    plan : Plan or TreePlan, optional, or dict by name
+        The same, by the plan with which the array was loaded from which this one was computed.
+    byteorder : {"little", "big"}, optional, or dict by name
+        Of the numbers in the file; by default the machine's.
+    writers : {"auto", "all", "root"}
+        ``"all"``: each rank writes the chunks that it owns. ``"root"``: the others send their stored chunks to rank 0, which
+        writes. ``"auto"``: all, or if a node does not see the file that rank 0 makes, rank 0 (`SaveReport.writers` says why).
+    verify : {"checksum", "file", "full", "index"}
+        ``"checksum"``: replicas are compared before; parts are checksummed on their way; then another rank, on another node
+        where there is one, reads every chunk back and compares its stored bytes, and decodes one chunk of each rank with the
+        format's own library. ``"file"``: it decodes one in 16. ``"full"``: all. ``"index"``: nothing is read back.
+    staging : str or int
+        Cap on each process's host memory beyond the arrays: bytes, or text such as ``"1GiB"``. ``"auto"`` is 256 MiB, or what
+        the chunks need if that is more.
+    timeout : float or None
+        As in `load`.
+    progress : bool or callable, optional
+        As in `load`.
+    comm : mpi4py.MPI.Comm, optional
+        As in `load`.
+
+    Returns
+    -------
+    SaveReport
+        What was done. ``print`` shows it.
+
+    Raises
+    ------
+    ConfigError
+        The arguments are wrong, the name is taken, or the format cannot hold an array exactly.
+    SourceError
+        The file cannot be written: no space, quota, no right, a failing device.
+    VerifyError
+        Replicas differ, or what is read back is not what was written.
+    PeerError, StallError
+        As `load` does.
+
+    Examples
+    --------
+    >>> import h5py, jax, jax.numpy as jnp, numpy as np, shardload
+    >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    >>> shardload.initialize()
+    >>> mesh = Mesh(np.array(jax.devices()), "a")
+    >>> rho = jax.device_put(jnp.ones((8, 6), "float32"), NamedSharding(mesh, P("a")))
+    >>> report = shardload.save("out.h5", {"rho": rho}, compression="gzip", attrs={"rho": {"units": "kg/m3"}})
+    >>> with h5py.File("out.h5") as file:
+    ...     file["rho"].compression, file["rho"].attrs["units"], float(file["rho"][...].sum())
+    ('gzip', 'kg/m3', 48.0)
+    """
+    return _save(path, tree, keywords_of("save", locals()), comm)
+
+
+def plan_save(
+    path: Any,
+    tree: Any,
+    *,
+    dataset: str = _SAVE.dataset,
+    mode: str = _SAVE.mode,
+    format: str | None = _SAVE.format,
+    chunks: Any = _SAVE.chunks,
+    shards: Any = _SAVE.shards,
+    compression: Any = _SAVE.compression,
+    dims: Any = _SAVE.dims,
+    attrs: Any = _SAVE.attrs,
+    shape: Any = _SAVE.shape,
+    plan: Any = _SAVE.plan,
+    byteorder: Any = _SAVE.byteorder,
+    writers: str = _SAVE.writers,
+    verify: str = _SAVE.verify,
+    staging: str | int = _SAVE.staging,
+    timeout: float | None = _SAVE.timeout,
+    progress: Progress = _SAVE.progress,
+    comm: Any = _SAVE.comm,
+) -> SavePlan:
+    """Plan what `save` with the same arguments would do, without doing it. ``print(plan)`` shows it. Touches no disk.
+
+    Collective: yes, over `comm`.
+
+    Parameters
+    ----------
+    path, dataset, chunks, shards, compression, dims, attrs, shape, plan, byteorder, staging, timeout, progress, comm
+        As in `save`.
+    mode, format, writers, verify
+        As in `save`.
+    tree : jax.Array, jax.ShapeDtypeStruct or dict of them
+        As in `save`. A ShapeDtypeStruct with a sharding stands for an array that does not exist yet.
+
+    Returns
+    -------
+    SavePlan
+        Plain fields to inspect.
+
+    Raises
+    ------
+    ConfigError, PeerError
+        As `save` does, as far as that is known without a disk.
+    """
+    return _plan_save(path, tree, keywords_of("plan_save", locals()), comm)
 
 
 def mask(x: Any, plan: Any = None) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
-    "Options", "Progress", "fill_value", "filter_names", "options_of", "pad_value",
+    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "keywords_of", "options_of", "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -250,6 +250,8 @@ class Option:
         The allowed words, if it takes words.
     flag : str
         Its flag on the command line; empty if no command has one.
+    other_defaults : mapping of str to object, optional
+        The defaults of functions in which it is another one.
     """
 
     name: str
@@ -264,6 +266,11 @@ class Option:
     may_be_dict: bool = False
     choices: tuple[str, ...] = ()
     flag: str = ""
+    other_defaults: Mapping[str, Any] | None = None
+
+    def default_in(self, call: str) -> Any:
+        """The value in this function if the caller passes none."""
+        return (self.other_defaults or {}).get(call, self.default)
 
     @property
     def kept_as(self) -> str:
@@ -274,11 +281,17 @@ class Option:
 _FILE, _LOADS, _ARRAYS, _ALL = ("load", "plan", "verify"), ("load", "plan"), ("load", "plan", "scatter"), (
     "load", "plan", "scatter", "verify",
 )  # fmt: skip
+_SAVES = ("save", "plan_save")
+
+
+def _in_saves(default: Any) -> Mapping[str, Any]:
+    return MappingProxyType(dict.fromkeys(_SAVES, default))
+
 
 _DECLARED = (
     Option(
-        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', _FILE, _dataset,
-        is_shared=False, flag="--dataset",
+        "dataset", None, 'Name of the array, or several names; "group/*" or "*" for all below.', (*_FILE, *_SAVES), _dataset,
+        is_shared=False, flag="--dataset", other_defaults=_in_saves("data"),
     ),
     Option(
         "select", None, 'Load a part, as NumPy would index it: "0,:,10:20"; or by names: "time=-1"', _FILE, is_shared=False,
@@ -304,12 +317,13 @@ _DECLARED = (
         choices=READERS, flag="--readers",
     ),
     Option(
-        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", _ALL, _staging, str,
+        "staging", AUTO, "Memory for reading, per process: 1GiB; auto: 256MiB, or what the chunks need.", (*_ALL, *_SAVES),
+        _staging, str,
         flag="--staging",
     ),
     Option(
-        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", _ARRAYS, _verify, str,
-        choices=VERIFY, flag="--how",
+        "verify", INDEX, "How to verify: index, checksum, file (some regions) or full (all).", (*_ARRAYS, *_SAVES),
+        _verify, str, choices=VERIFY, flag="--how", other_defaults=_in_saves(CHECKSUM),
     ),
     Option(
         "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _verify, None,
@@ -317,13 +331,17 @@ _DECLARED = (
     ),
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),
     Option("root", 0, "The rank that has the array.", ("scatter",), field=""),
-    Option("comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", _ALL, text=None, field=""),
     Option(
-        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", _ARRAYS, _progress,
-        text=None,
+        "comm", None, "The ranks that take part: an mpi4py communicator; None: COMM_WORLD.", (*_ALL, *_SAVES), text=None,
+        field="",
     ),
     Option(
-        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", _ARRAYS, _seconds
+        "progress", None, "A progress bar on rank 0 (None: for large loads in a terminal), or a function.", (*_ARRAYS, *_SAVES),
+        _progress, text=None,
+    ),
+    Option(
+        "timeout", TIMEOUT, "Seconds without progress on any rank after which a call fails; None: never.", (*_ARRAYS, *_SAVES),
+        _seconds,
     ),
     Option(
         "missing", "warn", "Chunks that are not stored: warn, error or fill (with the fill value).", _LOADS, _missing, str,
@@ -353,6 +371,26 @@ _DECLARED = (
         "ranks_per_node", None, "How many processes a node has (default: the machine's; else all on one).", ("plan",),
         text=None, field="", flag="--ranks-per-node",
     ),
+    Option("mode", "w-", "w-: the name must not exist. w: what has it is replaced.", _SAVES, field="", choices=("w-", "w")),
+    Option(
+        "format", None, "Format of the new file; None: its suffix tells.", _SAVES, field="",
+        choices=("hdf5", "netcdf4", "zarr", "zarr2"),
+    ),
+    Option("chunks", AUTO, "Elements of a chunk along each axis; auto; None: one piece. Or a dict by name.", _SAVES, field=""),
+    Option("shards", None, "Zarr: elements of a file along each axis, of several chunks. Or a dict by name.", _SAVES, field=""),
+    Option(
+        "compression", None, "gzip, zstd, blosc, lz4, ... or a dict with level and shuffle. Or a dict by name.", _SAVES,
+        field="",
+    ),
+    Option("dims", None, "Name of each axis. Or a dict by name.", _SAVES, field=""),
+    Option("attrs", None, "Attributes of the array; of several arrays a dict by name, with / for the file.", _SAVES, field=""),
+    Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _SAVES, field=""),
+    Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _SAVES, field=""),
+    Option("byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES, field=""),
+    Option(
+        "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",
+        _SAVES, field="", choices=(AUTO, "all", "root"),
+    ),
 )  # fmt: skip
 
 # By name, in the order in which ranks compare them.
@@ -368,7 +406,18 @@ _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if
 _shared = attrgetter(*(option.kept_as for option in _KEPT if option.is_shared))
 # Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
 OWN = tuple(option for option in _KEPT if not option.is_shared and option.name != "dataset")
-_TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _ALL}
+_CALLS = (*_ALL, *_SAVES)
+_TAKEN = {call: tuple(option.name for option in _KEPT if call in option.calls) for call in _CALLS}
+
+
+def defaults_of(call: str) -> SimpleNamespace:
+    """For the signature of a function with other defaults than `DEFAULTS`."""
+    return SimpleNamespace(**{option.name: option.default_in(call) for option in _DECLARED if call in option.calls})
+
+
+def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a function, also those that it checks itself."""
+    return {option.name: arguments[option.name] for option in _DECLARED if call in option.calls}
 
 
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

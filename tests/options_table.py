@@ -8,7 +8,8 @@ __all__ = ["document"]
 
 _HEAD = """# Options
 
-Every keyword of `load`, `plan`, `scatter` and `verify`, with its default. For more, see the docstrings: `help(shardload.load)`.
+Every keyword of `load`, `plan`, `scatter`, `verify`, `save` and `plan_save`, with its default. For more, see the
+docstrings: `help(shardload.load)`.
 An option with a flag is also on the command line. All ranks must pass the same value, unless the table says otherwise.
 
 | option | default | what it is | functions | flag |
@@ -16,13 +17,20 @@ An option with a flag is also on the command line. All ranks must pass the same 
 """
 
 
+def _text(value: object) -> str:
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"
+
+
 def _row(option: Option) -> str:
-    default = f'"{option.default}"' if isinstance(option.default, str) else f"{option.default!r}"
+    default = _text(option.default)
+    for call, other in (option.other_defaults or {}).items():
+        if call == "save":
+            default += f"; in `save` {_text(other)}"
     text = option.help.replace("|", "\\|")
     if option.kept_as and option.text is None:
         text += " May differ from rank to rank."
     flag = f"`{option.flag}`" if option.flag else ""
-    return f"| `{option.name}` | `{default}` | {text} | {', '.join(f'`{call}`' for call in option.calls)} | {flag} |\n"
+    return f"| `{option.name}` | {default} | {text} | {', '.join(f'`{call}`' for call in option.calls)} | {flag} |\n"
 
 
 def document() -> str:

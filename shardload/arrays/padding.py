@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import read_spec
 from shardload.errors import ConfigError
 
-__all__ = ["Extent", "cut_out", "extent_of", "make_mask", "remember", "to_numpy"]
+__all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy"]
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -107,6 +107,12 @@ def remember(array: jax.Array, extent: Extent) -> None:
             del _loaded[key]
 
     _loaded[key] = (weakref.ref(array, forget), extent)
+
+
+def is_known(array: Any) -> bool:
+    """True if a load returned this very array."""
+    ref, _ = _loaded.get(id(array), (None, None))
+    return ref is not None and ref() is array
 
 
 def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:

@@ -25,7 +25,6 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import native_dtype
-from shardload.planning.region import Region
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "gzip",
     "level_of",
     "lz4",
-    "runs",
     "shuffle",
     "zlib",
     "zstd",
@@ -209,27 +207,3 @@ def crc32c() -> Step:
         return out
 
     return step
-
-
-def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
-    """The pieces of a region that are contiguous in an array in C order: where each starts, and its length, in elements.
-
-    >>> runs((4, 6), Region((1, 0), (3, 6))), runs((4, 6), Region((1, 2), (3, 4)))
-    ([(6, 12)], [(8, 2), (14, 2)])
-    """
-    if not region.size:
-        return []
-    n_whole = 0  # axes at the end that the region covers completely
-    for a, b, n in reversed(list(zip(region.start, region.stop, shape, strict=True))):
-        if a != 0 or b != n:
-            break
-        n_whole += 1
-    axis = len(shape) - n_whole - 1  # a run goes along this axis
-    steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    if axis < 0:
-        return [(0, math.prod(shape))]
-    starts = np.zeros(1, dtype=np.int64)
-    for k in range(axis):
-        starts = (starts[:, None] + np.arange(region.start[k], region.stop[k], dtype=np.int64) * steps[k]).reshape(-1)
-    length = (region.stop[axis] - region.start[axis]) * steps[axis]
-    return [(start + region.start[axis] * steps[axis], length) for start in starts.tolist()]

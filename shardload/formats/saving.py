@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardload.errors import ConfigError
-from shardload.formats.hdf5.sink import Hdf5Sink
 from shardload.formats.sink import ArraySpec, Sink
-from shardload.formats.zarr.sink import ZarrSink
 
 __all__ = ["FORMATS", "format_for", "make_sink"]
 
@@ -94,8 +92,13 @@ def make_sink(
         full[one] = spec
     if not full:
         raise ConfigError("there are no arrays to save")
+    # Here, because whoever loads needs neither the libraries nor their compressors.
     if kind.startswith("zarr"):
+        from shardload.formats.zarr.sink import ZarrSink
+
         version = 2 if kind == "zarr2" else 3
         return ZarrSink(path, full, mode=mode, version=version, attrs=attrs, group_attrs=group_attrs)
+    from shardload.formats.hdf5.sink import Hdf5Sink
+
     is_netcdf = kind == "netcdf4"
     return Hdf5Sink(path, full, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)

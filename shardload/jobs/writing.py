@@ -30,10 +30,10 @@ import numpy as np
 
 from shardload.comm.group import Group
 from shardload.errors import StallError
-from shardload.formats.encoding import runs
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
 from shardload.jobs.read_back import Notes, ReadBack, checksum_of_values
-from shardload.options import FULL, INDEX
+from shardload.options import FILE, FULL, INDEX
+from shardload.planning.blocks import runs
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
@@ -46,6 +46,7 @@ KEPT_ROUNDS = 3
 take up to two rounds more, so that memory is bounded by five rounds."""
 
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
+_DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
 _LEAVE_SECONDS = 5.0  # for removing the temporary after a stall, when the file system may hang
 
 Array = np.ndarray[Any, Any]
@@ -121,8 +122,8 @@ def write_file(
         file belongs to one rank. The iterator is asked for a round when there is room for it (see `KEPT_ROUNDS`), each time on
         all ranks that have more: it may make collective calls. An error that it raises is raised on all ranks.
     verify : str
-        ``"checksum"``: the stored bytes of each chunk are read back by another rank, and some chunks are decoded. ``"full"``:
-        all are decoded. ``"index"``: nothing is read back.
+        ``"checksum"``: the stored bytes of each chunk are read back by another rank, and one chunk of each rank is
+        decoded. ``"file"``: one in 16. ``"full"``: all. ``"index"``: nothing is read back.
     n_threads : int, optional
         Threads that encode and write; default: the cores that a rank has.
     on_progress : callable, optional
@@ -206,7 +207,7 @@ class _Writing:
         self._doing: dict[int, tuple[str, _Chunk]] = {}
         self._sampled: set[int] = set()
         self._n_steps = self._n_chunks = self._nbytes = self._nbytes_stored = self._n_rounds = self._n_told = 0
-        self._n_read_back = self._n_decoded = 0
+        self._n_read_back = self._n_decoded = self._n_given = 0
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
 
     def run(self, rounds: Iterator[Sequence[Values]]) -> Written:
@@ -365,7 +366,8 @@ class _Writing:
             if more or length != region.size:
                 raise ValueError(f"region {region} of '{given.name}', which has shape {encoder.spec.shape}, is not one run")
             number = start
-        is_decoded = self._verify == FULL
+        is_decoded = self._verify == FULL or (self._verify == FILE and self._n_given % _DECODED_IN_FILE == 0)
+        self._n_given += 1
         if not is_decoded and array not in self._sampled and self._verify != INDEX:
             # The first of this rank, and the first of some arrays: those of the other ranks are other arrays'.
             is_decoded = not self._sampled or array % self._group.size == self._group.rank

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from shardload.planning.grid import Grid
+from shardload.planning.region import Region
 
 __all__ = [
     "ALIGNMENT",
@@ -17,6 +20,7 @@ __all__ = [
     "plan_blocks",
     "plan_row_chunks",
     "run_stride",
+    "runs",
 ]
 
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
@@ -158,3 +162,27 @@ def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
         return 0
     steps = [k for k in range(cut[-1]) if extent[k] > 1]
     return math.prod(shape[steps[-1] + 1 :] if steps else shape[cut[-1] :])
+
+
+def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
+    """The pieces of a region that are contiguous in an array in C order: where each starts, and its length, in elements.
+
+    >>> runs((4, 6), Region((1, 0), (3, 6))), runs((4, 6), Region((1, 2), (3, 4)))
+    ([(6, 12)], [(8, 2), (14, 2)])
+    """
+    if not region.size:
+        return []
+    n_whole = 0  # axes at the end that the region covers completely
+    for a, b, n in reversed(list(zip(region.start, region.stop, shape, strict=True))):
+        if a != 0 or b != n:
+            break
+        n_whole += 1
+    axis = len(shape) - n_whole - 1  # a run goes along this axis
+    steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+    if axis < 0:
+        return [(0, math.prod(shape))]
+    starts = np.zeros(1, dtype=np.int64)
+    for k in range(axis):
+        starts = (starts[:, None] + np.arange(region.start[k], region.stop[k], dtype=np.int64) * steps[k]).reshape(-1)
+    length = (region.stop[axis] - region.start[axis]) * steps[axis]
+    return [(start + region.start[axis] * steps[axis], length) for start in starts.tolist()]

@@ -10,10 +10,9 @@ part to which rank:
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -183,11 +182,22 @@ class BlocksToPieces:
 class PiecesToBlocks:
     """The opposite of `BlocksToPieces`: the holders of the shards send, the owner of each block receives all of the block.
 
-    If a shard has replicas, its first holder sends it. A rank stages together all that it sends of one block. The targets are
-    blocks.
+    An owner that holds a shard takes its values from there. Otherwise, if a shard has replicas, its first holder sends it. A
+    rank stages together all that it sends of one block. The targets are blocks.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        Blocks, owners and shards.
+    number, per_round : int
+        Which round this is, if the blocks of each owner are moved in rounds of so many; by default one round moves all.
     """
 
     schedule: Schedule
+    number: int = 0
+    per_round: int = 1 << 62
+    # By rank and `per_round`: what all rounds need.
+    _known: dict[tuple[int, int], tuple[IntArray, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.schedule.shards.has_halo:
@@ -198,23 +208,53 @@ class PiecesToBlocks:
         """See `Flow`."""
         return len(self.schedule.blocks.shape)
 
+    def blocks_of(self, rank: int) -> range:
+        """The blocks that a rank receives in this round."""
+        return self.schedule.blocks_of(rank)[self.number * self.per_round : (self.number + 1) * self.per_round]
+
     def outgoing(self, rank: int) -> Iterator[Block]:
         """See `Flow`."""
-        blocks = self.schedule.blocks
-        own = (part for block in self.schedule.owned_blocks(rank) for part in block.parts if part.rank == rank)
-        lists = {**self.schedule.remote_parts(rank), rank: own}
-        for owner in sorted(lists):  # owners ascend with blocks
-            parts = (part for part in lists[owner] if self._sender(part.shard) == rank)
-            for number, of_block in itertools.groupby(parts, key=lambda part: next(blocks.meeting(part.region))):
-                yield Block(blocks.region(number), tuple(Part(part.region, number, owner) for part in of_block))
+        schedule, blocks = self.schedule, self.schedule.blocks
+        block, shard, owner = self._pairs(rank)
+        ends = np.flatnonzero(np.diff(block, append=-1)) + 1
+        for start, stop in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=False):
+            number, to = int(block[start]), int(owner[start])
+            region = blocks.region(number)
+            own = [one for one in shard[start:stop].tolist() if self._sender(one, to) == rank]
+            parts = tuple(Part(part, number, to) for one in own for part in schedule.messages(region, one))
+            if parts:
+                yield Block(region, parts, number)
+
+    def in_round(self, number: int, per_round: int) -> PiecesToBlocks:
+        """The same for one round."""
+        return replace(self, number=number, per_round=per_round)
+
+    def _pairs(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The blocks of this round that meet shards of a rank: block, shard, owner, ordered by block."""
+        key = rank, self.per_round
+        if key not in self._known:
+            block, shard = self.schedule.pairs_of(rank)
+            owner = np.broadcast_to(self.schedule.owners(block), block.shape)
+            of, inverse = np.unique(owner, return_inverse=True)
+            first = np.array([self.schedule.blocks_of(one).start for one in of.tolist()], dtype=np.int64)
+            number = (block - first[inverse]) // self.per_round if len(of) else block
+            order = np.argsort(number, kind="stable")
+            self._known[key] = number[order], block[order], shard[order], owner[order]
+        number, *found = self._known[key]
+        here = slice(*np.searchsorted(number, (self.number, self.number + 1)).tolist())
+        block, shard, owner = (one[here] for one in found)
+        return block, shard, owner
 
     def incoming(self, rank: int) -> Mapping[int, Sequence[Part]]:
         """See `Flow`."""
+        schedule = self.schedule
         found: dict[int, list[Part]] = {}
-        for number, block in zip(self.schedule.blocks_of(rank), self.schedule.owned_blocks(rank), strict=True):
-            for part in block.parts:
-                if part.rank == self._sender(part.shard) != rank:
-                    found.setdefault(part.rank, []).append(Part(part.region, number, part.rank))
+        for number in self.blocks_of(rank):
+            region = schedule.blocks.region(number)
+            for shard in schedule.shards.grid.meeting(region):
+                sender = self._sender(shard, rank)
+                if sender != rank:
+                    found.setdefault(sender, []).extend(Part(part, number, sender) for part in schedule.messages(region, shard))
         return found
 
     @property
@@ -239,8 +279,10 @@ class PiecesToBlocks:
         """See `Flow`."""
         return self.schedule.blocks.region(target).size
 
-    def _sender(self, shard: int) -> int:
-        return self.schedule.shards.holders(shard)[0]
+    def _sender(self, shard: int, owner: int) -> int:
+        """The rank that sends its part of a shard to the owner of a block."""
+        holders = self.schedule.shards.holders(shard)
+        return owner if owner in holders else holders[0]
 
 
 @dataclass(frozen=True)

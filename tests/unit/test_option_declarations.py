@@ -23,12 +23,12 @@ from shardload.options import AUTO, OPTIONS, Options
 from shardload.planning.strategies import MODES
 from tests.options_table import document
 
-CALLS = ("load", "plan", "scatter", "verify")
+CALLS = ("load", "plan", "scatter", "verify", "save", "plan_save")
 ROOT = Path(__file__).parents[2]
 
 
 def declared(call: str) -> dict[str, Any]:
-    return {name: option.default for name, option in OPTIONS.items() if call in option.calls}
+    return {name: option.default_in(call) for name, option in OPTIONS.items() if call in option.calls}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -62,7 +62,7 @@ def test_a_docstring_lists_the_options_that_are_declared(call: str) -> None:
         del listed["spec and all options"]
     assert set(listed) == set(inspect.signature(function).parameters)
     for name, option in OPTIONS.items():
-        if call in option.calls and option.choices and "As in `load`" not in listed[name]:
+        if call in option.calls and option.choices and not re.search("As in `(load|save)`", listed[name]):
             words = re.search(r"\{(.*?)\}", listed[name])
             assert words is not None and {word.strip(' "') for word in words[1].split(",")} == set(option.choices), name
 

@@ -25,13 +25,13 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
 from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
@@ -549,7 +549,7 @@ class _Hdf5Writer(Writer):
         data, done = memoryview(stored.data).cast("B"), 0
         base, size = self._ticket.places[name][0], spec.dtype.itemsize
         with named(self._sink.path, name):
-            for start, length in encoding.runs(spec.shape, region):
+            for start, length in runs(spec.shape, region):
                 put_at(self._alive(), data[done : done + length * size], base + start * size)
                 done += length * size
 

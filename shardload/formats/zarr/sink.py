@@ -168,7 +168,8 @@ class ZarrSink(Sink):
             if self.version == 2:
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
-                every = {**nodes, ".zgroup": group_metadata(2, {})}
+                # In order: zarr-python loses all but the last of siblings that do not follow each other.
+                every = dict(sorted({**nodes, ".zgroup": group_metadata(2, {})}.items()))
                 yield from nodes.items()
                 yield ".zmetadata", {"zarr_consolidated_format": 1, "metadata": every}
                 yield ".zgroup", every[".zgroup"]

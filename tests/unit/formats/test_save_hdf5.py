@@ -19,12 +19,13 @@ import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
-from shardload.formats.encoding import EncodeChain, runs
+from shardload.formats.encoding import EncodeChain
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Places, Stored, Ticket
+from shardload.planning.blocks import runs
 from shardload.testing import check_format
 from tests.unit.saving import put_whole, quick_fsync, ramp, save, write_all  # noqa: F401
 

@@ -1,0 +1,346 @@
+"""What shall be saved? From what a caller of `save` wrote to one `ToSave` for each array, checked.
+
+1. A tree of arrays becomes arrays by their names in the file: nested dicts are groups, and a bare array has one name.
+2. What belongs to single arrays (chunks, compression, names of axes, attributes, shape) is one value for all, or a dict by
+   name.
+3. `describe` writes everything down as text, so that the ranks can compare it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardload.arrays.padding import Extent, extent_of, is_known
+from shardload.arrays.sharding import describe_sharding
+from shardload.errors import ConfigError
+from shardload.formats.base import refusal
+from shardload.formats.saving import format_for
+from shardload.formats.sink import Compression
+from shardload.formats.target import MODES
+from shardload.jobs.plan import Plan
+from shardload.jobs.tree_plan import TreePlan
+from shardload.options import AUTO, Options, options_of
+
+__all__ = ["SaveArguments", "ToSave"]
+
+_BYTE_ORDERS = {None: "=", "little": "<", "big": ">"}
+
+
+@dataclass(frozen=True, eq=False)
+class ToSave:
+    """One array, as it shall be saved.
+
+    Attributes
+    ----------
+    name : str
+        Its full name in the file.
+    x : object
+        The array: a jax.Array, a NumPy array that every rank has, or, to plan only, a jax.ShapeDtypeStruct.
+    shape : tuple of int
+        Without padding.
+    dtype : dtype
+        In the byte order of the file.
+    chunks : tuple of int, ``"auto"`` or None
+        None: in one piece.
+    shards, compression, dims, attrs
+        As in `ArraySpec`.
+    """
+
+    name: str
+    x: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunks: Any
+    shards: tuple[int, ...] | None
+    compression: Compression | None
+    dims: tuple[str | None, ...] | None
+    attrs: Mapping[str, Any]
+
+    @property
+    def is_everywhere(self) -> bool:
+        """True if each process has an array of its own, which must be the same."""
+        return not isinstance(getattr(self.x, "sharding", None), jax.sharding.NamedSharding)
+
+    def describe(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text."""
+        sharding = "on each process" if self.is_everywhere else describe_sharding(self.x.sharding)
+        return {
+            "shape": f"{self.x.shape} of which {self.shape}",
+            "dtype": self.dtype.str if self.dtype.kind != "V" else self.dtype.name,
+            "sharding": sharding,
+            "chunks": repr(self.chunks),
+            "shards": repr(self.shards),
+            "compression": repr(self.compression),
+            "dims": repr(self.dims),
+            "attrs": _text_of(self.attrs),
+        }
+
+
+@dataclass
+class SaveArguments:
+    """The arguments of one call.
+
+    Attributes
+    ----------
+    path, format, mode : str
+        Where to, in which format (one of `formats.saving.FORMATS`), and whether the name may exist.
+    arrays : list of ToSave
+        The arrays, in the order of the file.
+    attrs : mapping
+        Attributes of the file.
+    options : Options
+        ``verify``, ``staging``, ``timeout``, ``progress``.
+    writers : str
+        ``"auto"``, ``"all"`` or ``"root"``.
+    """
+
+    path: str
+    format: str
+    mode: str
+    arrays: list[ToSave]
+    attrs: Mapping[str, Any]
+    options: Options
+    writers: str = AUTO
+
+    @classmethod
+    def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
+        """The checked arguments. `given` are the keywords; ConfigError says which is wrong."""
+        kept = {name: given[name] for name in options_of(call, given) if name in _CHECKED}
+        options = Options.check(**kept)
+        if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+            raise ConfigError(f"path is {path!r}; expected the name of the new file, such as 'out.h5' or 'out.zarr'")
+        name = os.fspath(path)
+        if not isinstance(name, str):
+            raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
+        mode, writers = given["mode"], given["writers"]
+        if mode not in MODES:
+            raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
+        if writers not in WRITERS:
+            raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
+        kind = format_for(name, given["format"])
+        leaves, is_single = _arrays_of(tree, given["dataset"])
+        arrays, attrs = _spread(leaves, is_single, given)
+        return cls(name, kind, mode, arrays, attrs, options, writers)
+
+    def describe(self) -> dict[str, str]:
+        """What must be the same on all ranks, as text."""
+        told = self.options.describe()
+        return {
+            "path": repr(self.path),
+            "format": self.format,
+            "mode": self.mode,
+            "writers": self.writers,
+            **{name: told[name] for name in _CHECKED if name in told},
+            "attrs of the file": _text_of(self.attrs),
+        }
+
+
+_CHECKED = ("verify", "staging", "timeout", "progress")
+WRITERS = (AUTO, "all", "root")
+
+
+def _arrays_of(tree: Any, dataset: Any) -> tuple[dict[str, Any], bool]:
+    """Arrays by their full names, and whether it is one array alone."""
+    if not isinstance(tree, Mapping):
+        if isinstance(tree, (list, tuple)):
+            raise ConfigError(
+                f"a {type(tree).__name__} of arrays has no names; expected a jax.Array, or a dict of them by their names in "
+                "the file, such as {'rho': rho, 'g/vel': vel}"
+            )
+        if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
+            raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
+        return {"/" + dataset.strip("/"): tree}, True
+    found: dict[str, Any] = {}
+    _walk(tree, "", found)
+    if not found:
+        raise ConfigError("there are no arrays to save: the dict is empty")
+    return found, False
+
+
+def _walk(tree: Mapping[Any, Any], above: str, found: dict[str, Any]) -> None:
+    for key, value in tree.items():
+        if not isinstance(key, str) or not key.strip("/"):
+            raise ConfigError(f"a key is {key!r}; expected an array's name in the file, such as 'rho' or 'group/rho'")
+        name = f"{above}/{key.strip('/')}"
+        if isinstance(value, Mapping):
+            _walk(value, name, found)
+        elif name in found:
+            raise ConfigError(f"two arrays are called '{name}'. Rename one of them")
+        else:
+            found[name] = value
+
+
+def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -> tuple[list[ToSave], Mapping[str, Any]]:
+    """Each array with what is its own, and the attributes of the file."""
+    names = list(leaves)
+    for name, x in leaves.items():
+        _check_array(name, x)
+    chunks = _by_name(names, "chunks", given["chunks"], AUTO)
+    shards = _by_name(names, "shards", given["shards"], None)
+    compression = _by_name(names, "compression", given["compression"], None)
+    dims = _by_name(names, "dims", given["dims"], None)
+    order = _by_name(names, "byteorder", given["byteorder"], None)
+    attrs, of_file = _attrs(names, is_single, given["attrs"])
+    extents = _extents(leaves, is_single, given["shape"], given["plan"])
+    made = []
+    for name, x in leaves.items():
+        if order[name] not in _BYTE_ORDERS:
+            raise ConfigError(f"byteorder of '{name}' is {order[name]!r}; expected 'little', 'big' or None (the machine's)")
+        made.append(
+            ToSave(
+                name=name,
+                x=x,
+                shape=extents[name],
+                dtype=np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[order[name]]),
+                chunks=_sizes("chunks", name, chunks[name], (AUTO, None)),
+                shards=_sizes("shards", name, shards[name], (None,)),
+                compression=Compression.of(compression[name]),
+                dims=_names("dims", name, dims[name]),
+                attrs=attrs[name],
+            )
+        )
+    return made, of_file
+
+
+def _check_array(name: str, x: Any) -> None:
+    if isinstance(x, jax.core.Tracer):
+        raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
+    if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        raise ConfigError(
+            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank)"
+        )
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise ConfigError(f"'{name}' was deleted (donated to a jitted function?), so it has no values. Save it before that")
+    try:
+        kind = np.dtype(x.dtype)
+    except TypeError:
+        raise ConfigError(f"'{name}' is {x.dtype}, which no file holds. Save its numbers: jax.random.key_data(x)") from None
+    why = refusal(kind)
+    if why is not None:
+        raise ConfigError(f"'{name}' holds {why}, which cannot be saved")
+    sharding = getattr(x, "sharding", None)
+    if sharding is not None and not isinstance(sharding, jax.sharding.NamedSharding) and not sharding.is_fully_addressable:
+        raise ConfigError(
+            f"'{name}' has a {type(sharding).__name__} over several processes; expected a NamedSharding. Pass "
+            "jax.device_put(x, NamedSharding(mesh, P(...)))"
+        )
+
+
+def _by_name(names: list[str], option: str, given: Any, default: Any) -> dict[str, Any]:
+    """A value for each array: one for all, or a dict by name."""
+    if isinstance(given, Mapping):
+        known = {"/" + str(key).strip("/"): value for key, value in given.items()}
+        if option != "compression" or set(known) <= set(names):
+            _check_names(names, option, known)
+            return {name: known.get(name, default) for name in names}
+    return dict.fromkeys(names, given)
+
+
+def _check_names(names: list[str], option: str, known: Mapping[str, Any]) -> None:
+    unknown = [key for key in known if key not in names]
+    if unknown:
+        some = ", ".join(f"'{name.lstrip('/')}'" for name in names[:8])
+        raise ConfigError(f"{option} names '{unknown[0].lstrip('/')}', which is not saved; expected some of {some}")
+
+
+def _attrs(names: list[str], is_single: bool, given: Any) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any]]:
+    """Attributes of each array, and those of the file."""
+    if given is None:
+        return {name: {} for name in names}, {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"attrs is {given!r}; expected a dict, such as {{'units': 'kg/m3'}}")
+    if is_single:
+        return {names[0]: dict(given)}, {}
+    known = {"/" + str(key).strip("/"): value for key, value in given.items()}
+    of_file = known.pop("/", {})
+    try:
+        _check_names(names, "attrs", known)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}, or '/' for the attributes of the file: attrs={{'{names[0].lstrip('/')}': {{'units': 'kg'}}}}"
+        ) from None
+    for name, one in {**known, "/": of_file}.items():
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"attrs of '{name}' are {one!r}; expected a dict, such as {{'units': 'kg/m3'}}")
+    return {name: dict(known.get(name, {})) for name in names}, dict(of_file)
+
+
+def _sizes(option: str, name: str, given: Any, words: tuple[Any, ...]) -> Any:
+    if given is None or isinstance(given, str):
+        if given not in words:
+            expected = " or ".join(map(repr, words))
+            raise ConfigError(
+                f"{option} of '{name}' is {given!r}; expected a size for each axis, such as (64, 64, 64), or {expected}"
+            )
+        return given
+    if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+        given = (given,)
+    is_sizes = isinstance(given, (tuple, list)) and all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) for n in given
+    )
+    if not is_sizes:
+        raise ConfigError(f"{option} of '{name}' is {given!r}; expected a size for each axis, such as (64, 64, 64)")
+    return tuple(int(n) for n in given)
+
+
+def _names(option: str, name: str, given: Any) -> tuple[str | None, ...] | None:
+    if given is None:
+        return None
+    given = (given,) if isinstance(given, str) else given
+    if not isinstance(given, (tuple, list)) or not all(one is None or isinstance(one, str) for one in given):
+        raise ConfigError(f"{option} of '{name}' is {given!r}; expected a name for each axis, such as ('z', 'y', 'x')")
+    return tuple(given)
+
+
+def _extents(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each array without padding."""
+    if shape is not None and plan is not None:
+        raise ConfigError("both shape and plan are given; pass one of them")
+    given: dict[str, Any] = {}
+    if shape is not None:
+        given = _by_name(list(leaves), "shape", shape, None)
+    elif isinstance(plan, (Plan, Extent)):
+        given = dict.fromkeys(leaves, plan)
+    elif plan is not None:
+        plans = plan.plans if isinstance(plan, TreePlan) else plan
+        if not isinstance(plans, Mapping):
+            raise ConfigError(
+                f"plan is a {type(plan).__name__}; expected the Plan that loaded the array, or a dict of them by name"
+            )
+        found: dict[str, Any] = {}
+        _walk(plans, "", found)
+        _check_names(list(leaves), "plan", found)
+        given = found
+    shapes = {}
+    for name, x in leaves.items():
+        one = given.get(name)
+        if isinstance(one, Plan):
+            one = one.extent
+        if one is None and not is_known(x):
+            shapes[name] = tuple(x.shape)
+            continue
+        extent = extent_of(x, one, f"'{name}'")
+        if any(extent.halo):
+            raise ConfigError(f"'{name}' has halos, whose elements belong to other shards. Save shardload.unpad(x) instead")
+        shapes[name] = extent.shape
+    return shapes
+
+
+def _text_of(value: Any) -> str:
+    """Attributes as text: equal for equal ones."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_text_of(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_text_of, value)) + "]"
+    if isinstance(value, (np.ndarray, np.generic)):
+        one = np.asarray(value)
+        data = one.tobytes() if one.dtype.kind != "O" else repr(one.tolist()).encode()
+        return f"{one.dtype} {one.shape} {blake2b(data, digest_size=8).hexdigest()}"
+    return repr(value)

@@ -1,0 +1,252 @@
+"""What will a save do? The plan of all arrays of one new file, the same on every rank, and its text for a person."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardload.arrays.disassemble import shards_of_array
+from shardload.comm.group import Group
+from shardload.comm.launch import rank_of_process
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.saving import make_sink
+from shardload.formats.sink import ArraySpec, Sink
+from shardload.jobs.save_arguments import SaveArguments, ToSave
+from shardload.options import AUTO
+from shardload.planning.saving import (
+    Held,
+    Item,
+    Memory,
+    Sent,
+    Unit,
+    least_memory,
+    plan_array,
+    plan_chunks,
+    plan_memory,
+    plan_rounds,
+)
+from shardload.planning.shards import Shards
+from shardload.system.terminal import width_of_prints, wrap
+from shardload.units import format_nbytes
+
+__all__ = ["SavePlan", "plan_file"]
+
+_PAGE_NBYTES = 4096
+_SHARE = 4  # of the memory that a process may use: what staging="auto" is at most
+_MODES = {"w-": "must not exist", "w": "is replaced if it exists"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SavePlan:
+    """What `save` will do: inspect it, or print it.
+
+    Attributes
+    ----------
+    path, format, mode : str
+        The new file, its format, and whether it may exist.
+    arrays : tuple of ArrayInfo
+        The arrays as they will be: name, shape without padding, dtype, chunks, codec.
+    travels : tuple of bool
+        For each array, whether parts of shards are sent to the ranks that write its chunks. If not, each chunk lies in one
+        shard, and a rank writes what it holds.
+    n_ranks, n_nodes, n_threads : int
+        Ranks and nodes of the job, and threads of a rank.
+    n_rounds : int
+        In how many rounds values are collected, encoded and written.
+    staging_nbytes : int
+        Cap on each process's host memory beyond the arrays.
+    memory_nbytes : int
+        Bytes of it that are planned for.
+    nbytes : int
+        Bytes of the values.
+    """
+
+    path: str
+    format: str
+    mode: str
+    arrays: tuple[ArrayInfo, ...]
+    travels: tuple[bool, ...]
+    n_ranks: int
+    n_nodes: int
+    n_threads: int
+    staging_nbytes: int
+    memory_nbytes: int
+    writers: str
+    verify: str
+    _chosen: tuple[bool, ...] = field(kw_only=True)
+    _sink: Sink = field(kw_only=True)
+    _layouts: tuple[Held | Sent, ...] = field(kw_only=True)
+    _memory: Memory = field(kw_only=True)
+    _rounds: Sequence[Sequence[Item]] = field(kw_only=True)
+
+    @property
+    def n_rounds(self) -> int:
+        """Number of rounds."""
+        return len(self._rounds)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return sum(math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in self.arrays)
+
+    @cached_property
+    def _lines(self) -> list[tuple[str, str]]:
+        found = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
+        for one, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
+            sizes = " x ".join(map(str, one.chunks or ()))
+            how = f"{layout.chunks.n_cells:,} chunks of {sizes}" if one.chunks else "in one piece"
+            how += " (by chunks='auto')" if chosen else ""
+            packed = "" if one.codec in ("none", "") else f", {one.codec}"
+            way = "parts travel to the ranks that write" if travels else "each rank writes what it holds: nothing travels"
+            shape = " x ".join(map(str, one.shape)) or "one value"
+            found.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
+        ranks = f"{self.n_ranks} rank{'s' * (self.n_ranks > 1)}"
+        nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
+        found.append(
+            ("ranks", f"{ranks}{nodes}, {self.n_threads} thread{'s' * (self.n_threads > 1)} each; {self.n_rounds} rounds")
+        )
+        found.append(("writers", _WRITERS[self.writers]))
+        found.append(("memory", f"{format_nbytes(self.memory_nbytes)} of {format_nbytes(self.staging_nbytes)} per rank"))
+        found.append(("verify", _VERIFY[self.verify]))
+        return found
+
+    def __str__(self) -> str:
+        """Text for a person, as wide as the terminal."""
+        width = width_of_prints()
+        room = max(len(name) for name, _ in self._lines) + 2
+        lines = wrap(f"save {len(self.arrays)} array{'s' * (len(self.arrays) > 1)} as '{self.path}'", width, "", "  ")
+        for name, text in self._lines:
+            lines += wrap(text, width, f"  {name:<{room}}", " " * (room + 2))
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"<SavePlan {self.path!r}: {'; '.join(f'{name}: {text}' for name, text in self._lines)}>"
+
+    def describe(self) -> str:
+        """What all ranks must have planned alike, as text."""
+        rounds = [[(item.array, item.number, item.per_round) for item in one] for one in self._rounds[:4]]
+        owners = [
+            (repr(one.schedule.strategy), one.schedule.blocks.cell) if isinstance(one, Sent) else one.units.cell
+            for one in self._layouts
+        ]
+        return f"{self!r}; {owners}; {self._memory}; {rounds}"
+
+
+_WRITERS = {
+    AUTO: "all ranks that own chunks; rank 0 alone if a node does not see its file",
+    "all": "all ranks that own chunks",
+    "root": "rank 0 alone, as was asked for: the others send it their stored chunks",
+}
+_VERIFY = {
+    "index": "the file's places are compared; nothing is read back",
+    "checksum": "every chunk is read back by another rank, by checksum; one of each rank is decoded",
+    "file": "every chunk is read back by another rank, by checksum; one in 16 is decoded",
+    "full": "every chunk is read back by another rank, by checksum, and decoded",
+}
+
+
+def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
+    """Plan the save of all arrays. Not collective, when `Group.machine` and `Group.processes` are known.
+
+    Raises
+    ------
+    ConfigError
+        If the format cannot hold an array, if a chunk does not fit in the staging memory, or if JAX and MPI do not see the same
+        processes.
+    """
+    if not group.can_send:
+        raise ConfigError(
+            f"save sends values between ranks, but these {group.size} processes have no MPI: start the job under MPI"
+        )
+    machine = group.machine
+    per_node = machine.ranks_per_node if machine.n_nodes > 1 else None
+    processes = rank_of_process(group)
+    of_array = [shards_of_array(one.x, processes, group.rank, group.size) for one in asked.arrays]
+    specs, chosen = {}, []
+    for one, shards in zip(asked.arrays, of_array, strict=True):
+        specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
+        chosen.append(is_chosen)
+    alignment = _PAGE_NBYTES if machine.n_nodes > 1 else 1
+    sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
+    units, layouts = [], []
+    for one, shards in zip(asked.arrays, of_array, strict=True):
+        spec = sink.arrays[one.name].spec
+        is_packed = spec.compression is not None or spec.checksum
+        units.append(Unit(spec.shape, spec.chunks, spec.dtype.itemsize, is_packed, spec.shards))
+        layouts.append(plan_array(units[-1], shards, group.size, per_node, asked.options.staging_nbytes))
+    cap = _staging(asked, layouts, units, machine.memory_nbytes // _SHARE)
+    memory, n_threads = plan_memory(layouts, units, cap, machine.n_threads)
+    return SavePlan(
+        path=asked.path,
+        format=next(iter(sink.arrays.values())).info.format,
+        mode=asked.mode,
+        arrays=tuple(replace(one.info, dtype=_dtype_text(one.spec.dtype)) for one in sink.arrays.values()),
+        travels=tuple(one.travels for one in layouts),
+        n_ranks=group.size,
+        n_nodes=machine.n_nodes,
+        n_threads=n_threads,
+        staging_nbytes=cap,
+        memory_nbytes=min(memory.nbytes, cap),
+        writers=asked.writers,
+        verify=asked.options.verify,
+        _chosen=tuple(chosen),
+        _sink=sink,
+        _layouts=tuple(layouts),
+        _memory=memory,
+        _rounds=plan_rounds(layouts, memory.round_nbytes),
+    )
+
+
+def _dtype_text(dtype: np.dtype[Any]) -> str:
+    return native_dtype(dtype).name
+
+
+def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
+    """How an array is stored, and whether its chunks were chosen here."""
+    chunks, is_chosen = one.chunks, False
+    if chunks == AUTO:
+        chunks = None
+        if one.shards is not None:
+            raise ConfigError(
+                f"'{one.name}' has shards {one.shards} but no chunks. Pass chunks= too, of which shards are multiples"
+            )
+        if one.shape and 0 not in one.shape and (one.compression is not None or kind.startswith("zarr")):
+            chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
+    return (
+        ArraySpec(
+            one.shape,
+            one.dtype,
+            chunks,
+            shards=one.shards,
+            compression=one.compression,
+            dims=one.dims,
+            attrs=one.attrs,
+        ),
+        is_chosen,
+    )
+
+
+def _staging(asked: SaveArguments, layouts: Sequence[Held | Sent], units: Sequence[Unit], room: int) -> int:
+    """The staging cap in bytes: what was asked for, or what the chunks need if that is "auto"."""
+    needed, cap = least_memory(layouts, units), asked.options.staging_nbytes
+    if needed <= cap:
+        return cap
+    is_auto = asked.options.staging == AUTO
+    if is_auto and needed <= room:
+        return needed
+    k = max(range(len(layouts)), key=lambda k: layouts[k].unit_nbytes)
+    found = format_nbytes(cap)
+    if is_auto:
+        found = f"'auto', at most {format_nbytes(room)}: a quarter of the memory that a process may use here"
+    raise ConfigError(
+        f"what a rank writes at once of '{asked.arrays[k].name}' is {format_nbytes(layouts[k].unit_nbytes)} (a chunk, or a "
+        f"file of chunks), and saving it takes {format_nbytes(needed)}, but staging is {found}. Pass smaller chunks, or "
+        f"staging='{-(-needed // (1 << 20))}MiB'"
+    )

@@ -1,0 +1,369 @@
+"""How are arrays saved? The steps of one call, from its arguments to its report.
+
+1. Each rank checks its arguments and plans the file (`save_plan`). All compare both, in the messages with which every call
+   begins.
+2. Replicas are compared.
+3. In rounds, parts travel from the shards to the owners of chunks, by the exchange that loads use (`PiecesToBlocks`). What an
+   owner holds itself does not travel.
+4. `writing.write_file` encodes and writes these rounds, reads the file back, and gives it its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import jax
+import numpy as np
+
+from shardload.arrays.disassemble import HostShards, check_replicas
+from shardload.comm.group import Arguments, Group, Invocation, group_of
+from shardload.comm.shared_memory import Bell
+from shardload.errors import ConfigError, PeerError, StallError
+from shardload.jobs.progress import progress_of
+from shardload.jobs.save_arguments import SaveArguments
+from shardload.jobs.save_plan import SavePlan, plan_file
+from shardload.jobs.writing import KEPT_ROUNDS, Values, Written, write_file
+from shardload.options import INDEX, TIMEOUT
+from shardload.planning.blocks import aligned
+from shardload.planning.region import Region
+from shardload.planning.saving import Held, Item, Sent
+from shardload.planning.schedule import Block
+from shardload.planning.tuning import default_tuning
+from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.transfer.buffers import Piece, Slots, StagedBlock, Tile, aligned_empty
+from shardload.transfer.checksum import checksum
+from shardload.transfer.exchange import Buffers, exchange
+from shardload.transfer.moves import ArrayMove, PiecesToBlocks
+from shardload.units import format_nbytes
+
+__all__ = ["SaveReport", "plan_save", "save"]
+
+_log = logging.getLogger("shardload")
+_MOST_TOLD = 8
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes
+    ----------
+    path, format : str
+        The new file.
+    seconds : float
+        Seconds on this rank.
+    n_arrays, n_chunks : int
+        Arrays, and chunks of them (a part of an array in one piece counts as a chunk), in the whole job.
+    nbytes, nbytes_stored : int
+        Bytes of the values, and of the stored chunks, in the whole job.
+    nbytes_sent : int
+        Bytes of parts that this rank got from others.
+    n_read_back, n_decoded : int
+        Chunks of which another rank read the stored bytes back, and of which it decoded the values. All were as written.
+    n_rounds : int
+        Rounds.
+    phases : mapping of str to float
+        Seconds of this rank: ``"exchange"``; ``"encode"`` and ``"write"``, summed over its threads; ``"sync"``, ``"finish"``,
+        ``"read back"``. They overlap.
+    """
+
+    path: str
+    format: str
+    seconds: float
+    n_arrays: int
+    n_chunks: int
+    nbytes: int
+    nbytes_stored: int
+    nbytes_sent: int
+    n_read_back: int
+    n_decoded: int
+    n_rounds: int
+    phases: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """For a person: one line."""
+        arrays = f"{self.n_arrays} array{'s' * (self.n_arrays > 1)}"
+        phases = "; ".join(f"{name} {seconds:.3g} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
+        read = f"{self.n_read_back:,} read back, {self.n_decoded:,} of them decoded" if self.n_read_back else "none read back"
+        return (
+            f"saved '{self.path}' ({self.format}) in {self.seconds:.3g} s: {arrays}, {self.n_chunks:,} chunks, "
+            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; on this rank: {phases}"
+        )
+
+
+@contextmanager
+def _planned(
+    call: str, path: Any, tree: Any, given: Mapping[str, Any], comm: Any
+) -> Iterator[tuple[Group, SaveArguments, SavePlan, str]]:
+    """Check the arguments, plan, and agree on both. Inside, all ranks are in one call."""
+    asked: SaveArguments | None = None
+    plan: SavePlan | None = None
+    error: BaseException | None = None
+    try:
+        asked = SaveArguments.of(path, tree, given, call)
+    except ConfigError as found:
+        error = found
+    except Exception as found:  # an unforeseen argument: the other ranks wait for this one
+        let_interruption_pass(found)
+        error = ConfigError(f"the arguments could not be read: {type(found).__name__}: {found}")
+    timeout = TIMEOUT if asked is None else asked.options.timeout
+    title = f"save as {path!r}"
+    group = group_of(comm, timeout)
+    with outer_exception(), group.call(timeout) as refusal:
+        group.watch.begin(title, timeout)
+        _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
+        error = refusal or error
+        told: Mapping[str, str] = {}
+        kind = call
+        try:
+            if asked is not None and error is None:
+                plan = plan_file(asked, group)
+                own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
+                kind = json.dumps([call, *(one.name for one in asked.arrays)])
+                told = Arguments(asked.describe(), own, {"plan": plan.describe()})
+        except Exception as found:
+            let_interruption_pass(found)
+            error = found
+        invocation = Invocation(kind, title, told)
+        group.settle(invocation, error)
+        if asked is None or plan is None:
+            raise error or ConfigError("nothing was planned")
+        yield group, asked, plan, f"{invocation.digest:016x}"
+        group.watch.close()
+
+
+def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:
+    """See `shardload.plan_save`. Collective."""
+    with _planned("plan_save", path, tree, given, comm) as (_, _, plan, _):
+        return plan
+
+
+def save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SaveReport:
+    """See `shardload.save`. Collective."""
+    started = time.perf_counter()
+    with _planned("save", path, tree, given, comm) as (group, asked, plan, digest):
+        without = [one.name for one in asked.arrays if isinstance(one.x, jax.ShapeDtypeStruct)]
+        if without:
+            raise ConfigError(f"'{without[0]}' is a jax.ShapeDtypeStruct, which has no values: it can be planned only")
+        report = _Save(group, asked, plan, digest).run(started)
+        _log.info("%s", report)
+        return report
+
+
+class _Pieces:
+    """Stages the parts of one array's shards that this rank sends: from where they lie."""
+
+    n_at_once = 4
+
+    def __init__(self, shards: HostShards, rank: int, targets: Mapping[int, Piece], checksums: bool) -> None:
+        self._shards, self._rank, self._targets, self._checksums = shards, rank, targets, checksums
+        self._n = 0
+
+    def has_room(self, block: Block) -> bool:
+        """See `Producer`."""
+        return True
+
+    def now(self) -> tuple[int, str]:
+        """See `Producer`."""
+        return self._n, ""
+
+    def start(self, block: Block) -> _Ready:
+        """See `Producer`."""
+        tiles = []
+        for part in block.parts:
+            values = self._shards.view(self._shards.shard_with(part.region), part.region)
+            if part.rank != self._rank:
+                tiles.append(Tile(part.region, values))
+                continue
+            into = self._targets[part.shard].view(part.region)
+            np.copyto(into, values, casting="no")
+            if self._checksums and checksum(into) != checksum(values):
+                raise PeerError(
+                    f"the part {part.region} that stays on rank {self._rank} is not what the device holds: a checksum after "
+                    "the copy differs from the one before it. If it happens again, suspect the memory of this node",
+                    rank=self._rank,
+                )
+        self._n += 1
+        return _Ready(StagedBlock(block, tiles))
+
+
+@dataclass
+class _Ready:
+    """A block that needs no reading."""
+
+    block: StagedBlock
+
+    def done(self) -> bool:
+        """True."""
+        return True
+
+    def result(self) -> StagedBlock:
+        """The block."""
+        return self.block
+
+
+class _Save:
+    """One rank's part of one save. Every method is collective."""
+
+    def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
+        self._group, self._asked, self._plan, self._digest = group, asked, plan, digest
+        self._layouts, self._options = plan._layouts, asked.options
+        self._seconds = self._nbytes_sent = 0.0
+        self._shards: list[HostShards] = []
+        self._flows = {k: PiecesToBlocks(one.schedule) for k, one in enumerate(self._layouts) if isinstance(one, Sent)}
+        self._units = {k: one.units_of(group.rank) for k, one in enumerate(self._layouts) if isinstance(one, Held)}
+        self._ring: list[Array] = []
+        self._buffers: Buffers | None = None
+
+    def run(self, started: float) -> SaveReport:
+        """Save the arrays."""
+        group, plan, verify = self._group, self._plan, self._options.verify
+        group.watch.enter("compare replicas")
+        replicas = self._get_ready()
+        if replicas:
+            check_replicas(group, replicas)
+        with ExitStack() as opened:
+            advance = opened.enter_context(
+                progress_of(self._options.progress, f"'{plan.path}'", self._nbytes_written(), group.rank)
+            )
+            written = write_file(
+                group, plan._sink, self._rounds(), verify=verify, n_threads=plan.n_threads, on_progress=advance
+            )
+        return self._report(written, started)
+
+    def _report(self, written: Written, started: float) -> SaveReport:
+        return SaveReport(
+            path=self._plan.path,
+            format=self._plan.format,
+            seconds=time.perf_counter() - started,
+            n_arrays=len(self._layouts),
+            n_chunks=written.n_chunks,
+            nbytes=written.nbytes,
+            nbytes_stored=written.nbytes_stored,
+            nbytes_sent=int(self._nbytes_sent),
+            n_read_back=written.n_read_back,
+            n_decoded=written.n_decoded,
+            n_rounds=self._plan.n_rounds,
+            phases={"exchange": self._seconds, **written.seconds},
+        )
+
+    def _get_ready(self) -> list[tuple[str, Any, list[tuple[int, int]]]]:
+        """Find the shards, compute checksums of replicas, and make all buffers. What fails fails on all ranks."""
+        group, error = self._group, None
+        memory, replicas = self._plan._memory, []
+        shares = bool(self._flows) and memory.slot_nbytes >= default_tuning().worth_sharing_nbytes
+        segments = group.shared_memory(memory.n_slots * aligned(memory.slot_nbytes)) if shares else {}
+        try:
+            for one, layout in zip(self._asked.arrays, self._layouts, strict=True):
+                held = HostShards(one.x, layout.shards, group.rank)
+                self._shards.append(held)
+                if layout.shards.n_replicas > 1 and (self._options.verify != INDEX or one.is_everywhere):
+                    replicas.append((one.name, layout.shards, list(held.checksums(Region.whole(one.shape)))))
+            segment = segments.get(group.rank)
+            self._buffers = Buffers(
+                Slots(memory.n_slots, memory.slot_nbytes, None if segment is None else segment.data),
+                Slots(memory.n_packs, memory.slot_nbytes),
+                segments,
+                Bell() if segment is None else segment.bell,
+            )
+            room = max((sum(aligned(n) for n in self._target_sizes(items)) for items in self._plan._rounds), default=0)
+            self._ring = [aligned_empty((room,), np.dtype(np.uint8)) for _ in range(KEPT_ROUNDS)] if room else []
+        except StallError:
+            raise
+        except Exception as found:
+            let_interruption_pass(found)
+            error = found
+        group.agree(error)
+        return replicas
+
+    def _flow(self, item: Item) -> PiecesToBlocks:
+        return self._flows[item.array].in_round(item.number, item.per_round)
+
+    def _target_sizes(self, items: Sequence[Item]) -> Iterator[int]:
+        for item in items:
+            if item.array in self._flows:
+                flow = self._flow(item)
+                for number in flow.blocks_of(self._group.rank):
+                    yield flow.schedule.blocks.region(number).size * flow.schedule.itemsize
+
+    def _nbytes_written(self) -> int:
+        """Bytes of values that this rank writes."""
+        rank, total = self._group.rank, 0
+        for one in self._layouts:
+            if isinstance(one, Held):
+                total += sum(one.units.region(unit).size for unit, _ in one.units_of(rank)) * one.itemsize
+            else:
+                blocks = one.schedule.blocks
+                total += sum(blocks.region(k).size for k in one.schedule.blocks_of(rank)) * one.schedule.itemsize
+        return total
+
+    # --- rounds
+
+    def _rounds(self) -> Iterator[list[Values]]:
+        """The chunks that this rank writes, round by round. If any of a round travel, all ranks exchange parts."""
+        for number, items in enumerate(self._plan._rounds):
+            found: list[Values] = []
+            sent = [item for item in items if item.array in self._flows]
+            if sent:  # first: whatever fails on this rank later, the others wait for it here
+                found += self._exchange(sent, self._ring[number % KEPT_ROUNDS] if self._ring else np.empty(0, dtype=np.uint8))
+            for item in items:
+                if item.array in self._units:
+                    found += self._held(item)
+            yield found
+
+    def _held(self, item: Item) -> Iterator[Values]:
+        layout = self._layouts[item.array]
+        if not isinstance(layout, Held):
+            raise TypeError("parts of this array travel")
+        name, shards = self._asked.arrays[item.array].name, self._shards[item.array]
+        for unit, shard in itertools.islice(self._units[item.array], item.per_round):
+            region = layout.units.region(unit)
+            for chunk in layout.chunks.meeting(region) if layout.chunks is not layout.units else (unit,):
+                one = layout.chunks.region(chunk)
+                yield Values(name, one, shards.view(shard, one))
+
+    def _exchange(self, items: Sequence[Item], room: Array) -> Iterator[Values]:
+        """Move the parts of one round to the owners of its blocks."""
+        group, buffers, checksums = self._group, self._buffers, self._options.checksums
+        if buffers is None:
+            raise ValueError("there are no buffers")
+        moves, at = [], 0
+        tags = group.next_tags()
+        seed = crc32(f"{self._digest} {tags}".encode())
+        for item in items:
+            flow, shards = self._flow(item), self._shards[item.array]
+            targets = {}
+            for number in flow.blocks_of(group.rank):
+                region = flow.schedule.blocks.region(number)
+                nbytes = region.size * shards.dtype.itemsize
+                targets[number] = Piece(region, room[at : at + nbytes].view(shards.dtype).reshape(region.shape))
+                at += aligned(nbytes)
+            producer = _Pieces(shards, group.rank, targets, checksums)
+            name = self._asked.arrays[item.array].name
+            moves.append(ArrayMove(flow, producer, targets, shards.dtype, seed=seed, name=f"'{name}'"))
+        started = time.perf_counter()
+        failed, moved = exchange(group, moves, buffers, tags=tags, checksums=checksums)
+        self._seconds += time.perf_counter() - started
+        self._nbytes_sent += moved.nbytes
+        group.watch.enter("write")
+        if failed is not None:
+            raise failed
+        return self._chunks(items, moves)
+
+    def _chunks(self, items: Sequence[Item], moves: Sequence[ArrayMove]) -> Iterator[Values]:
+        for item, move in zip(items, moves, strict=True):
+            layout, name = self._layouts[item.array], self._asked.arrays[item.array].name
+            for piece in move.targets.values():
+                for chunk in layout.chunks.meeting(piece.region):
+                    region = layout.chunks.region(chunk)
+                    yield Values(name, region, piece.view(region))
