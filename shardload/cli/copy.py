@@ -68,6 +68,7 @@ def parse_compression(text: str | None) -> Any:
 
 
 _INSTEAD = (
+    ("or begin again without resume=True", "or leave --resume out"),
     ("Pass mode='w' to replace it", "Type --mode w to replace it"),
     ("pass mode='w'", "type --mode w"),
     ("Pass compression='blosc', which shuffles, or leave the shuffle out", "Type --compression blosc, which shuffles, or zstd"),
@@ -158,4 +159,5 @@ def _as_json(report: CopyReport) -> str:
     if report.written is None:
         return json.dumps({"ok": True, "plan": plan}, indent=2)
     told = {"ok": True, "plan": plan, "written": asdict(report.written), "seconds": report.seconds}
-    return json.dumps({**told, "chunks_decoded": report.n_decoded, "notes": report.notes}, indent=2)
+    more = {"chunks_decoded": report.n_decoded, "chunks_resumed": report.n_resumed, "notes": report.notes}
+    return json.dumps({**told, **more}, indent=2)

@@ -352,6 +352,9 @@ def copy(
     allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = DEFAULTS.untrusted,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what a copy that was killed has left; begin if there is nothing.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -379,6 +382,7 @@ def copy(
 
         more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
         more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
+        more |= {"resume": resume}
         request = CopyRequest.check(source, target, dataset=names, select=index, compression=packing, **sizes, **more)
     raise typer.Exit(run(request, only_plan=dry_run, as_json=as_json))
 

@@ -24,6 +24,7 @@ from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
 from shardload.jobs.copy_plan import CopyPlan
 from shardload.jobs.copy_request import CopyRequest, Found
+from shardload.jobs.copy_resume import Done
 from shardload.jobs.writing import KEPT_ROUNDS, Values
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
@@ -76,9 +77,16 @@ class CopyReading:
     """
 
     def __init__(
-        self, group: Group, request: CopyRequest, found: Sequence[Found], planned: CopyPlan, rounds: Sequence[Round]
+        self,
+        group: Group,
+        request: CopyRequest,
+        found: Sequence[Found],
+        planned: CopyPlan,
+        rounds: Sequence[Round],
+        done: Done,
     ) -> None:
         n_shared = sum(one.is_together for one in rounds)
+        self._done = done
         self._group, self._request, self._found, self._planned, self._rounds = group, request, found, planned, rounds
         self._tags = [group.next_tags() for _ in range(n_shared + 1)]  # counted on every rank
         self._segments: Mapping[int, Segment] = group.shared_memory(planned.memory.reading_nbytes) if n_shared else {}
@@ -212,7 +220,9 @@ class CopyReading:
             region = piece.region.moved(mine.slab.start)
             for unit in planned.units_in(region):
                 back = unit.moved(tuple(-a for a in mine.slab.start))
-                yield from self._chunks(name, mine.array, unit, piece.view(back))
+                for one in self._chunks(name, mine.array, unit, piece.view(back)):
+                    if not self._done.holds(mine.array, one.region):
+                        yield one
 
     def _chunks(self, name: str, array: int, unit: Region, values: Array) -> Iterator[Values]:
         """The chunks of a unit: several if it is a file of chunks."""

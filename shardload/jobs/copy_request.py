@@ -6,11 +6,13 @@ and layouts; a selection by names of axes applies to them, too.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -27,7 +29,7 @@ from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 
-__all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "find", "new_sink"]
+__all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", "find", "new_sink"]
 
 STAGING_NBYTES = 512 << 20
 PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
@@ -58,6 +60,8 @@ class CopyRequest:
         Bytes of memory of a rank.
     verify : str
         As for `write_file`.
+    resume : bool
+        True to go on with what a job that was killed has left.
     timeout : float or None
         Seconds without progress on any rank after which the copy fails.
     """
@@ -77,6 +81,7 @@ class CopyRequest:
     allow_external: bool = False
     allow_filters: tuple[str, ...] = ()
     untrusted: bool = False
+    resume: bool = False
     timeout: float | None = TIMEOUT
 
     @classmethod
@@ -193,6 +198,25 @@ def new_sink(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, 
     how = {"format": request.format, "mode": request.mode, "alignment": alignment}
     made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
     return made
+
+
+def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> dict[str, str]:
+    """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
+    saving = import_module("shardload.formats.saving")
+    path = split_path(request.source)[0]
+    about = {"the source": os.path.realpath(path) if "://" not in path else path}
+    about |= {
+        f"size and time of the source ('{one.info.dataset}')": repr(None if one.state is None else one.state[:2])
+        for one in found
+    }
+    for one in found:
+        told = {key: value for key, value in one.to_dict().items() if key not in ("info", "state")}
+        about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
+        attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])
+        about[f"the digest of attributes of '{one.name}'"] = f"{crc32(attrs.encode()):08x}"
+    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(groups.items(), key=str)).encode()):08x}"
+    about["the format"] = f"{saving.format_for(request.target, request.format)}{' on several nodes' if n_nodes > 1 else ''}"
+    return about
 
 
 def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ from shardload.comm.group import Group, Invocation, group_of
 from shardload.formats.sink import Sink
 from shardload.jobs.copy_plan import CopyPlan, plan_copy
 from shardload.jobs.copy_reading import CopyReading
-from shardload.jobs.copy_request import CopyRequest, Found, find, new_sink
+from shardload.jobs.copy_request import CopyRequest, Found, describe, find, new_sink
+from shardload.jobs.copy_resume import Done, resume
+from shardload.jobs.journal import Journal, Resumed
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing import Written, write_file
 from shardload.planning.copying import Round, plan_rounds
@@ -45,6 +48,8 @@ class CopyReport:
         Chunks of the source that were decoded.
     notes : tuple of str
         What a reader of the copy should know: what was left out, and chunks that the source does not store.
+    n_resumed : int
+        Chunks that an earlier job had written.
     """
 
     plan: CopyPlan
@@ -52,6 +57,7 @@ class CopyReport:
     seconds: float = 0.0
     n_decoded: int = 0
     notes: tuple[str, ...] = ()
+    n_resumed: int = 0
 
 
 def copy_file(
@@ -103,10 +109,12 @@ class _Copy:
         group, request = self._group, self._request
         group.watch.enter("metadata")
         own: list[Sink] = []
+        about: list[dict[str, str]] = []
 
         def look() -> str:
             found, groups, notes = find(request)
             own.append(new_sink(request, found, groups, group.machine.n_nodes))
+            about.append(describe(request, found, groups, group.machine.n_nodes))
             return json.dumps([[one.to_dict() for one in found], notes])
 
         told, notes = json.loads(group.tell(look, 0))
@@ -126,10 +134,16 @@ class _Copy:
         found, sink, planned = made
         if only_plan:
             return CopyReport(planned, notes=tuple(notes))
-        rounds = plan_rounds(planned.arrays, group.size, planned.memory.round_nbytes)
-        reading = CopyReading(group, request, found, planned, rounds[group.rank])
+        told = about[0] if about else {}
+        resumed, done = None, Done.none(planned)
+        if request.resume:
+            resumed, done = resume(group, request.target, told, found, sink, planned)
+            what = "nothing was left of an earlier copy, so this one began anew"
+            notes += [what if resumed is None else f"{done.n:,} of {done.n_all:,} chunks were there already"]
+        rounds = plan_rounds(planned.arrays, group.size, planned.memory.round_nbytes, done.holds)
+        reading = CopyReading(group, request, found, planned, rounds[group.rank], done)
         total = self._own_nbytes(planned, rounds[group.rank])
-        with progress_of(progress, f"copy to {request.target}", total, group.rank) as advance, reading:
+        with _closed(resumed), progress_of(progress, f"copy to {request.target}", total, group.rank) as advance, reading:
             written = write_file(
                 group,
                 sink,
@@ -137,6 +151,8 @@ class _Copy:
                 verify=request.verify,
                 n_threads=planned.memory.n_threads,
                 on_progress=advance,
+                journal=Journal(told, group.rank == 0),
+                resumed=resumed,
             )
         n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
         lost = [
@@ -145,7 +161,7 @@ class _Copy:
             if n
         ]
         seconds = time.perf_counter() - self._started
-        return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost))
+        return CopyReport(planned, written, seconds, n_decoded, (*notes, *lost), done.n)
 
     def _own_nbytes(self, planned: CopyPlan, rounds: list[Round]) -> int:
         """About how many bytes this rank writes, for its progress."""
@@ -154,3 +170,13 @@ class _Copy:
             nbytes = sum(item.slab.size * planned.arrays[item.array].unit.itemsize for item in one.items)
             total += nbytes // self._group.size if one.is_together else nbytes
         return total
+
+
+@contextmanager
+def _closed(resumed: Resumed | None) -> Iterator[None]:
+    """Give up the lock of the journal of an earlier job at the end."""
+    try:
+        yield
+    finally:
+        if resumed is not None and resumed.left is not None:
+            resumed.left.close()

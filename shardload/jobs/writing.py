@@ -31,6 +31,7 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.jobs.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
 from shardload.jobs.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import runs
@@ -47,6 +48,7 @@ take up to two rounds more, so that memory is bounded by five rounds."""
 
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
 _DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
+_SYNCED_ROUNDS = 16  # with a journal
 _LEAVE_SECONDS = 5.0  # for removing the temporary after a stall, when the file system may hang
 
 Array = np.ndarray[Any, Any]
@@ -108,6 +110,8 @@ def write_file(
     n_threads: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     allow_missing: bool = False,
+    journal: Journal | None = None,
+    resumed: Resumed | None = None,
 ) -> Written:
     """Write a new file. Collective over `group`, inside a call that all ranks make, when they have agreed on its arguments.
 
@@ -130,6 +134,10 @@ def write_file(
         Called with the bytes of values that have been written, in the thread that calls this.
     allow_missing : bool
         Whether chunks may be left out. Their values are the fill value.
+    journal : Journal, optional
+        Notes what is written, so that another job can resume it after a kill. On all ranks, or on none.
+    resumed : Resumed, optional
+        What another job has written of this file. `rounds` have only the rest.
 
     Returns
     -------
@@ -144,7 +152,7 @@ def write_file(
         Nothing moved on any rank for the call's timeout.
     """
     n = group.machine.n_threads if n_threads is None else n_threads
-    return _Writing(group, sink, verify, n, on_progress, allow_missing).run(iter(rounds))
+    return _Writing(group, sink, verify, n, on_progress, allow_missing, journal, resumed).run(iter(rounds))
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +198,10 @@ class _Writing:
         n_threads: int,
         on_progress: Callable[[int], None] | None,
         allow_missing: bool,
+        journal: Journal | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
+        self._journal, self._resumed, self._is_kept = journal, resumed, False
         self._group, self._sink, self._verify, self._n_threads = group, sink, verify, max(1, n_threads)
         self._on_progress, self._allow_missing = on_progress, allow_missing
         self._arrays = {name: k for k, name in enumerate(sink.arrays)}
@@ -224,10 +235,15 @@ class _Writing:
             written = Written(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._n_rounds, self._seconds)
             self._group.watch.enter("commit")
             self._on_root(lambda catalog: catalog.commit())
+            if self._journal is not None:
+                self._journal.remove()
             stalled = False
             return written
         except Exception as error:
             stalled = isinstance(error, StallError)
+            raise
+        except BaseException:  # Ctrl-C: another job can go on with it
+            self._is_kept = self._journal is not None
             raise
         finally:
             self._leave(stalled)
@@ -240,12 +256,16 @@ class _Writing:
             with suppress(Exception):
                 self._writer.close()
         catalog = self._catalog
-        if catalog is None or (stalled and self._is_apart):
+        if self._journal is not None and (stalled or self._is_kept or catalog is None):
+            self._journal.close()
+        if catalog is None or self._is_kept or (stalled and self._is_apart):
             return
         # After a stall, and after Ctrl-C, the file system may hang: then the temporary stays.
         thread = threading.Thread(target=catalog.abandon, name="shardload-abandon", daemon=True)
         thread.start()
         thread.join(_LEAVE_SECONDS if stalled else None)
+        if self._journal is not None:
+            self._journal.remove()
 
     # --- waiting
 
@@ -311,7 +331,16 @@ class _Writing:
         group.watch.enter("create")
 
         def create() -> str:
-            self._catalog = self._apart(sink.create)
+            resumed, journal = self._resumed, self._journal
+            if resumed is None:
+                self._catalog = self._apart(sink.create)
+            else:
+                placed = resumed.placed(self._encoders)
+                self._catalog = self._apart(lambda: sink.resume(resumed.temporary, resumed.token, placed))
+            if journal is not None:
+                ticket = self._catalog.ticket
+                rounds, left = ([], None) if resumed is None else (resumed.rounds, resumed.left)
+                self._apart(lambda: journal.begin(ticket, rounds, left))
             return self._catalog.ticket.to_json()
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
@@ -319,6 +348,8 @@ class _Writing:
         with self._keeping_errors():
             self._writer = self._apart(lambda: sink.writer(ticket))
         group.agree(self._error)
+        if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
+            self._notes.add([(row[0], row[1], row[6], row[2], row[4]) for row in self._resumed.mine.tolist()])
         group.watch.enter("write")
 
     def _write(self, rounds: Iterator[Sequence[Values]]) -> None:
@@ -387,7 +418,7 @@ class _Writing:
             self._wait(before.encoding)
         asked = [] if before is None else before.asked
         failed = self._error is not None
-        rows = [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored and not failed]
+        rows = self._rows(before, asked) if not failed else []
         sent = np.array([int(failed), int(has_more), *(number for row in rows for number in row)], dtype=np.int64)
         told = self._group.gather_rows(sent)
         answer = self._group.scatter_rows(None if told is None else self._answers(told))
@@ -399,24 +430,50 @@ class _Writing:
             for one, offset in zip(asked, answer[2:].tolist(), strict=True):
                 one.offset = offset
             before.putting = [self._pool.submit(self._put, some) for some in self._shared_out(asked)]
+            if self._journal is not None and self._n_rounds % _SYNCED_ROUNDS == 0:
+                before.putting.append(self._pool.submit(self._sync_early))
             self._note(before.chunks)
             before.chunks = []
         return bool(goes_on)
 
+    def _rows(self, before: _Round | None, asked: list[_Chunk]) -> list[tuple[int, ...]]:
+        """What rank 0 must know of the chunks of a round: of those that it places, or for the journal of all."""
+        if self._journal is None:
+            return [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored]
+        return [
+            (
+                one.array,
+                one.number,
+                one.stored_nbytes,
+                0 if one.stored is None else one.stored.mask,
+                one.crc,
+                int(one.encoder.is_asked),
+                one.offset,
+            )
+            for one in (before.chunks if before is not None else ())
+        ]
+
     def _answers(self, told: list[Int64s]) -> list[Int64s]:
         """On rank 0: what each rank is told, whether to stop, whether to go on, and where its chunks go."""
         must_stop, goes_on = any(row[0] for row in told), any(row[1] for row in told)
-        sizes = [(len(row) - 2) // 4 for row in told]
+        width = 4 if self._journal is None else N_COLUMNS
+        every = [row[2:].reshape(-1, width) for row in told]
+        asked = every if self._journal is None else [rows[rows[:, IS_ASKED] == 1] for rows in every]
+        sizes = [len(rows) for rows in asked]
         offsets = np.zeros(sum(sizes), dtype=np.int64)
         if not must_stop:
             try:
-                rows = np.concatenate([row[2:] for row in told]).reshape(-1, 4)
+                rows = np.concatenate(asked)
                 for array in np.unique(rows[:, 0]).tolist():
                     which = np.flatnonzero(rows[:, 0] == array)
                     if self._catalog is None:
                         raise ValueError("there is no catalog")
                     name, some = self._encoders[array].name, rows[which]
                     offsets[which] = self._catalog.allocate(name, some[:, 1], some[:, 2], some[:, 3])
+                if self._journal is not None:
+                    noted = np.concatenate(every)
+                    noted[noted[:, IS_ASKED] == 1, OFFSET] = offsets
+                    self._journal.note(noted)
             except Exception as error:
                 let_interruption_pass(error)
                 self._keep(error)
@@ -474,7 +531,7 @@ class _Writing:
             one.values_crc = checksum_of_values(values)
         stored = encoder.encode(one.region, values)
         one.values, one.stored, one.stored_nbytes = None, stored, stored.nbytes
-        if self._verify != INDEX:
+        if self._verify != INDEX or self._journal is not None:
             one.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
         writer = self._writer
         if not encoder.is_asked and writer is not None:
@@ -494,6 +551,14 @@ class _Writing:
             except Exception as error:
                 self._keep(error)
                 return
+
+    def _sync_early(self) -> None:
+        """Have the disk store what was written so far: a machine that stops loses less."""
+        try:
+            if self._writer is not None and not self._is_stopped:
+                self._writer.sync()
+        except Exception as error:
+            self._keep(error)
 
     def _put_one(self, one: _Chunk) -> None:
         writer, encoder = self._writer, one.encoder

@@ -27,10 +27,13 @@ VALUES = ramp(SHAPE)
 BIG = ramp((31, 9), "i4").astype(">i4")
 
 
-def make_h5(path: Path, **layout: Any) -> None:
+LARGE = ramp((29, 44, 34))
+
+
+def make_h5(path: Path, values: Array = VALUES, **layout: Any) -> None:
     with h5py.File(path, "w") as file:
         file.attrs["title"] = "a file"
-        rho = file.create_dataset("rho", data=VALUES, **layout)
+        rho = file.create_dataset("rho", data=values, **layout)
         rho.attrs["scale_factor"] = np.float32(0.1)
         rho.attrs["names"] = ["a", "b"]
         rho.attrs["three"] = np.arange(3, dtype="i2")
@@ -348,3 +351,151 @@ def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monke
     same_error(comm, lambda: copy(comm, before, target, staging=60_000), SourceError, "changed while it was read")
     comm.barrier()
     assert os.listdir(shared_tmp_path) == ["in.h5"]
+
+
+class Stopped(KeyboardInterrupt):
+    """What stops a job at once: as Ctrl-C on all ranks."""
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "out.h5": {"chunks": (5, 7, 3), "compression": "gzip"},
+    "plain.h5": {"chunks": None, "compression": None, "dtype": "float64"},
+    "out.zarr": {"chunks": (5, 7, 3), "compression": "zstd"},
+    "sharded.zarr": {"chunks": (3, 4, 2), "shards": (6, 8, 18), "compression": "gzip"},
+}
+
+
+@pytest.fixture
+def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Begins a copy, stops it after some rounds, and returns the path of the source."""
+
+    def run(target: Path, n: int, **options: Any) -> Path:
+        before = shared_tmp_path / "in.h5"
+        on_root(comm, lambda: make_h5(before, LARGE, chunks=(8, 11, 9), compression="gzip"))
+        read = copy_reading.CopyReading._read
+
+        def stop(self: Any, number: int, one: Any) -> Any:
+            if number == n:
+                comm.barrier()
+                raise Stopped
+            return read(self, number, one)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copy_reading.CopyReading, "_read", stop)
+            with pytest.raises(Stopped):
+                copy(comm, before, target, **options)
+        comm.barrier()
+        return before
+
+    return run
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(name.split(".unfinished")[-1] for name in os.listdir(folder) if ".unfinished" in name)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.usefixtures("small")
+def test_a_copy_that_was_stopped_goes_on(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Wrong if anything were trusted that is not whole, written twice, or left behind; or if all were done again."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    if name == "plain.h5":
+        monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 1500)
+    before = stopped(target, 4, staging=45_000, **options)
+    assert left_in(shared_tmp_path) == ["", ".journal"]
+    assert not target.exists()
+    report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
+    assert report.n_resumed > 0
+    assert report.written is not None
+    n_all = sum(one.size for one in copying_cells(report))
+    assert report.written.n_chunks == n_all - report.n_resumed > 0
+    assert report.written.n_read_back == n_all
+    assert any(f"{report.n_resumed:,} of {n_all:,} chunks were there already" in note for note in report.notes)
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    if comm.rank == 0:
+        first, second = h5py.File(before), opened(target)
+        for one in ("rho", "g/big", "scalar", "empty"):
+            np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+def copying_cells(report: CopyReport) -> list[Array]:
+    """An array for each array of the target, with an element for each chunk or run."""
+    made = []
+    for spec, one in zip(report.plan.specs, report.plan.arrays, strict=True):
+        cell = spec.chunks or one.unit.unit
+        made.append(np.empty([-(-n // max(1, c)) for n, c in zip(spec.shape, cell, strict=True)], dtype=bool))
+    return made
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.parametrize("what", ["chunk", "journal", "finished"])
+@pytest.mark.usefixtures("small")
+def test_what_is_damaged_is_done_again(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str, what: str
+) -> None:
+    """Wrong if a chunk that is not whole, or a record that was cut off, were believed."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+
+    def damage() -> int:
+        (temporary,) = [shared_tmp_path / one for one in os.listdir(shared_tmp_path) if one.endswith(".unfinished")]
+        journal = Path(f"{temporary}.journal")
+        if what == "journal":
+            journal.write_bytes(journal.read_bytes()[:-3])
+        elif what == "finished" and temporary.is_dir():
+            (temporary / "zarr.json").write_text("{}")
+            (temporary / "shardload-unfinished").unlink()
+        elif what == "finished":
+            with open(temporary, "r+b") as file:
+                file.write(b"\x89HDF\r\n\x1a\n" + bytes(56))
+        elif temporary.is_dir():
+            chunk = sorted(path for path in (temporary / "rho").rglob("*") if path.is_file())[0]
+            chunk.write_bytes(chunk.read_bytes()[:-1])
+        else:
+            with open(temporary, "r+b") as file:
+                file.seek(-20, os.SEEK_END)
+                file.write(bytes(20))
+        return 0
+
+    on_root(comm, damage)
+    report = copy(comm, before, target, staging=60_000, resume=True, **options)
+    assert report.n_resumed > 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    if comm.rank == 0:
+        first, second = h5py.File(before), opened(target)
+        for one in ("rho", "g/big"):
+            np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_cannot_go_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
+    """Wrong if a copy went on with another source or other options, or touched what was left."""
+    target, options = shared_tmp_path / "out.h5", RESUMED["out.h5"]
+    before = stopped(target, 2, staging=45_000, **options)
+    left = sorted(os.listdir(shared_tmp_path))
+    other = {"chunks": (5, 7, 4), "compression": "gzip"}
+    text = "what is made of '/rho'"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **other), ConfigError, text)
+    on_root(comm, lambda: os.utime(before, (1, 1)))
+    text = "size and time of the source"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
+    assert sorted(os.listdir(shared_tmp_path)) == left
+    report = copy(comm, before, target, staging=60_000, **options)
+    assert report.n_resumed == 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == sorted([*left, "out.h5"])
+
+
+@pytest.mark.usefixtures("small")
+def test_nothing_to_resume(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a script that always asks for it failed the first time, or was not told."""
+    before = shared_tmp_path / "in.h5"
+    on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6)))
+    report = copy(comm, before, shared_tmp_path / "out.h5", resume=True)
+    assert report.n_resumed == 0
+    assert any("began anew" in note for note in report.notes)
+    same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.h5", resume=True), ConfigError, "exists")
