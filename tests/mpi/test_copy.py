@@ -64,7 +64,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "out.h5": {},
     "out.nc": {"chunks": (5, 7, 3), "compression": {"name": "gzip", "shuffle": True}},
     "out.zarr": {"chunks": (5, 7, 3), "compression": "zstd"},
-    "sharded.zarr": {"chunks": (3, 4, 2), "shards": (6, 8, 17 + 1), "compression": "gzip"},
+    "sharded.zarr": {"chunks": (3, 4, 6), "shards": (6, 8, 18), "compression": "gzip"},
     "two.zarr": {"chunks": (13, 1, 6), "compression": "blosc", "format": "zarr2"},
 }
 
@@ -91,11 +91,12 @@ def test_from_each_format_to_each(comm: Any, shared_tmp_path: Path, source: str,
     before, after = shared_tmp_path / f"in-{source}", shared_tmp_path / target
     on_root(comm, lambda: SOURCES[source](before))
     staging = 60_000 if "plain" not in source else 400_000
-    report = copy(comm, before, after, staging=staging, verify="full", **TARGETS[target])
+    report = copy(comm, before, after, staging=staging, verify="full" if target == "out.h5" else "checksum", **TARGETS[target])
     comm.barrier()
     assert sorted(os.listdir(shared_tmp_path)) == sorted({before.name, after.name})
     assert report.written is not None
-    assert report.written.n_decoded == report.written.n_chunks
+    assert report.written.n_read_back == report.written.n_chunks
+    assert target != "out.h5" or report.written.n_decoded == report.written.n_chunks
     if comm.rank == 0:
         first, second = opened(before), opened(after)
         names = ["rho", "g/big", *(["scalar", "empty"] if before.suffix == ".h5" else [])]
@@ -358,10 +359,10 @@ class Stopped(KeyboardInterrupt):
 
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "out.h5": {"chunks": (5, 7, 3), "compression": "gzip"},
+    "out.h5": {"chunks": (5, 7, 6), "compression": "gzip"},
     "plain.h5": {"chunks": None, "compression": None, "dtype": "float64"},
-    "out.zarr": {"chunks": (5, 7, 3), "compression": "zstd"},
-    "sharded.zarr": {"chunks": (3, 4, 2), "shards": (6, 8, 18), "compression": "gzip"},
+    "out.zarr": {"chunks": (5, 7, 6), "compression": "zstd"},
+    "sharded.zarr": {"chunks": (6, 8, 9), "shards": (12, 16, 18), "compression": "gzip"},
 }
 
 
