@@ -24,7 +24,7 @@ atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).r
 
 # Runs the command; then says what each rank has imported. A rank may be killed when it is asked for a round.
 PROGRAM = """
-import os, signal, sys
+import atexit, os, signal, sys
 from shardload.jobs import copy_plan, copy_reading
 
 copy_plan._LEAST_READING_NBYTES = 1 << 14
@@ -38,11 +38,9 @@ def dies(self, number, one):
 
 copy_reading.CopyReading._read = dies
 sys.argv[:] = ["shardload", "copy", *sys.argv[3:]]
+atexit.register(lambda: print("jax is imported:", "jax" in sys.modules, file=sys.stderr))  # after all others at exit
 from shardload.cli.main import main
-try:
-    main()
-finally:
-    print("jax is imported:", "jax" in sys.modules, file=sys.stderr)
+main()
 """
 
 
