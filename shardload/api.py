@@ -391,6 +391,7 @@ def save(
     attrs: Any = _SAVE.attrs,
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
+    like: Any = _SAVE.like,
     byteorder: Any = _SAVE.byteorder,
     writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
@@ -435,6 +436,9 @@ def save(
         The shape without padding: padding is not written. Not needed for an array that `load` returned.
     plan : Plan or TreePlan, optional, or dict by name
         The same, by the plan with which the array was loaded from which this one was computed.
+    like : str, optional, or dict by name
+        An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
+        are taken, where they are not passed. The level of the compressor is its usual one.
     byteorder : {"little", "big"}, optional, or dict by name
         Of the numbers in the file; by default the machine's.
     writers : {"auto", "all", "root"}
@@ -499,6 +503,7 @@ def plan_save(
     attrs: Any = _SAVE.attrs,
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
+    like: Any = _SAVE.like,
     byteorder: Any = _SAVE.byteorder,
     writers: str = _SAVE.writers,
     verify: str = _SAVE.verify,
@@ -513,7 +518,7 @@ def plan_save(
 
     Parameters
     ----------
-    path, dataset, chunks, shards, compression, dims, attrs, shape, plan, byteorder, staging, timeout, progress, comm
+    path, dataset, chunks, shards, compression, dims, attrs, shape, plan, like, byteorder, staging, timeout, progress, comm
         As in `save`.
     mode, format, writers, verify
         As in `save`.

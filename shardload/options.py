@@ -386,6 +386,7 @@ _DECLARED = (
     Option("attrs", None, "Attributes of the array; of several arrays a dict by name, with / for the file.", _SAVES, field=""),
     Option("shape", None, "Shape without padding, which is not written. Or a dict by name.", _SAVES, field=""),
     Option("plan", None, "The plan that loaded the array, or a dict by name: padding is not written.", _SAVES, field=""),
+    Option("like", None, 'An array whose layout and attributes are taken: "in.h5:/rho". Or a dict by name.', _SAVES, field=""),
     Option("byteorder", None, "little or big; None: the machine's. Or a dict by name.", _SAVES, field=""),
     Option(
         "writers", AUTO, "Who writes: all ranks that own chunks, or root alone; auto: root if a node does not see its file.",

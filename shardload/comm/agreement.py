@@ -27,6 +27,7 @@ from shardload.system.interruption import let_interruption_pass
 __all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "digest_of"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
@@ -161,6 +162,14 @@ class Agreement:
     def pass_on(self, mine: Int64s, to: int, source: int) -> Int64s:
         """Send integers to a rank, and return those that `source` sends: each rank sends once, receives once. Collective."""
         return mine if self.size == 1 else self._collectives.pass_on(mine, to, source)
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Send bytes to another rank, which calls `receive`. Not collective."""
+        self._collectives.send(data, to)
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Receive as many bytes from another rank. Not collective."""
+        self._collectives.receive(into, source)
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Sum each value over the ranks. Collective."""

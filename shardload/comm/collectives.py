@@ -27,6 +27,7 @@ _log = logging.getLogger("shardload")
 _BACKOFF = Backoff(n_awake=16, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=16)
 _NOTICE_SECONDS = 20.0
 _PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
+_MOST_NBYTES = 1 << 30  # of a message
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # JAX needs a number; a process that has died is noticed long before
 
@@ -62,6 +63,14 @@ class Collectives(Protocol):
 
     def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
         """Send integers to a rank, and return those that `source` sends. Every rank sends once and receives once."""
+        ...
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Send bytes to a rank, which calls `receive`. Not collective."""
+        ...
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Receive as many bytes from a rank."""
         ...
 
 
@@ -128,6 +137,18 @@ class MpiCollectives:
         found = np.empty(int(size[0]), dtype=np.int64)
         self._pass_on(mine, found, to, source)
         return found
+
+    def send(self, data: Bytes, to: int) -> None:
+        """See `Collectives`."""
+        for at in range(0, len(data), _MOST_NBYTES):
+            some = data[at : at + _MOST_NBYTES]
+            self._finish(lambda some=some: self._comm.Isend(some, to, _PASS_ON_TAG), some)  # type: ignore[misc]
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """See `Collectives`."""
+        for at in range(0, len(into), _MOST_NBYTES):
+            some = into[at : at + _MOST_NBYTES]
+            self._finish(lambda some=some: self._comm.Irecv(some, source, _PASS_ON_TAG), some)  # type: ignore[misc]
 
     def _pass_on(self, mine: Integers, into: Integers, to: int, source: int) -> None:
         arriving = self._comm.Irecv(into, source, _PASS_ON_TAG)
@@ -271,6 +292,14 @@ class JaxCollectives:
     def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
         """See `Collectives`."""
         return self._gather_rows(mine)[source]
+
+    def send(self, data: Bytes, to: int) -> None:
+        """Without MPI there is no way."""
+        raise PeerError("processes without MPI cannot send each other values: start the job under MPI")
+
+    def receive(self, into: Bytes, source: int) -> None:
+        """Without MPI there is no way."""
+        self.send(into, source)
 
     def _gather_rows(self, mine: Integers) -> list[Integers]:
         sizes = self.gather(np.array([len(mine)], dtype=np.int64))[:, 0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -49,7 +49,7 @@ class ToSave:
         In the byte order of the file.
     chunks : tuple of int, ``"auto"`` or None
         None: in one piece.
-    shards, compression, dims, attrs
+    shards, compression, dims, attrs, checksum, fill_value
         As in `ArraySpec`.
     """
 
@@ -62,6 +62,8 @@ class ToSave:
     compression: Compression | None
     dims: tuple[str | None, ...] | None
     attrs: Mapping[str, Any]
+    checksum: bool = False
+    fill_value: Any = None
 
     @property
     def is_everywhere(self) -> bool:
@@ -99,6 +101,10 @@ class SaveArguments:
         ``verify``, ``staging``, ``timeout``, ``progress``.
     writers : str
         ``"auto"``, ``"all"`` or ``"root"``.
+    like : mapping of str to str
+        Existing arrays after which new ones are stored, by the names of these.
+    packed : frozenset of str
+        The arrays of which the caller said how they are compressed.
     """
 
     path: str
@@ -108,6 +114,8 @@ class SaveArguments:
     attrs: Mapping[str, Any]
     options: Options
     writers: str = AUTO
+    like: Mapping[str, str] = field(default_factory=dict)
+    packed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, path: Any, tree: Any, given: Mapping[str, Any], call: str = "save") -> SaveArguments:
@@ -127,7 +135,14 @@ class SaveArguments:
         kind = format_for(name, given["format"])
         leaves, is_single = _arrays_of(tree, given["dataset"])
         arrays, attrs = _spread(leaves, is_single, given)
-        return cls(name, kind, mode, arrays, attrs, options, writers)
+        packed = _by_name(list(leaves), "compression", given["compression"], None)
+        like = {key: text for key, text in _by_name(list(leaves), "like", given["like"], None).items() if text is not None}
+        for key, text in like.items():
+            if not isinstance(text, (str, os.PathLike)) or not os.fspath(text):
+                raise ConfigError(f"like of '{key}' is {text!r}; expected an array in a file, such as 'in.h5:/rho'")
+        like = {key: str(os.fspath(text)) for key, text in like.items()}
+        of_caller = frozenset(key for key, one in packed.items() if one is not None)
+        return cls(name, kind, mode, arrays, attrs, options, writers, like, of_caller)
 
     def describe(self) -> dict[str, str]:
         """What must be the same on all ranks, as text."""
@@ -137,6 +152,7 @@ class SaveArguments:
             "format": self.format,
             "mode": self.mode,
             "writers": self.writers,
+            "like": repr(self.like),
             **{name: told[name] for name in _CHECKED if name in told},
             "attrs of the file": _text_of(self.attrs),
         }
@@ -343,4 +359,6 @@ def _text_of(value: Any) -> str:
         one = np.asarray(value)
         data = one.tobytes() if one.dtype.kind != "O" else repr(one.tolist()).encode()
         return f"{one.dtype} {one.shape} {blake2b(data, digest_size=8).hexdigest()}"
-    return repr(value)
+    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
+        return repr(value)
+    return f"a {type(value).__name__}"  # its text may have an address, which differs from rank to rank

@@ -228,6 +228,8 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
             compression=one.compression,
             dims=one.dims,
             attrs=one.attrs,
+            checksum=one.checksum and chunks is not None,
+            fill_value=one.fill_value,
         ),
         is_chosen,
     )

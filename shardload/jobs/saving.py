@@ -26,9 +26,10 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, PeerError, StallError
+from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.save_arguments import SaveArguments
+from shardload.jobs.save_like import apply_like, read_like
 from shardload.jobs.save_plan import SavePlan, plan_file
 from shardload.jobs.writing import KEPT_ROUNDS, Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
@@ -72,6 +73,8 @@ class SaveReport:
         Chunks of which another rank read the stored bytes back, and of which it decoded the values. All were as written.
     n_rounds : int
         Rounds.
+    writers : str
+        Who wrote: ``"all"`` ranks that own chunks, or ``"root"``, and why.
     phases : mapping of str to float
         Seconds of this rank: ``"exchange"``; ``"encode"`` and ``"write"``, summed over its threads; ``"sync"``, ``"finish"``,
         ``"read back"``. They overlap.
@@ -88,6 +91,7 @@ class SaveReport:
     n_read_back: int
     n_decoded: int
     n_rounds: int
+    writers: str
     phases: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -95,9 +99,10 @@ class SaveReport:
         arrays = f"{self.n_arrays} array{'s' * (self.n_arrays > 1)}"
         phases = "; ".join(f"{name} {seconds:.3g} s" for name, seconds in self.phases.items() if seconds >= 5e-4)
         read = f"{self.n_read_back:,} read back, {self.n_decoded:,} of them decoded" if self.n_read_back else "none read back"
+        writers = "" if self.writers == "all" else f"written by {self.writers}; "
         return (
             f"saved '{self.path}' ({self.format}) in {self.seconds:.3g} s: {arrays}, {self.n_chunks:,} chunks, "
-            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; on this rank: {phases}"
+            f"{format_nbytes(self.nbytes)} as {format_nbytes(self.nbytes_stored)}; {read}; {writers}on this rank: {phases}"
         )
 
 
@@ -123,23 +128,42 @@ def _planned(
         group.watch.begin(title, timeout)
         _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
         error = refusal or error
-        told: Mapping[str, str] = {}
-        kind = call
+        invocation = _invocation(call, title, asked if error is None else None)
+        likes = {} if asked is None else asked.like
+        told, unfound, unplanned = None, None, None
         try:
-            if asked is not None and error is None:
+            told = group.begin(invocation, lambda: read_like(likes) if likes else "")
+        except StallError:
+            raise
+        except ShardloadError as found:  # the same on every rank
+            unfound = found
+        if asked is not None and told is not None and error is None:
+            try:
+                asked = apply_like(asked, told) if told else asked
                 plan = plan_file(asked, group)
-                own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
-                kind = json.dumps([call, *(one.name for one in asked.arrays)])
-                told = Arguments(asked.describe(), own, {"plan": plan.describe()})
-        except Exception as found:
-            let_interruption_pass(found)
-            error = found
-        invocation = Invocation(kind, title, told)
-        group.settle(invocation, error)
+            except Exception as found:
+                let_interruption_pass(found)
+                unplanned = found
+        planned = {"plan": "" if plan is None else plan.describe()}
+        agreed = invocation.also(**planned)
+        if not group.all_same(agreed, plan is not None):
+            group.agree_same(invocation, error)
+            if unfound is not None:
+                raise unfound
+            group.agree_same(Invocation("a plan", title, planned), unplanned)
         if asked is None or plan is None:
-            raise error or ConfigError("nothing was planned")
-        yield group, asked, plan, f"{invocation.digest:016x}"
+            raise unfound or unplanned or error or ConfigError("nothing was planned")
+        yield group, asked, plan, f"{agreed.digest:016x}"
         group.watch.close()
+
+
+def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocation:
+    """What the ranks compare. If the arguments are wrong, the error is what they agree on."""
+    if asked is None:
+        return Invocation(call, title, {})
+    own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
+    kind = json.dumps([call, *(one.name for one in asked.arrays)])  # other arrays are another call: they have other values
+    return Invocation(kind, title, Arguments(asked.describe(), own))
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:
@@ -237,7 +261,13 @@ class _Save:
                 progress_of(self._options.progress, f"'{plan.path}'", self._nbytes_written(), group.rank)
             )
             written = write_file(
-                group, plan._sink, self._rounds(), verify=verify, n_threads=plan.n_threads, on_progress=advance
+                group,
+                plan._sink,
+                self._rounds(),
+                verify=verify,
+                n_threads=plan.n_threads,
+                on_progress=advance,
+                writers=self._asked.writers,
             )
         return self._report(written, started)
 
@@ -254,6 +284,7 @@ class _Save:
             n_read_back=written.n_read_back,
             n_decoded=written.n_decoded,
             n_rounds=self._plan.n_rounds,
+            writers=written.writers,
             phases={"exchange": self._seconds, **written.seconds},
         )
 

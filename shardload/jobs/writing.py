@@ -11,6 +11,9 @@ values. `write_file` does the rest:
 4. Each rank reads back what another one has written (`read_back`).
 5. Rank 0 gives the file its name.
 
+If a rank does not see the temporary that rank 0 made (another file system is mounted there), or if the caller asks for it, the
+others send their stored chunks to rank 0, which writes all of them.
+
 A rank that fails says so with the sizes of that round, and then all raise the same error: the temporary is removed, and what
 had the name before is as it was.
 """
@@ -39,6 +42,7 @@ from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
 from shardload.system.thread_pool import Pool
+from shardload.units import first_ranks
 
 __all__ = ["KEPT_ROUNDS", "Values", "Written", "write_file"]
 
@@ -88,6 +92,8 @@ class Written:
         How many were read back by another rank, and how many of them were decoded.
     n_rounds : int
         Rounds.
+    writers : str
+        ``"all"``, or ``"root"`` and why.
     seconds : mapping of str to float
         ``"encode"``, ``"write"`` (in threads), ``"sync"``, ``"finish"``, ``"read back"``.
     """
@@ -98,6 +104,7 @@ class Written:
     n_read_back: int
     n_decoded: int
     n_rounds: int
+    writers: str
     seconds: dict[str, float]
 
 
@@ -110,6 +117,7 @@ def write_file(
     n_threads: int | None = None,
     on_progress: Callable[[int], None] | None = None,
     allow_missing: bool = False,
+    writers: str = "auto",
     journal: Journal | None = None,
     resumed: Resumed | None = None,
 ) -> Written:
@@ -134,6 +142,9 @@ def write_file(
         Called with the bytes of values that have been written, in the thread that calls this.
     allow_missing : bool
         Whether chunks may be left out. Their values are the fill value.
+    writers : str
+        ``"all"``: each rank writes its chunks. ``"root"``: rank 0 writes all. ``"auto"``: all, or rank 0 if a rank does not see
+        the file that rank 0 makes.
     journal : Journal, optional
         Notes what is written, so that another job can resume it after a kill. On all ranks, or on none.
     resumed : Resumed, optional
@@ -152,7 +163,7 @@ def write_file(
         Nothing moved on any rank for the call's timeout.
     """
     n = group.machine.n_threads if n_threads is None else n_threads
-    return _Writing(group, sink, verify, n, on_progress, allow_missing, journal, resumed).run(iter(rounds))
+    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, journal, resumed).run(iter(rounds))
 
 
 @dataclass(slots=True, eq=False)
@@ -198,12 +209,15 @@ class _Writing:
         n_threads: int,
         on_progress: Callable[[int], None] | None,
         allow_missing: bool,
+        writers: str,
         journal: Journal | None = None,
         resumed: Resumed | None = None,
     ) -> None:
         self._journal, self._resumed, self._is_kept = journal, resumed, False
         self._group, self._sink, self._verify, self._n_threads = group, sink, verify, max(1, n_threads)
-        self._on_progress, self._allow_missing = on_progress, allow_missing
+        self._on_progress, self._allow_missing, self._writers = on_progress, allow_missing, writers
+        self._is_root = False  # rank 0 alone writes
+        self._sees = [True] * group.size  # which ranks see the temporary
         self._arrays = {name: k for k, name in enumerate(sink.arrays)}
         self._encoders = list(sink.arrays.values())
         self._pool = Pool(self._n_threads, "shardload-save")
@@ -219,6 +233,7 @@ class _Writing:
         self._sampled: set[int] = set()
         self._n_steps = self._n_chunks = self._nbytes = self._nbytes_stored = self._n_rounds = self._n_told = 0
         self._n_read_back = self._n_decoded = self._n_given = 0
+        self._offsets: list[list[int]] = []  # on rank 0, if it alone writes: those of the chunks of each rank in this round
         self._seconds = dict.fromkeys(("encode", "write", "sync", "finish", "read back"), 0.0)
 
     def run(self, rounds: Iterator[Sequence[Values]]) -> Written:
@@ -232,7 +247,9 @@ class _Writing:
                 self._read_back()
             counts = [self._n_chunks, self._nbytes, self._nbytes_stored, self._n_read_back, self._n_decoded]
             n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = self._group.agree(None, counts)
-            written = Written(n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._n_rounds, self._seconds)
+            written = Written(
+                n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._n_rounds, self._writers, self._seconds
+            )
             self._group.watch.enter("commit")
             self._on_root(lambda catalog: catalog.commit())
             if self._journal is not None:
@@ -347,10 +364,27 @@ class _Writing:
         ticket = self._ticket
         with self._keeping_errors():
             self._writer = self._apart(lambda: sink.writer(ticket))
-        group.agree(self._error)
+        self._choose_writers()
         if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
             self._notes.add([(row[0], row[1], row[6], row[2], row[4]) for row in self._resumed.mine.tolist()])
         group.watch.enter("write")
+
+    def _choose_writers(self) -> None:
+        """Who writes, now that each rank has looked for the temporary. Collective."""
+        group, asked = self._group, self._writers
+        self._sees = [bool(v) for v in group.gather_int(int(self._error is None))]
+        blind = [rank for rank, sees in enumerate(self._sees) if not sees]
+        self._is_root = asked == "root" or (asked == "auto" and bool(blind) and self._sees[0])
+        self._writers = "all"
+        if self._is_root:
+            why = "asked for" if asked == "root" else f"{first_ranks(blind)} do{'es' * (len(blind) == 1)} not see rank 0's file"
+            self._writers = f"root ({why})"
+            if group.rank > 0 or self._sees[0]:
+                self._error = None
+            if group.rank > 0 and self._writer is not None:
+                self._writer.close()
+                self._writer = None
+        group.agree(self._error)
 
     def _write(self, rounds: Iterator[Sequence[Values]]) -> None:
         """All rounds, up to the fsync."""
@@ -416,9 +450,9 @@ class _Writing:
         """
         if before is not None:
             self._wait(before.encoding)
-        asked = [] if before is None else before.asked
+        asked = [] if before is None else before.chunks if self._is_root else before.asked
         failed = self._error is not None
-        rows = self._rows(before, asked) if not failed else []
+        rows = [] if failed or before is None else self._rows(before, asked)
         sent = np.array([int(failed), int(has_more), *(number for row in rows for number in row)], dtype=np.int64)
         told = self._group.gather_rows(sent)
         answer = self._group.scatter_rows(None if told is None else self._answers(told))
@@ -429,6 +463,10 @@ class _Writing:
         if before is not None:
             for one, offset in zip(asked, answer[2:].tolist(), strict=True):
                 one.offset = offset
+        if self._is_root:
+            self._send_to_root(asked, told)
+            asked = asked if self._group.rank == 0 else []
+        if before is not None:
             before.putting = [self._pool.submit(self._put, some) for some in self._shared_out(asked)]
             if self._journal is not None and self._n_rounds % _SYNCED_ROUNDS == 0:
                 before.putting.append(self._pool.submit(self._sync_early))
@@ -436,8 +474,13 @@ class _Writing:
             before.chunks = []
         return bool(goes_on)
 
-    def _rows(self, before: _Round | None, asked: list[_Chunk]) -> list[tuple[int, ...]]:
-        """What rank 0 must know of the chunks of a round: of those that it places, or for the journal of all."""
+    @property
+    def _width(self) -> int:
+        """Integers that rank 0 gets of a chunk."""
+        return 4 if self._journal is None else N_COLUMNS
+
+    def _rows(self, before: _Round, asked: list[_Chunk]) -> list[tuple[int, ...]]:
+        """What rank 0 must know of the chunks of a round: of those that it places or writes, or for the journal of all."""
         if self._journal is None:
             return [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored]
         return [
@@ -450,15 +493,57 @@ class _Writing:
                 int(one.encoder.is_asked),
                 one.offset,
             )
-            for one in (before.chunks if before is not None else ())
+            for one in before.chunks
         ]
+
+    def _send_to_root(self, mine: Sequence[_Chunk], told: list[Int64s] | None) -> None:
+        """Give rank 0 the stored bytes of this rank's chunks, one after the other. Rank 0 writes one while the next arrives."""
+        group, writer = self._group, self._writer
+        if told is None:
+            for one in mine:
+                if one.stored is not None:
+                    stored, one.stored = one.stored, None
+                    group.send(np.frombuffer(memoryview(stored.data).cast("B"), dtype=np.uint8), 0)
+                    self._nbytes += one.nbytes
+                    self._nbytes_stored += one.stored_nbytes
+            return
+        under_way: list[Future[None]] = []
+        for rank, row in enumerate(told[1:], 1):
+            for array, number, nbytes, mask, offset in zip(
+                *row[2:].reshape(-1, self._width)[:, :4].T.tolist(), self._offsets[rank], strict=True
+            ):
+                if len(under_way) > 1:
+                    self._wait([under_way.pop(0)])
+                room = np.empty(nbytes, dtype=np.uint8)
+                group.receive(room, rank)
+                if writer is not None and self._error is None:
+                    name = self._encoders[array].name
+                    of = number if self._encoders[array].spec.chunks else 0
+                    under_way.append(self._pool.submit(self._put_for, writer, name, of, offset, Stored(room, mask)))
+        self._wait(under_way)
+
+    def _put_for(self, writer: Writer, name: str, number: int, offset: int, stored: Stored) -> None:
+        """On rank 0: write a chunk of another rank."""
+        try:
+            with self._timed("write"):
+                writer.put(name, number, offset, stored)
+        except Exception as error:
+            self._keep(error)
+
+    def _place(self, array: int, number: int) -> int:
+        """The offset of a chunk of which the place is known."""
+        encoder, ticket = self._encoders[array], self._ticket
+        if ticket is None:
+            raise ValueError("there is no ticket")
+        places = ticket.places[encoder.name]
+        return places[number] if encoder.spec.chunks is not None else places[0] + number * encoder.spec.dtype.itemsize
 
     def _answers(self, told: list[Int64s]) -> list[Int64s]:
         """On rank 0: what each rank is told, whether to stop, whether to go on, and where its chunks go."""
         must_stop, goes_on = any(row[0] for row in told), any(row[1] for row in told)
-        width = 4 if self._journal is None else N_COLUMNS
-        every = [row[2:].reshape(-1, width) for row in told]
-        asked = every if self._journal is None else [rows[rows[:, IS_ASKED] == 1] for rows in every]
+        every = [row[2:].reshape(-1, self._width) for row in told]
+        is_all = self._journal is None or self._is_root
+        asked = every if is_all else [rows[rows[:, IS_ASKED] == 1] for rows in every]
         sizes = [len(rows) for rows in asked]
         offsets = np.zeros(sum(sizes), dtype=np.int64)
         if not must_stop:
@@ -466,20 +551,25 @@ class _Writing:
                 rows = np.concatenate(asked)
                 for array in np.unique(rows[:, 0]).tolist():
                     which = np.flatnonzero(rows[:, 0] == array)
+                    if not self._encoders[array].is_asked:  # rank 0 writes all
+                        offsets[which] = [self._place(array, number) for number in rows[which, 1].tolist()]
+                        continue
                     if self._catalog is None:
                         raise ValueError("there is no catalog")
                     name, some = self._encoders[array].name, rows[which]
                     offsets[which] = self._catalog.allocate(name, some[:, 1], some[:, 2], some[:, 3])
                 if self._journal is not None:
                     noted = np.concatenate(every)
-                    noted[noted[:, IS_ASKED] == 1, OFFSET] = offsets
+                    noted[slice(None) if self._is_root else noted[:, IS_ASKED] == 1, OFFSET] = offsets
                     self._journal.note(noted)
             except Exception as error:
                 let_interruption_pass(error)
                 self._keep(error)
                 must_stop = True
         head = np.array([must_stop, goes_on], dtype=np.int64)
-        return [np.concatenate([head, part]) for part in np.split(offsets, np.cumsum(sizes)[:-1])]
+        parts = np.split(offsets, np.cumsum(sizes)[:-1])
+        self._offsets = [part.tolist() for part in parts] if self._is_root else []
+        return [np.concatenate([head, part]) for part in parts]
 
     def _note(self, chunks: list[_Chunk]) -> None:
         """Keep what another rank needs to read these chunks back."""
@@ -517,7 +607,7 @@ class _Writing:
             try:
                 with self._at("encoding", one), self._timed("encode"):
                     self._encode_one(one)
-                if not one.encoder.is_asked:
+                if not one.encoder.is_asked and not self._is_root:
                     self._put([one])
             except Exception as error:
                 self._keep(error)
@@ -533,12 +623,8 @@ class _Writing:
         one.values, one.stored, one.stored_nbytes = None, stored, stored.nbytes
         if self._verify != INDEX or self._journal is not None:
             one.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
-        writer = self._writer
-        if not encoder.is_asked and writer is not None:
-            if encoder.spec.chunks is None:
-                one.offset = writer.place(encoder.name, 0) + one.number * encoder.spec.dtype.itemsize
-            else:
-                one.offset = writer.place(encoder.name, one.number)
+        if not encoder.is_asked:
+            one.offset = self._place(one.array, one.number)
 
     def _put(self, chunks: list[_Chunk]) -> None:
         """Write encoded chunks."""
@@ -595,17 +681,46 @@ class _Writing:
         if ticket is None:
             raise ValueError("there is no ticket")
         group.watch.enter("read back")
-        partners = plan_partners(group.machine.leaders)
-        source = partners.index(group.rank)
         mine, self._notes = self._notes.to_ints(), Notes()
-        found = ReadBack(self._sink, ticket, group.pass_on(mine, partners[group.rank], source), source, group.rank)
+        if self._is_root:
+            given = self._share_out(mine)
+        else:
+            partners = plan_partners(group.machine.leaders)
+            source = partners.index(group.rank)
+            given = [(source, group.pass_on(mine, partners[group.rank], source))]
         del mine
         with self._keeping_errors(), self._timed("read back"):
-            tasks = [self._pool.submit(task) for task in found.stored()]
-            self._wait(tasks)
-            for task in tasks:
-                task.result()
-            for decode in found.values():
-                self._apart(decode)
-            self._n_read_back, self._n_decoded = found.n_stored, found.n_values
+            while given:
+                source, notes = given.pop()
+                self._read_back_of(ReadBack(self._sink, ticket, notes, source if not self._is_root else 0, group.rank))
         group.agree(self._error)
+
+    def _read_back_of(self, found: ReadBack) -> None:
+        tasks = [self._pool.submit(task) for task in found.stored()]
+        self._wait(tasks)
+        for task in tasks:
+            task.result()
+        for decode in found.values():
+            self._apart(decode)
+        self._n_read_back += found.n_stored
+        self._n_decoded += found.n_values
+
+    def _share_out(self, mine: Int64s) -> list[tuple[int, Int64s]]:
+        """If rank 0 has written all: the notes of each rank go to one that sees the file, not rank 0 if there is another."""
+        group, rows = self._group, None
+        told = group.gather_rows(mine)
+        if told is not None:
+            leaders = group.machine.leaders
+            seeing = [rank for rank, sees in enumerate(self._sees) if sees and rank]
+            far = [rank for rank in seeing if leaders[rank] != leaders[0]]
+            readers = far or seeing or [0]
+            shares: list[list[Int64s]] = [[np.empty(0, dtype=np.int64)] for _ in range(group.size)]
+            for rank, notes in enumerate(told):
+                shares[readers[rank % len(readers)]] += [np.array([rank, len(notes)], dtype=np.int64), notes]
+            rows = [np.concatenate(share) for share in shares]
+        row, found, at = group.scatter_rows(rows), [], 0
+        while at < len(row):
+            rank, n = row[at : at + 2].tolist()
+            found.append((rank, row[at + 2 : at + 2 + n]))
+            at += 2 + n
+        return found

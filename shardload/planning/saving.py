@@ -28,10 +28,10 @@ __all__ = ["Held", "Item", "Memory", "Sent", "Unit", "least_memory", "plan_array
 
 MOST_CHUNK_NBYTES, LEAST_CHUNK_NBYTES = 4 << 20, 1 << 18
 _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
-_BLOCK_NBYTES, _MOST_ROWS_NBYTES, _MOST_FILE_NBYTES = 4 << 20, 32 << 20, 64 << 20
+_BLOCK_NBYTES, _MOST_BLOCKS_OF_ROWS, _MOST_FILE_NBYTES = 4 << 20, 4, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
 _ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.KEPT_ROUNDS`
-_BLOCKS_IN_CAP = 24  # five rounds of one block, buffers for parts of it, and scratch memory
+_BLOCKS_IN_CAP = 32  # five rounds of one block, buffers for parts of it, and scratch memory
 _SLOTS, _PACKS = 4, 2
 _FACTORS = (2, 3, 5, 7)
 
@@ -316,7 +316,7 @@ def _rows(unit: Unit, page: int, most_nbytes: int) -> tuple[tuple[int, ...], boo
             continue
         step = page // math.gcd(row, page)
         n = max(step, most_nbytes // row // step * step)
-        if n * row > _MOST_ROWS_NBYTES:
+        if n * row > _MOST_BLOCKS_OF_ROWS * most_nbytes:
             return (*cell[:axis], max(1, most_nbytes // row), *cell[axis + 1 :]), False
         return (*cell[:axis], min(size, n), *cell[axis + 1 :]), page == 1 or not axis or size * row % page == 0
     return tuple(cell), True

@@ -253,6 +253,42 @@ def test_empty_scalar_and_numpy_arrays(comm: Any, shared_tmp_path: Path) -> None
         compare(comm, shared_tmp_path / name, values)
 
 
+def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the new array had another layout, lost a coordinate, or what the caller passes did not count."""
+    shape, values = cube(), ramp(cube())
+
+    def make() -> None:
+        z = xarray.DataArray(np.arange(float(shape[0])), dims="z", attrs={"units": "m"})
+        rho = (("z", "y", "x"), np.zeros(shape, "float32"), {"units": "kg", "long": "density"})
+        chunks = {"rho": {"zlib": True, "shuffle": True, "fletcher32": True, "chunksizes": (2, 3, 5)}}
+        xarray.Dataset({"rho": rho}, coords={"z": z}).to_netcdf(shared_tmp_path / "in.nc", engine="h5netcdf", encoding=chunks)
+
+    on_root(comm, make)
+    x = put(values, mesh_of(), P("a", "b"))
+    like = f"{shared_tmp_path}/in.nc:/rho"
+    shardload.save(shared_tmp_path / "out.nc", {"vel": x}, like=like, attrs={"vel": {"units": "m/s"}})
+    shardload.save(shared_tmp_path / "own.h5", x, like=like, chunks=(1, 2, 3), compression="zstd", verify="full")
+
+    def look() -> None:
+        with xarray.open_dataset(shared_tmp_path / "out.nc", engine="h5netcdf") as found:
+            np.testing.assert_array_equal(found.vel.values, values)
+            assert found.vel.attrs == {"units": "m/s", "long": "density"} and found.z.attrs == {"units": "m"}
+            np.testing.assert_array_equal(found.vel.z.values, np.arange(float(shape[0])))
+        with h5py.File(shared_tmp_path / "out.nc") as file:
+            one = file["vel"]
+            assert (one.chunks, one.compression, one.shuffle, one.fletcher32) == ((2, 3, 5), "gzip", True, True)
+        with h5py.File(shared_tmp_path / "own.h5") as file:
+            assert file["data"].chunks == (1, 2, 3) and file["data"].attrs["units"] == "kg"
+            np.testing.assert_array_equal(file["z"][...], np.arange(float(shape[0])))
+
+    on_root(comm, look)
+    same_error(
+        comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{shared_tmp_path}/no.nc"), SourceError, "no.nc"
+    )
+    same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=7), ConfigError, "like of '/data' is 7")
+    assert not (shared_tmp_path / "no.h5").exists()
+
+
 # --- the name
 
 
@@ -423,13 +459,13 @@ def test_a_disk_that_fails_on_one_rank(
 ) -> None:
     """Wrong if a rank went on, the old file were gone, a temporary stayed, or a short write lost the rest."""
     n = unit()
-    values = ramp((4 * n, 8, 3 * n))
+    values = ramp((4 * n, 32, 8 * n))  # rows of a page on four ranks, as writers on several nodes need them
     path, how = file_at(shared_tmp_path, kind)
     if kind == "Zarr":
-        how = how | {"chunks": (n, 8, n)}
+        how = how | {"chunks": (n, 32, n)}
     shardload.save(path, np.arange(3), **{k: v for k, v in how.items() if k == "format"})
     x = put(values, mesh_of(), P(None, None, ("a", "b")))
-    staging = "24KiB" if "piece" in kind else "200KiB"  # so that each rank has something to write
+    staging = "160KiB" if "piece" in kind else "200KiB"  # so that each rank has something to write
     call = lambda: shardload.save(path, {"a": x, "b": x, "c": x, "d": x}, mode="w", staging=staging, **how)  # noqa: E731
     Disk(comm, what, monkeypatch)
     if what == "short":
@@ -442,6 +478,75 @@ def test_a_disk_that_fails_on_one_rank(
         monkeypatch.undo()
         compare(comm, path, {"data": np.arange(3)})
     assert on_disk(comm, shared_tmp_path) == [path.name]
+
+
+# --- who writes
+
+
+@pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, odd chunks", "HDF5 planes", "Zarr", "Zarr shards"])
+def test_rank_0_writes_for_all(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Wrong if another rank wrote, or a chunk of one rank were put where that of another belongs."""
+    pwrite, n_puts = os.pwrite, 0
+
+    def put_at(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal n_puts
+        n_puts += 1
+        return pwrite(descriptor, data, offset)
+
+    path, how = file_at(shared_tmp_path, kind)
+    values = ramp(cube())
+    tree = {
+        "a": put(values, mesh_of(), P("a", "b")),
+        "g/b": put(values + 1, turned(), P(None, None, ("b", "a"))),
+        "c": np.arange(3),
+    }
+    how = how | {"staging": "64KiB"} | ({"chunks": {"a": how["chunks"], "g/b": how["chunks"]}} if "chunks" in how else {})
+    if "shards" in how:
+        how["shards"] = {"a": how["shards"], "g/b": how["shards"]}
+    monkeypatch.setattr(os, "pwrite", put_at)
+    report = shardload.save(path, tree, writers="root", verify="file", **how)
+    assert report.writers == "root (asked for)" and report.n_read_back == report.n_chunks
+    assert comm.rank == 0 or n_puts == 0
+    assert report.nbytes == 2 * values.nbytes + 24
+    compare(comm, path, {"a": values, "g/b": values + 1, "c": np.arange(3)})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["HDF5 gzip, odd chunks", "Zarr"])
+def test_a_rank_that_does_not_see_the_file(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Wrong if its chunks were in another file, or it read back what it cannot see."""
+    path, how = file_at(shared_tmp_path, kind)
+    values, last = ramp(cube()), comm.size - 1
+    x = put(values, mesh_of(), P("b", "a"))
+    create, is_file = os.open, kind != "Zarr"
+
+    def hidden(name: Any, *more: Any, **keywords: Any) -> int:
+        if comm.rank == last and ".unfinished" in os.fspath(name):
+            raise FileNotFoundError(2, "not here", os.fspath(name))
+        return create(name, *more, **keywords)
+
+    if is_file:
+        monkeypatch.setattr(os, "open", hidden)
+    else:
+        from shardload.formats.zarr import sink as zarr_sink
+
+        whole = zarr_sink.ZarrSink.writer
+        monkeypatch.setattr(
+            zarr_sink.ZarrSink, "writer", lambda self, ticket: whole(self, Hidden(ticket) if comm.rank == last else ticket)
+        )
+    same_error(comm, lambda: shardload.save(path, x, writers="all", **how), ConfigError, "is not to be seen here")
+    report = shardload.save(path, x, **how)
+    assert report.writers == f"root (rank {last} does not see rank 0's file)"
+    assert report.n_read_back == report.n_chunks and f"written by {report.writers}" in str(report)
+    monkeypatch.undo()
+    compare(comm, path, {"data": values})
+
+
+def Hidden(ticket: Any) -> Any:
+    """The ticket of a folder that is not there."""
+    return type(ticket)(ticket.temporary + "-elsewhere", ticket.token, ticket.places)
 
 
 # --- implementations that are wrong

@@ -1,0 +1,127 @@
+"""How is an existing array stored, so that a new one can be stored like it? Rank 0 reads that; the others get it as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.labels import from_plain, to_plain
+from shardload.formats.lookup import find_array, read_labels
+from shardload.formats.sink import Compression
+from shardload.jobs.save_arguments import SaveArguments, ToSave
+from shardload.options import AUTO
+
+__all__ = ["apply_like", "read_like"]
+
+_CHECKSUMS = ("fletcher32", "crc32c")
+_AS_IT_IS = ("", "none", "bytes", "raw")
+
+
+def read_like(like: Mapping[str, str]) -> str:
+    """What is taken from existing arrays, by the names of the new ones. Not collective: rank 0 calls it.
+
+    Raises
+    ------
+    SourceError, ConfigError
+        If there is no such array.
+    """
+    found, known = {}, dict[str, Any]()
+    for name, path in like.items():
+        if path not in known:
+            info = find_array(path)
+            known[path] = {
+                "shape": info.shape,
+                "chunks": info.chunks,
+                "shards": info.shards,
+                "codec": info.codec,
+                "labels": to_plain(read_labels(path, info)),
+            }
+        found[name] = known[path]
+    return json.dumps(found)
+
+
+def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
+    """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
+
+    Raises
+    ------
+    ConfigError
+        If an array's codec cannot be written.
+    """
+    found, arrays, more = json.loads(text), [], dict[str, ToSave]()
+    names = {one.name for one in asked.arrays}
+    for one in asked.arrays:
+        if one.name not in found:
+            arrays.append(one)
+            continue
+        made = _like(one, found[one.name], asked)
+        arrays.append(made)
+        for coordinate in _coordinates(made, found[one.name]):
+            if coordinate.name not in names:
+                more.setdefault(coordinate.name, coordinate)
+    return replace(asked, arrays=[*arrays, *more.values()])
+
+
+def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave:
+    chunks, compression, checksum, shards = one.chunks, one.compression, False, one.shards
+    if chunks == AUTO:
+        chunks = None if known["chunks"] is None else tuple(known["chunks"])
+        if chunks is not None and len(chunks) != len(one.shape):
+            raise ConfigError(
+                f"'{one.name}' has {len(one.shape)} axes, but like= names an array of {len(chunks)} axes. Pass chunks= too"
+            )
+        if known["shards"] is not None and shards is None and asked.format == "zarr":
+            shards = tuple(known["shards"])
+        if one.name not in asked.packed:
+            compression, checksum = _packing(one.name, known["codec"])
+    labels = from_plain(known["labels"], len(known["shape"]))
+    attrs: dict[str, Any] = {} if labels is None else dict(labels.attrs)
+    fill = attrs.pop("_FillValue", None)
+    dims = one.dims
+    if dims is None and labels is not None and len(labels.dims) == len(one.shape) and any(labels.dims):
+        dims = tuple(labels.dims)
+    return replace(
+        one,
+        chunks=chunks,
+        shards=shards,
+        compression=compression,
+        checksum=checksum,
+        dims=dims,
+        attrs=attrs | dict(one.attrs),
+        fill_value=fill if asked.format != "hdf5" else None,
+    )
+
+
+def _packing(name: str, codec: str) -> tuple[Compression | None, bool]:
+    """Compression and checksum from the text of an `ArrayInfo.codec`."""
+    parts = [part for part in codec.split("+") if part not in _AS_IT_IS]
+    checksum = any(part in _CHECKSUMS for part in parts)
+    shuffle = "shuffle" in parts
+    rest = [part for part in parts if part not in _CHECKSUMS and part != "shuffle"]
+    if len(rest) > 1:
+        raise ConfigError(f"'{name}' cannot be stored like an array with the codec {codec}: pass compression=, such as 'gzip'")
+    if not rest and not shuffle:
+        return None, checksum
+    return Compression(rest[0] if rest else "none", shuffle=shuffle or rest == ["blosc"]), checksum
+
+
+def _coordinates(one: ToSave, known: Mapping[str, Any]) -> list[ToSave]:
+    """The coordinates of the axes that an array has in common with the one that it is like."""
+    labels = from_plain(known["labels"], len(known["shape"]))
+    found: list[ToSave] = []
+    group = one.name.rpartition("/")[0]
+    for name, coordinate in ({} if labels is None else labels.coords).items():
+        values = coordinate.values
+        if values is None or one.dims is None or coordinate.dims != (name,) or name not in one.dims:
+            continue
+        values = np.asarray(values)
+        if values.shape != (one.shape[one.dims.index(name)],):
+            continue  # the new array has another length there
+        attrs = {key: value for key, value in coordinate.attrs.items() if key != "_FillValue"}
+        found.append(ToSave(f"{group}/{name}", values, values.shape, values.dtype, None, None, None, (name,), attrs))
+    return found
