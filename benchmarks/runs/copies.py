@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -77,23 +78,15 @@ def unfinished(target: Path) -> list[Path]:
     return [one for one in target.parent.glob(f"{target.name}.*.unfinished")]
 
 
-def stored_nbytes(path: Path) -> int:
-    """Bytes that a file, or all files below a folder, take on disk."""
-    try:
-        files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-        return sum(one.stat().st_blocks * 512 for one in files)
-    except FileNotFoundError:
-        return 0
-
-
-def run_and_kill(arguments: list[str], target: Path, enough_nbytes: int) -> tuple[float, int]:
-    """Start a copy, and kill one of its ranks when so much is there. Returns seconds and bytes."""
+def run_and_kill(arguments: list[str], target: Path, enough: int) -> tuple[float, int]:
+    """Start a copy, and kill one of its ranks when so many chunks are noted. Returns seconds and chunks."""
     started = time.perf_counter()
     job = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     there = 0
     while job.poll() is None:
-        there = max([stored_nbytes(one) for one in unfinished(target)], default=0)
-        if there >= enough_nbytes:
+        journals = [Path(f"{one}.journal") for one in unfinished(target)]
+        there = max([one.stat().st_size // 56 for one in journals if one.exists()], default=0)
+        if there >= enough:
             os.kill(_a_rank(job.pid), signal.SIGKILL)
             break
         time.sleep(0.2)
@@ -179,11 +172,11 @@ def main() -> None:
         nbytes = size**3 * 4
         say("source", nbytes=nbytes, nbytes_stored=source.stat().st_size, seconds=round(time.perf_counter() - started, 1))
         asked = [source, target, "--chunks", given.chunks, "--compression", "gzip:1", "--staging", given.staging]
-        plan = subprocess.run(command(1, *asked, "--dry-run"), capture_output=True, text=True, check=True).stdout
+        plan = subprocess.run(command(given.ranks, *asked, "--dry-run"), capture_output=True, text=True, check=True).stdout
         print(plan, flush=True)
-        seconds, there = run_and_kill(command(given.ranks, *asked), target, source.stat().st_size // 2)
+        seconds, there = run_and_kill(command(given.ranks, *asked), target, math.prod(-(-size // n) for n in chunks) // 2)
         (left,) = unfinished(target)
-        say("killed", seconds=round(seconds, 1), nbytes_there=there, exists=target.exists(), left=left.name)
+        say("killed", seconds=round(seconds, 1), chunks_noted=there, exists=target.exists(), left=left.name)
         started = time.perf_counter()
         job = subprocess.run(command(given.ranks, *asked, "--resume", "--json"), capture_output=True, text=True, check=False)
         if job.returncode:
