@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory --warn-undefined-variables
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 N ?= 4
 ARGS ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 VENV := .venv
 OLDEST := .venv-oldest
@@ -89,7 +89,7 @@ setup: | $(UV) ## install all that the tests need
 packages: ## the Debian packages that the tests need, as root
 	@.ci/install-packages
 
-# tests/stages.py has its stages. Those that start MPI jobs run one after the other.
+# tests/stages.py has its stages, and says which run beside each other.
 test: setup ## all checks and tests, as CI runs them
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'

@@ -54,6 +54,7 @@ TOGETHER = {
         "test_faults",
         "test_jaxdecomp",
         "test_persistent",
+        "test_readme",
         "test_ways_of_travelling",
         "test_wrong_implementations",
     ),

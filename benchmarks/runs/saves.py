@@ -116,12 +116,12 @@ def _measure_cell(
             return
         finally:
             remove(path)
+        if "peak_nbytes" in replies[0]:  # of the first save too: later ones use memory again that it left
+            mine["peaks_nbytes"].append([r["peak_nbytes"] for r in replies])
         if is_first:
             return
         mine["seconds"].append(max(r["end"] for r in replies) - min(r["start"] for r in replies))
         mine["cpu_seconds"].append(sum(r.get("cpu", 0.0) for r in replies))
-        if "peak_nbytes" in replies[0]:
-            mine["peaks_nbytes"].append([r["peak_nbytes"] for r in replies])
         mine["report"] = replies[0].get("report") or {}
 
     for way in wanted:

@@ -36,6 +36,7 @@ __all__ = [
     "Ticket",
     "Writer",
     "place_again",
+    "with_dims",
 ]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
@@ -193,6 +194,31 @@ class ArraySpec:
         """Chunks along each axis."""
         chunks = self.chunks if self.chunks is not None else tuple(max(1, n) for n in self.shape)
         return tuple(-(-n // c) for n, c in zip(self.shape, chunks, strict=True))
+
+
+def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+    """The specs with a name for each axis: netCDF needs them, and xarray needs those of Zarr. Axes without one share a name if
+    they have the same length.
+    """
+    taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
+    made: dict[tuple[int, int, bool], str] = {}
+    found = {}
+    for name, spec in specs.items():
+        seen: dict[tuple[int, bool], int] = {}
+        dims = []
+        for k, n in enumerate(spec.shape):
+            dim = (spec.dims or (None,) * len(spec.shape))[k]
+            if dim is None:
+                grows = k in spec.unlimited
+                number = seen[n, grows] = seen.get((n, grows), 0) + 1
+                key = (n, number, grows)
+                if key not in made:
+                    made[key] = next(dim for m in range(len(made), 2**31) if (dim := f"dim_{m}") not in taken)
+                    taken.add(made[key])
+                dim = made[key]
+            dims.append(dim)
+        found[name] = replace(spec, dims=tuple(dims))
+    return found
 
 
 def _example(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -51,6 +51,28 @@ def test_the_example_fits_on_fifteen_lines() -> None:
     assert len(block("example").splitlines()) <= 15
 
 
+HEAD = """
+import jax, jax.numpy as jnp, numpy as np, shardload
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+shardload.initialize()
+mesh = Mesh(np.array(jax.devices()), ("a",))
+"""
+
+
+def test_load_transform_and_save(tmp_path: Path) -> None:
+    """What is saved is NumPy's transform; h5py reads it."""
+    values = np.random.default_rng(0).standard_normal((8, 12, 5), np.float32)
+    with h5py.File(tmp_path / "rho.h5", "w") as file:
+        file["rho"] = values
+    (tmp_path / "save.py").write_text(HEAD + block("save"))
+    job = run_job([str(tmp_path / "save.py")], 4, cwd=tmp_path, timeout=240, fresh=False)
+    assert job.returncode == 0, job.stderr
+    with h5py.File(tmp_path / "modes.h5") as file:
+        np.testing.assert_allclose(file["modes"][...], np.fft.fftn(values), rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(file["fields/rho"][...], values)
+        assert file["modes"].compression == "gzip"
+
+
 @pytest.mark.parametrize("n_devices", [1, 8])
 def test_the_scripts_of_the_pages_run_without_mpi(tmp_path: Path, n_devices: int) -> None:
     """Wrong if one of them asked for more devices than there are, or if the line that simulates some did not.

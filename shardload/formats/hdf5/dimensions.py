@@ -7,7 +7,6 @@ other axis gets a scale without values. In plain HDF5 it gets a label.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -16,7 +15,7 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.sink import ArraySpec
 
-__all__ = ["check_netcdf", "coordinate_of", "name_axes", "with_dims", "write_attrs"]
+__all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 _NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
@@ -31,29 +30,6 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
         raise ConfigError(
             f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
         )
-
-
-def with_dims(specs: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
-    """The specs with a name for each axis, as netCDF needs. Axes without one share a name if they have the same length."""
-    taken = {dim for spec in specs.values() for dim in spec.dims or () if dim}
-    made: dict[tuple[int, int, bool], str] = {}
-    found = {}
-    for name, spec in specs.items():
-        seen: dict[tuple[int, bool], int] = {}
-        dims = []
-        for k, n in enumerate(spec.shape):
-            dim = (spec.dims or (None,) * len(spec.shape))[k]
-            if dim is None:
-                grows = k in spec.unlimited
-                number = seen[n, grows] = seen.get((n, grows), 0) + 1
-                key = (n, number, grows)
-                if key not in made:
-                    made[key] = next(dim for m in range(len(made), 2**31) if (dim := f"dim_{m}") not in taken)
-                    taken.add(made[key])
-                dim = made[key]
-            dims.append(dim)
-        found[name] = replace(spec, dims=tuple(dims))
-    return found
 
 
 def coordinate_of(name: str, dim: str, specs: Mapping[str, ArraySpec]) -> str | None:

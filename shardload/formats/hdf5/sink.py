@@ -26,10 +26,22 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype
-from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, with_dims, write_attrs
+from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Placed, Places, Sink, Stored, Ticket, Writer, place_again
+from shardload.formats.sink import (
+    ArraySpec,
+    Catalog,
+    Encoder,
+    Placed,
+    Places,
+    Sink,
+    Stored,
+    Ticket,
+    Writer,
+    place_again,
+    with_dims,
+)
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel

@@ -94,8 +94,7 @@ def layout(name: str, spec: ArraySpec, version: int) -> Layout:
         "codecs": codecs,
         "attributes": plain_attrs(name, spec.attrs),
     }
-    if spec.dims is not None:
-        metadata["dimension_names"] = list(spec.dims)
+    metadata["dimension_names"] = list(spec.dims or ())
     chain = EncodeChain(steps, spec.chunks, spec.dtype, fill)
     return Layout(metadata, chain, text, "c/", "/", per_shard)
 

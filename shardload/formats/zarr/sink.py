@@ -15,7 +15,7 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import google_crc32c
@@ -24,7 +24,19 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.leftovers import ROOTS
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Placed, Places, Sink, Stored, Ticket, Writer, place_again
+from shardload.formats.sink import (
+    ArraySpec,
+    Catalog,
+    Encoder,
+    Placed,
+    Places,
+    Sink,
+    Stored,
+    Ticket,
+    Writer,
+    place_again,
+    with_dims,
+)
 from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
@@ -34,6 +46,7 @@ __all__ = ["ZarrSink"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
+_MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
 
@@ -114,12 +127,12 @@ class ZarrSink(Sink):
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, _ZarrEncoder] = {}
-        for name, spec in specs.items():
-            checked = spec.checked(name)
+        for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                checked = replace(checked, chunks=checked.shape)  # in Zarr one piece is one chunk
-            self.arrays[name] = _ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = _ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+            else:
+                self.arrays[name] = _ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
             above = name
             while above.strip("/"):
@@ -163,8 +176,7 @@ class ZarrSink(Sink):
                 nodes[os.path.join(folder, "zarr.json")] = one.layout.metadata
                 continue
             attrs = plain_attrs(name, one.spec.attrs)
-            if one.spec.dims is not None:
-                attrs["_ARRAY_DIMENSIONS"] = [dim or f"dim_{k}" for k, dim in enumerate(one.spec.dims)]  # all or none
+            attrs["_ARRAY_DIMENSIONS"] = list(one.spec.dims or ())
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
         for folder in sorted(groups, reverse=True):  # "" is the last
@@ -365,14 +377,24 @@ def _write_file(path: str, content: bytes) -> None:
         os.close(descriptor)
 
 
+@dataclass
+class _Open:
+    """A file that waits for its fsync: of which array and chunk (the first one), and how many threads write to it now."""
+
+    descriptor: int
+    name: str
+    index: tuple[int, ...]
+    n_users: int = 0
+
+
 class _ZarrWriter(Writer):
     """See `Writer`. Files stay open until their fsync, because some file systems tell only then that there was no room."""
 
     def __init__(self, sink: ZarrSink, ticket: Ticket) -> None:
         self._sink, self._ticket = sink, ticket
         self._lock = threading.Lock()
-        self._unsynced: list[tuple[int, str, tuple[int, ...]]] = []
-        self._shards: dict[str, int] = {}
+        self._unsynced: dict[str, _Open] = {}  # by path: the chunks of a shard share a descriptor, and its fsync
+        self._n_behind = 0
         self._folders: set[str] = set()
         self._is_open = True
         path = os.path.join(ticket.temporary, FOLDER_MARK)
@@ -397,19 +419,39 @@ class _ZarrWriter(Writer):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
             once = os.O_TRUNC if self._ticket.is_resumed else os.O_EXCL
-            flags = os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else once)
-            descriptor = os.open(path, flags, 0o666)
+            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else once), name, index)
             try:
-                put_at(descriptor, stored.data, offset)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            with self._lock:
-                self._unsynced.append((descriptor, name, index))
-                full = self._unsynced if len(self._unsynced) >= _MOST_OPEN else []
-                if full:
-                    self._unsynced = []
-        self._sync_files(full)
+                put_at(file.descriptor, stored.data, offset)
+            finally:
+                with self._lock:
+                    file.n_users -= 1
+        self._sync_files(self._to_sync())
+
+    def _opened(self, path: str, flags: int, name: str, index: tuple[int, ...]) -> _Open:
+        """The file of a chunk, open, for one user more."""
+        is_shared = not flags & os.O_EXCL
+        with self._lock:
+            self._n_behind += 1
+            found = self._unsynced.get(path) if is_shared else None
+            if found is not None:
+                found.n_users += 1
+                return found
+        mine = _Open(os.open(path, flags, 0o666), name, index)  # without the lock: a file server takes its time
+        with self._lock:
+            file = self._unsynced.setdefault(path, mine)
+            file.n_users += 1
+        if file is not mine:  # another thread was first
+            os.close(mine.descriptor)
+        return file
+
+    def _to_sync(self) -> list[_Open]:
+        """Files that are to be synced now, because there are too many; none that a thread writes to."""
+        with self._lock:
+            if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND:
+                return []
+            self._n_behind = 0
+            paths = [path for path, file in self._unsynced.items() if not file.n_users]
+            return [self._unsynced.pop(path) for path in paths]
 
     def put_region(self, name: str, region: Region, stored: Stored) -> None:
         spec = self._sink.arrays[name].spec
@@ -429,15 +471,15 @@ class _ZarrWriter(Writer):
                     self._folders.add(folder)
                     folder = os.path.dirname(folder)
 
-    def _sync_files(self, files: list[tuple[int, str, tuple[int, ...]]]) -> None:
+    def _sync_files(self, files: list[_Open]) -> None:
         failed: BaseException | None = None
-        for descriptor, name, index in files:
+        for file in files:
             try:
-                with named(self._sink.path, name, lambda index=index: index):  # type: ignore[misc]
+                with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
                     try:
-                        os.fsync(descriptor)
+                        os.fsync(file.descriptor)
                     finally:
-                        os.close(descriptor)
+                        os.close(file.descriptor)
             except BaseException as error:  # the others must be closed too
                 failed = failed or error
         if failed is not None:
@@ -445,7 +487,7 @@ class _ZarrWriter(Writer):
 
     def sync(self) -> None:
         with self._lock:
-            files, self._unsynced = self._unsynced, []
+            files, self._unsynced = list(self._unsynced.values()), {}
             folders, self._folders = sorted(self._folders, reverse=True), set()
         self._sync_files(files)
         with named(self._sink.path):
@@ -455,7 +497,7 @@ class _ZarrWriter(Writer):
     def close(self) -> None:
         self._is_open = False
         with self._lock:
-            files, self._unsynced = self._unsynced, []
-        for descriptor, _, _ in files:
+            files, self._unsynced = list(self._unsynced.values()), {}
+        for file in files:
             with contextlib.suppress(OSError):  # `sync` was to tell
-                os.close(descriptor)
+                os.close(file.descriptor)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shardload.formats import Region
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
+from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
 from shardload.testing import check_format
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
@@ -106,6 +108,17 @@ def test_xarray_opens_it(tmp_path: Path, version: str) -> None:
         assert found["w"].values.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("version", ["zarr", "zarr2"])
+def test_xarray_opens_it_where_axes_have_no_names(tmp_path: Path, version: str) -> None:
+    """Wrong if names were left out, or if axes of different lengths had one name: xarray refuses both."""
+    arrays = {"x": ramp((5, 4), "<f4"), "y": ramp((4, 4, 3), "<f4"), "z": ramp((3,), "<i4"), "alone": ramp((), "<f8")}
+    save(tmp_path / "x.zarr", arrays, {name: ArraySpec(one.shape, one.dtype) for name, one in arrays.items()}, format=version)
+    with xr.open_zarr(tmp_path / "x.zarr") as found:
+        for name, values in arrays.items():
+            np.testing.assert_array_equal(found[name].values, values)
+        assert found["x"].dims == ("dim_0", "dim_1") and found["y"].dims == ("dim_1", "dim_2", "dim_3")
+
+
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,), (5, 7)], ids=str)
 @pytest.mark.parametrize("version", ["zarr", "zarr2"])
 def test_arrays_without_chunks_and_a_store_that_is_one_array(tmp_path: Path, version: str, shape: tuple[int, ...]) -> None:
@@ -154,7 +167,14 @@ def test_metadata_is_that_of_zarr_python(tmp_path: Path) -> None:
     save(tmp_path / "x.zarr", {"x": values}, {"x": spec("<f4", "blosc", (2, 2), (5, 4), shards=(4, 4), fill_value=np.nan)})
     codec = zarr.codecs.BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4, blocksize=0)
     made = zarr.create_array(
-        tmp_path / "y.zarr", shape=(5, 4), dtype="f4", chunks=(2, 2), shards=(4, 4), compressors=codec, fill_value=np.nan
+        tmp_path / "y.zarr",
+        shape=(5, 4),
+        dtype="f4",
+        chunks=(2, 2),
+        shards=(4, 4),
+        compressors=codec,
+        fill_value=np.nan,
+        dimension_names=("dim_0", "dim_1"),
     )
     assert made.shards == (4, 4)
     ours, theirs = (json.loads(path.read_text()) for path in (tmp_path / "x.zarr/x/zarr.json", tmp_path / "y.zarr/zarr.json"))
@@ -283,3 +303,26 @@ def test_conformance(tmp_path: Path) -> None:
 
     shapes = [(), (0, 3), (7,), (3, 4, 5)]
     check_format(ZARR, write, folder=tmp_path, dtypes=["bool", ">f4"], shapes=shapes)
+
+
+def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if each chunk opened its shard file and waited for the disk; or if a file was closed that a thread writes to."""
+    values = ramp((32, 32), "<i4")
+    spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
+    one, synced = sink.arrays["/x"], []
+    monkeypatch.setattr(zarr_sink, "_MOST_BEHIND", 100)
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+        monkeypatch.setattr(zarr_sink.os, "fsync", synced.append)
+        stored = {k: one.encode(one.region(k), values[one.region(k).slices()]) for k in np.ndindex(*one.spec.grid)}
+        numbers = [one.number(one.region(k)) for k in stored]
+        offsets = catalog.allocate("/x", numbers, [part.nbytes for part in stored.values()]).tolist()
+        puts = list(zip(numbers, offsets, stored.values(), strict=True))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda put: writer.put("/x", *put), puts))
+        assert 4 <= len(synced) <= 12 and len(puts) == 256  # twice in between, four files
+        writer.sync()
+        assert not writer._unsynced
+        catalog.finish()
+        catalog.commit()
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
