@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -386,6 +386,12 @@ class _Opened(OpenFile):
                 source = _checked(self._file.open(name))
         self._held.callback(source.close)
         return source
+
+    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+        if self._file is None:
+            return {}
+        with as_source_error(str(self._handle)):
+            return self._file.groups()
 
     def state(self) -> State:
         return None if self._file is None else self._file.state()

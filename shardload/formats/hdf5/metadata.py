@@ -19,7 +19,7 @@ from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["describe", "filters_of", "labels_of"]
+__all__ = ["HIDDEN", "NO_VARIABLE", "describe", "filters_of", "labels_of"]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -88,8 +88,8 @@ def describe(
 
 
 # What HDF5 and the netCDF library keep in attributes for themselves.
-_HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
-_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
 
 
 def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
@@ -108,7 +108,7 @@ def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
     attrs = {
         key: _attribute(dataset, key)
         for key in dataset.attrs
-        if isinstance(key, str) and key not in _HIDDEN and not key.startswith("_Netcdf4")
+        if isinstance(key, str) and key not in HIDDEN and not key.startswith("_Netcdf4")
     }
     dims: list[str | None] = [None] * len(dataset.shape or ())
     coords: dict[str, Coordinate] = {}
@@ -136,7 +136,7 @@ def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) 
     full = str(scale.name or "")
     name = full.rpartition("/")[2] or label
     told = _attribute(scale, "NAME") if _has_attributes(scale) else None
-    if name is not None and not str(told).startswith(_NO_VARIABLE):
+    if name is not None and not str(told).startswith(NO_VARIABLE):
         coords[name] = Coordinate(full)
     return name
 
