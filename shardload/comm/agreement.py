@@ -365,7 +365,7 @@ class Agreement:
             other, theirs, reference = self._first_other(asked.kind, asked.title)
             raise PeerError(
                 f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
-                "order, and all ranks must pass the same path, sharding and options. Nothing was loaded",
+                "order, and all ranks must pass the same path, sharding and options. Nothing was done",
                 rank=other,
             )
         _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
@@ -376,7 +376,7 @@ class Agreement:
         raise PeerError(
             f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
             f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding and "
-            "options. Nothing was loaded",
+            "options. Nothing was done",
             rank=other,
         )
 
