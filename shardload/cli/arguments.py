@@ -27,6 +27,7 @@ __all__ = [
     "parse_readers",
     "parse_select",
     "parse_spec",
+    "wrong",
 ]
 
 
@@ -51,9 +52,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
         if not (name.isidentifier() and equals and size.isdecimal() and int(size) > 0):
-            raise _wrong("--mesh", f"cannot read {part!r} in {text!r}: each axis is NAME=SIZE. Type --mesh a=4,b=2")
+            raise wrong("--mesh", f"cannot read {part!r} in {text!r}: each axis is NAME=SIZE. Type --mesh a=4,b=2")
         if name in axes:
-            raise _wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
+            raise wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
         axes[name] = int(size)
     return axes
 
@@ -74,9 +75,9 @@ def parse_spec(text: str, axes: Mapping[str, int]) -> tuple[str | tuple[str, ...
         for name in names:
             if name not in axes:
                 fix = "Type an axis of the mesh, - or a+b for each array axis: --spec -," + ",".join(list(axes)[:2])
-                raise _wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
+                raise wrong("--spec", f"{text!r} names {name!r}, but --mesh has the axes {', '.join(axes)}. {fix}")
             if name in seen:
-                raise _wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
+                raise wrong("--spec", f"{text!r} uses the mesh axis {name!r} twice; it can shard one array axis only.")
             seen.add(name)
         parts.append(names[0] if len(names) == 1 else names)
     return tuple(parts)
@@ -97,7 +98,7 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
             parsed = parse_select(position) if position and "=" not in position else ()
             if not name or len(parsed) != 1 or isinstance(parsed, dict) or isinstance(parsed[0], EllipsisType):
                 fix = 'Each is NAME=POSITION or NAME=START:STOP. Type for example --select "time=-1,lat=10:50"'
-                raise _wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
+                raise wrong("--select", f"cannot read {piece!r} in {text!r}. {fix}")
             named[name] = parsed[0]
         return named
     parts: list[slice | int | EllipsisType] = []
@@ -113,7 +114,7 @@ def parse_select(text: str) -> tuple[slice | int | EllipsisType, ...] | dict[str
         except (ValueError, TypeError):
             fix = "Each axis takes an integer, a slice or '...'. Type for example --select \"0,:,10:20\", "
             fix += 'or "time=-1,lat=10:50" by names of axes'
-            raise _wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
+            raise wrong("--select", f"cannot read {part!r} in {text!r}. {fix}") from None
     return tuple(parts)
 
 
@@ -128,7 +129,7 @@ def parse_pad(text: str) -> int | float:
             return kind(text)
         except ValueError:
             continue
-    raise _wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
+    raise wrong("--pad", f"{text!r} is not a number. Type for example --pad 0")
 
 
 def parse_readers(text: str) -> str | int:
@@ -211,5 +212,6 @@ def _flag(name: str, value: str) -> str:
     return _FLAGS[name] if not bare or bare == "True" else f"{_FLAGS[name]} {shlex.quote(bare)}"
 
 
-def _wrong(flag: str, message: str) -> typer.BadParameter:
+def wrong(flag: str, message: str) -> typer.BadParameter:
+    """The error of a flag that cannot be read."""
     return typer.BadParameter(message, param_hint=flag)

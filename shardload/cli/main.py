@@ -1,4 +1,4 @@
-"""Which commands are there, what do they take, and what do they print? info, plan, verify, demo, doctor.
+"""Which commands are there, what do they take, and what do they print? info, plan, verify, copy, demo, doctor.
 
 Each command imports what it needs when it runs, so that ``--help`` and ``info`` do not wait for JAX. A wrong option ends with
 exit code 2 and says what to type. A `ShardloadError` ends with exit code 1 and its message alone, without a traceback.
@@ -97,6 +97,10 @@ app = typer.Typer(
     [bold]Load and compare every element with the file:[/bold]
 
       mpiexec -n 8 shardload verify run.h5:/density --mesh a=4,b=2 --spec a,b
+
+    [bold]Copy into other chunks, or another format:[/bold]
+
+      mpiexec -n 8 shardload copy run.h5 run.zarr --chunks 128,128,128
 
     [bold]Try it on example data:[/bold]
 
@@ -301,6 +305,86 @@ def verify(
     from shardload.cli.verify import run
 
     raise typer.Exit(run(file, axes, partition, as_json, readers=who, staging=staging, verify=how, **more))
+
+
+@app.command()
+def copy(
+    source: Annotated[str, typer.Argument(metavar="IN[:/DATASET]", help="HDF5, netCDF4 or Zarr.")],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="The new file: .h5, .nc or .zarr.")],
+    dataset: Annotated[
+        list[str] | None, typer.Option(help='Names of arrays; "group/*" for all below (default: all of the file).')
+    ] = None,
+    select: Select = None,
+    dtype: Dtype = None,
+    chunks: Annotated[
+        str | None, typer.Option(metavar="N,...|none", help="New chunks: a size for each axis (default: as in IN).")
+    ] = None,
+    shards: Annotated[
+        str | None, typer.Option(metavar="N,...|none", help="Zarr: files of so many elements, a multiple of the chunks.")
+    ] = None,
+    compression: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:LEVEL][+shuffle]|none", help="zstd, gzip:6+shuffle, blosc(lz4) (default: as in IN)."),
+    ] = None,
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="hdf5, netcdf4, zarr or zarr2 (default: by the suffix of OUT).",
+            autocompletion=completes("hdf5", "netcdf4", "zarr", "zarr2"),
+        ),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="w-: OUT must not exist; w: it is replaced, when all is written.", autocompletion=completes("w-", "w")
+        ),
+    ] = "w-",
+    staging: Annotated[str, typer.Option(help="Memory of each process: 1GiB; auto: 512MiB, or what the chunks need.")] = "auto",
+    how: Annotated[
+        str,
+        typer.Option(
+            "--verify",
+            help="Of what was written: checksum (stored bytes), full (values too) or index (nothing).",
+            autocompletion=completes("checksum", "full", "index"),
+        ),
+    ] = "checksum",
+    allow_external: AllowExternal = DEFAULTS.allow_external,
+    allow_filters: AllowFilters = "",
+    untrusted: Untrusted = DEFAULTS.untrusted,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with what a copy that was killed has left; begin if there is nothing.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Copy a file into other chunks, another compression, another format: on all processes, whatever its size.
+
+    Needs neither devices nor JAX, and not even mpiexec. Names of axes, attributes
+    and coordinates are carried over. OUT has its name only when it is whole.
+
+    For example:
+
+      mpiexec -n 8 shardload copy run.h5 run.zarr --chunks 128,128,128 --compression zstd
+
+      shardload copy run.nc rho.h5 --dataset rho --select "time=-1" --dtype float32
+
+      shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
+    """
+    from shardload.cli.copy import copy_as_typed, parse_compression, parse_sizes, run
+
+    names = tuple(dataset or ())
+    index = None if select is None else parse_select(select)
+    sizes = {"chunks": parse_sizes(chunks, "--chunks"), "shards": parse_sizes(shards, "--shards")}
+    packing = parse_compression(compression)
+    with _one_message(copy_as_typed):
+        from shardload.jobs.copy_request import CopyRequest
+
+        more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
+        more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
+        more |= {"resume": resume}
+        request = CopyRequest.check(source, target, dataset=names, select=index, compression=packing, **sizes, **more)
+    raise typer.Exit(run(request, only_plan=dry_run, as_json=as_json))
 
 
 @app.command()

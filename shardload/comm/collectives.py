@@ -7,6 +7,7 @@ coordinates the processes of JAX. A rank that waits sleeps; it does not spin.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -199,6 +200,8 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
 
 def jax_processes() -> tuple[Any, int, int]:
     """JAX's coordination client, the index of this process, and the number of processes. The client has no public name."""
+    if "jax" not in sys.modules:  # a copy of a file needs no JAX: it is not imported to find out that it was not started
+        return None, 0, 1
     from jax._src import distributed  # imported here because this module is imported before JAX is started
 
     state = distributed.global_state

@@ -35,6 +35,7 @@ __all__ = [
     "Encoded",
     "Format",
     "OpenFile",
+    "Properties",
     "Room",
     "Scratch",
     "Source",
@@ -48,6 +49,7 @@ __all__ = [
     "read_at",
     "read_by_chunks",
     "read_whole",
+    "read_whole_plain",
     "refusal",
     "settle_bools",
     "some",
@@ -170,6 +172,47 @@ class ArrayInfo:
         return f"'{printable(self.dataset)}' in '{printable(self.path)}'"
 
 
+@dataclass(frozen=True)
+class Properties:
+    """What else must be known of an array to make another one like it.
+
+    Attributes
+    ----------
+    dtype : dtype
+        Type of the values as they are stored, in the file's byte order.
+    dims : tuple of str or None
+        The name of each axis; None for an axis without one.
+    attrs : mapping
+        The author's attributes, with their types. ``_FillValue``, a scalar of the array's type, is there if a value marks
+        missing data, however the format says that.
+    compression : mapping or None
+        How chunks are compressed: the keywords of `sink.Compression`.
+    checksum : bool
+        Whether chunks have a checksum of the format's own.
+    fill_value : object
+        Value of elements that are not stored; None if the format's default.
+    unlimited : tuple of int
+        Axes that may grow.
+    coordinates : tuple of str
+        Full names of the arrays that are its coordinates.
+    is_dimension : bool
+        True for an array without values that stands for an axis (a netCDF dimension without a variable).
+    unread : tuple of str
+        What could not be read of the attributes, in words.
+    """
+
+    dtype: np.dtype[Any]
+    dims: tuple[str | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    compression: Mapping[str, Any] | None = None
+    checksum: bool = False
+    fill_value: Any = None
+    unlimited: tuple[int, ...] = ()
+    coordinates: tuple[str, ...] = ()
+    is_dimension: bool = False
+    unread: tuple[str, ...] = ()
+
+
 class Source(abc.ABC):
     """One open array. Not collective: each reading rank opens its own.
 
@@ -237,6 +280,27 @@ class Source(abc.ABC):
         Called only if somebody asks. By default axes have no names.
         """
         return Labels((None,) * len(self.info.shape), self.info.attributes)
+
+    def properties(self) -> Properties:
+        """What else must be known to make another array like this one (`Properties`).
+
+        By default as much as `info` and `labels` say: the usual options of its compressor, and attributes as plain Python.
+        """
+        info, labels = self.info, self.labels()
+        attrs = dict(labels.attrs)
+        for key, (kind, values) in info.packing.items():
+            if kind not in ("number", "text", "unreadable"):
+                attrs[key] = np.array(values[0] if len(values) == 1 else values, dtype=kind)[()]
+        words = info.codec.replace("(", "+").replace(")", "").split("+")
+        named = [word for word in words if word not in ("none", "shuffle", "fletcher32", "crc32c")]
+        compression: dict[str, Any] | None = None
+        if named or "shuffle" in words:
+            name = named[0] if named else "none"
+            compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
+            if len(named) > 1:
+                compression["options"] = {"cname": named[1]}
+        coordinates = tuple(one.dataset for one in labels.coords.values())
+        return Properties(self.dtype, labels.dims, attrs, compression, coordinates=coordinates)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
@@ -339,6 +403,18 @@ class BatchReader(Protocol):
         ...
 
 
+@runtime_checkable
+class PlainReader(Protocol):
+    """What a `ChunkReader` may do in addition: chunks that are stored as plain values need not be copied."""
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read all chunks of a box of the file's chunk grid into `out`, which is C-contiguous and has them one after the other.
+
+        False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
+        """
+        ...
+
+
 class Spans:
     """Pieces of one file that are read with few calls: pieces that follow each other, or almost, are read together.
 
@@ -430,6 +506,19 @@ def read_by_chunks(
             part: Any = (*common.slices(start), ...)
             out[into] = whole[part]
     return missing
+
+
+def read_whole_plain(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
+
+    False, and the buffer may hold anything, if the array must be read another way. Errors are those of `PlainReader`.
+
+    >>> read_whole_plain(None, (2,), np.empty(4))
+    False
+    """
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
+    return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
 
 
 def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
@@ -555,6 +644,13 @@ class OpenFile(abc.ABC):
     def only_name(self) -> str | None:
         """The name of the only array, if one look tells that there is no other one and no group; else None."""
         return None
+
+    def groups(self) -> Mapping[str, Mapping[str, Any]]:
+        """The attributes of the file (``"/"``) and of its groups, by their full names. By default none.
+
+        Groups without attributes may be left out.
+        """
+        return {}
 
     @abc.abstractmethod
     def close(self) -> None:

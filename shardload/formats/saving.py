@@ -50,6 +50,7 @@ def make_sink(
     mode: str = "w-",
     alignment: int = 1,
     attrs: Mapping[str, Any] | None = None,
+    group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Sink:
     """The sink of a new file. Touches no disk. Not collective: each rank makes its own, of the same arguments.
 
@@ -67,6 +68,8 @@ def make_sink(
         HDF5: see `Hdf5Sink`.
     attrs : mapping
         Attributes of the file.
+    group_attrs : mapping
+        Attributes of its groups, by their full names. Those of groups without arrays are not written.
 
     Raises
     ------
@@ -93,7 +96,9 @@ def make_sink(
     if kind.startswith("zarr"):
         from shardload.formats.zarr.sink import ZarrSink
 
-        return ZarrSink(path, full, mode=mode, version=2 if kind == "zarr2" else 3, attrs=attrs)
+        version = 2 if kind == "zarr2" else 3
+        return ZarrSink(path, full, mode=mode, version=version, attrs=attrs, group_attrs=group_attrs)
     from shardload.formats.hdf5.sink import Hdf5Sink
 
-    return Hdf5Sink(path, full, mode=mode, is_netcdf=kind == "netcdf4", alignment=alignment, attrs=attrs)
+    is_netcdf = kind == "netcdf4"
+    return Hdf5Sink(path, full, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)

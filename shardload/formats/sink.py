@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -24,7 +24,20 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
 from shardload.planning.region import Region
 
-__all__ = ["ArraySpec", "Catalog", "Compression", "Encoder", "Places", "Sink", "Stored", "Ticket", "Writer", "with_dims"]
+__all__ = [
+    "ArraySpec",
+    "Catalog",
+    "Compression",
+    "Encoder",
+    "Placed",
+    "Places",
+    "Sink",
+    "Stored",
+    "Ticket",
+    "Writer",
+    "place_again",
+    "with_dims",
+]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS = {"name", "level", "shuffle", "options"}
@@ -352,11 +365,14 @@ class Ticket:
         A random word that is in the temporary too, so that a rank that finds another file there notices.
     places : mapping
         Where the chunks of the arrays are for which that is known already. An array in one piece counts as one chunk.
+    is_resumed : bool
+        True for a temporary that another job has begun: some of its chunks may be there, some in part.
     """
 
     temporary: str
     token: str
     places: Mapping[str, Places] = field(default_factory=dict)
+    is_resumed: bool = False
 
     def to_json(self) -> str:
         """As text, for another rank."""
@@ -366,7 +382,27 @@ class Ticket:
     def from_json(cls, text: str) -> Ticket:
         """The inverse of `to_json`."""
         found = json.loads(text)
-        return cls(found["temporary"], found["token"], {name: Places(**one) for name, one in found["places"].items()})
+        places = {name: Places(**one) for name, one in found["places"].items()}
+        return cls(found["temporary"], found["token"], places, found["is_resumed"])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What one call of `Catalog.allocate` was told, and its answer: for doing it again.
+
+    Attributes
+    ----------
+    name : str
+        The array.
+    numbers, nbytes, masks, offsets : ndarray of int64
+        Of each chunk.
+    """
+
+    name: str
+    numbers: Int64s
+    nbytes: Int64s
+    masks: Int64s
+    offsets: Int64s
 
 
 class Catalog(abc.ABC):
@@ -405,6 +441,17 @@ class Catalog(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.abandon()
+
+
+def place_again(catalog: Catalog, path: str, placed: Iterable[Placed]) -> None:
+    """Do calls of `Catalog.allocate` again. ConfigError if an answer is another one than it was."""
+    for one in placed:
+        offsets = catalog.allocate(one.name, one.numbers, one.nbytes, one.masks)
+        if not np.array_equal(offsets, one.offsets):
+            raise ConfigError(
+                f"chunks of '{one.name}' in '{path}' get other places than in the job that was stopped: its HDF5 library was "
+                "another one, or the journal is damaged. Remove the unfinished file, or begin again without resume=True"
+            )
 
 
 class Writer(abc.ABC):
@@ -460,6 +507,24 @@ class Sink(abc.ABC):
     @abc.abstractmethod
     def create(self) -> Catalog:
         """Make the temporary. On one rank."""
+
+    @abc.abstractmethod
+    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
+        """Take up a temporary that another job has left. On one rank.
+
+        Parameters
+        ----------
+        temporary, token : str
+            Of its `Ticket`.
+        placed : iterable of Placed
+            Calls of `Catalog.allocate` of that job, from the first on, in order. Their chunks are in the temporary. What
+            comes after them is done again.
+
+        Raises
+        ------
+        ConfigError
+            If it is not to be seen here, or if a chunk gets another place than it had.
+        """
 
     @abc.abstractmethod
     def writer(self, ticket: Ticket) -> Writer:

@@ -34,6 +34,7 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.jobs.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
 from shardload.jobs.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import runs
@@ -51,6 +52,7 @@ take up to two rounds more, so that memory is bounded by five rounds."""
 
 _TASKS_A_THREAD = 4  # tasks of a round for each thread, so that all end at about the same time
 _DECODED_IN_FILE = 16  # one chunk in so many is decoded by verify="file"
+_SYNCED_ROUNDS = 16  # with a journal
 _LEAVE_SECONDS = 5.0  # for removing the temporary after a stall, when the file system may hang
 
 Array = np.ndarray[Any, Any]
@@ -116,6 +118,8 @@ def write_file(
     on_progress: Callable[[int], None] | None = None,
     allow_missing: bool = False,
     writers: str = "auto",
+    journal: Journal | None = None,
+    resumed: Resumed | None = None,
 ) -> Written:
     """Write a new file. Collective over `group`, inside a call that all ranks make, when they have agreed on its arguments.
 
@@ -141,6 +145,10 @@ def write_file(
     writers : str
         ``"all"``: each rank writes its chunks. ``"root"``: rank 0 writes all. ``"auto"``: all, or rank 0 if a rank does not see
         the file that rank 0 makes.
+    journal : Journal, optional
+        Notes what is written, so that another job can resume it after a kill. On all ranks, or on none.
+    resumed : Resumed, optional
+        What another job has written of this file. `rounds` have only the rest.
 
     Returns
     -------
@@ -155,7 +163,7 @@ def write_file(
         Nothing moved on any rank for the call's timeout.
     """
     n = group.machine.n_threads if n_threads is None else n_threads
-    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers).run(iter(rounds))
+    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, journal, resumed).run(iter(rounds))
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +210,10 @@ class _Writing:
         on_progress: Callable[[int], None] | None,
         allow_missing: bool,
         writers: str,
+        journal: Journal | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
+        self._journal, self._resumed, self._is_kept = journal, resumed, False
         self._group, self._sink, self._verify, self._n_threads = group, sink, verify, max(1, n_threads)
         self._on_progress, self._allow_missing, self._writers = on_progress, allow_missing, writers
         self._is_root = False  # rank 0 alone writes
@@ -241,10 +252,15 @@ class _Writing:
             )
             self._group.watch.enter("commit")
             self._on_root(lambda catalog: catalog.commit())
+            if self._journal is not None:
+                self._journal.remove()
             stalled = False
             return written
         except Exception as error:
             stalled = isinstance(error, StallError)
+            raise
+        except BaseException:  # Ctrl-C: another job can go on with it
+            self._is_kept = self._journal is not None
             raise
         finally:
             self._leave(stalled)
@@ -257,12 +273,16 @@ class _Writing:
             with suppress(Exception):
                 self._writer.close()
         catalog = self._catalog
-        if catalog is None or (stalled and self._is_apart):
+        if self._journal is not None and (stalled or self._is_kept or catalog is None):
+            self._journal.close()
+        if catalog is None or self._is_kept or (stalled and self._is_apart):
             return
         # After a stall, and after Ctrl-C, the file system may hang: then the temporary stays.
         thread = threading.Thread(target=catalog.abandon, name="shardload-abandon", daemon=True)
         thread.start()
         thread.join(_LEAVE_SECONDS if stalled else None)
+        if self._journal is not None:
+            self._journal.remove()
 
     # --- waiting
 
@@ -328,7 +348,16 @@ class _Writing:
         group.watch.enter("create")
 
         def create() -> str:
-            self._catalog = self._apart(sink.create)
+            resumed, journal = self._resumed, self._journal
+            if resumed is None:
+                self._catalog = self._apart(sink.create)
+            else:
+                placed = resumed.placed(self._encoders)
+                self._catalog = self._apart(lambda: sink.resume(resumed.temporary, resumed.token, placed))
+            if journal is not None:
+                ticket = self._catalog.ticket
+                rounds, left = ([], None) if resumed is None else (resumed.rounds, resumed.left)
+                self._apart(lambda: journal.begin(ticket, rounds, left))
             return self._catalog.ticket.to_json()
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
@@ -336,6 +365,8 @@ class _Writing:
         with self._keeping_errors():
             self._writer = self._apart(lambda: sink.writer(ticket))
         self._choose_writers()
+        if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
+            self._notes.add([(row[0], row[1], row[6], row[2], row[4]) for row in self._resumed.mine.tolist()])
         group.watch.enter("write")
 
     def _choose_writers(self) -> None:
@@ -421,7 +452,7 @@ class _Writing:
             self._wait(before.encoding)
         asked = [] if before is None else before.chunks if self._is_root else before.asked
         failed = self._error is not None
-        rows = [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored and not failed]
+        rows = [] if failed or before is None else self._rows(before, asked)
         sent = np.array([int(failed), int(has_more), *(number for row in rows for number in row)], dtype=np.int64)
         told = self._group.gather_rows(sent)
         answer = self._group.scatter_rows(None if told is None else self._answers(told))
@@ -437,9 +468,33 @@ class _Writing:
             asked = asked if self._group.rank == 0 else []
         if before is not None:
             before.putting = [self._pool.submit(self._put, some) for some in self._shared_out(asked)]
+            if self._journal is not None and self._n_rounds % _SYNCED_ROUNDS == 0:
+                before.putting.append(self._pool.submit(self._sync_early))
             self._note(before.chunks)
             before.chunks = []
         return bool(goes_on)
+
+    @property
+    def _width(self) -> int:
+        """Integers that rank 0 gets of a chunk."""
+        return 4 if self._journal is None else N_COLUMNS
+
+    def _rows(self, before: _Round, asked: list[_Chunk]) -> list[tuple[int, ...]]:
+        """What rank 0 must know of the chunks of a round: of those that it places or writes, or for the journal of all."""
+        if self._journal is None:
+            return [(one.array, one.number, one.stored_nbytes, one.stored.mask) for one in asked if one.stored]
+        return [
+            (
+                one.array,
+                one.number,
+                one.stored_nbytes,
+                0 if one.stored is None else one.stored.mask,
+                one.crc,
+                int(one.encoder.is_asked),
+                one.offset,
+            )
+            for one in before.chunks
+        ]
 
     def _send_to_root(self, mine: Sequence[_Chunk], told: list[Int64s] | None) -> None:
         """Give rank 0 the stored bytes of this rank's chunks, one after the other. Rank 0 writes one while the next arrives."""
@@ -455,7 +510,7 @@ class _Writing:
         under_way: list[Future[None]] = []
         for rank, row in enumerate(told[1:], 1):
             for array, number, nbytes, mask, offset in zip(
-                *row[2:].reshape(-1, 4).T.tolist(), self._offsets[rank], strict=True
+                *row[2:].reshape(-1, self._width)[:, :4].T.tolist(), self._offsets[rank], strict=True
             ):
                 if len(under_way) > 1:
                     self._wait([under_way.pop(0)])
@@ -486,11 +541,14 @@ class _Writing:
     def _answers(self, told: list[Int64s]) -> list[Int64s]:
         """On rank 0: what each rank is told, whether to stop, whether to go on, and where its chunks go."""
         must_stop, goes_on = any(row[0] for row in told), any(row[1] for row in told)
-        sizes = [(len(row) - 2) // 4 for row in told]
+        every = [row[2:].reshape(-1, self._width) for row in told]
+        is_all = self._journal is None or self._is_root
+        asked = every if is_all else [rows[rows[:, IS_ASKED] == 1] for rows in every]
+        sizes = [len(rows) for rows in asked]
         offsets = np.zeros(sum(sizes), dtype=np.int64)
         if not must_stop:
             try:
-                rows = np.concatenate([row[2:] for row in told]).reshape(-1, 4)
+                rows = np.concatenate(asked)
                 for array in np.unique(rows[:, 0]).tolist():
                     which = np.flatnonzero(rows[:, 0] == array)
                     if not self._encoders[array].is_asked:  # rank 0 writes all
@@ -500,6 +558,10 @@ class _Writing:
                         raise ValueError("there is no catalog")
                     name, some = self._encoders[array].name, rows[which]
                     offsets[which] = self._catalog.allocate(name, some[:, 1], some[:, 2], some[:, 3])
+                if self._journal is not None:
+                    noted = np.concatenate(every)
+                    noted[slice(None) if self._is_root else noted[:, IS_ASKED] == 1, OFFSET] = offsets
+                    self._journal.note(noted)
             except Exception as error:
                 let_interruption_pass(error)
                 self._keep(error)
@@ -559,7 +621,7 @@ class _Writing:
             one.values_crc = checksum_of_values(values)
         stored = encoder.encode(one.region, values)
         one.values, one.stored, one.stored_nbytes = None, stored, stored.nbytes
-        if self._verify != INDEX:
+        if self._verify != INDEX or self._journal is not None:
             one.crc = int(deflate.crc32(memoryview(stored.data).cast("B")))
         if not encoder.is_asked:
             one.offset = self._place(one.array, one.number)
@@ -575,6 +637,14 @@ class _Writing:
             except Exception as error:
                 self._keep(error)
                 return
+
+    def _sync_early(self) -> None:
+        """Have the disk store what was written so far: a machine that stops loses less."""
+        try:
+            if self._writer is not None and not self._is_stopped:
+                self._writer.sync()
+        except Exception as error:
+            self._keep(error)
 
     def _put_one(self, one: _Chunk) -> None:
         writer, encoder = self._writer, one.encoder

@@ -61,7 +61,7 @@ class Ledger(io.RawIOBase):
         super().__init__()
         self.nbytes = 0
         self.failed: OSError | None = None
-        self._store, self._most_nbytes = store, most_nbytes
+        self._store, self.most_nbytes = store, most_nbytes
         self._put_early = _Ranges()  # metadata in the store. Where a page has bytes too, those are newer
         self._at = 0
         self._pages: dict[int, bytearray] = {}
@@ -185,7 +185,7 @@ class Ledger(io.RawIOBase):
             page[a:b] = data[start : start + b - a]
             self._spans[number] = _joined(self._spans[number], a, b)
         self._end = max(self._end, at + len(data))
-        if len(self._pages) * _PAGE > self._most_nbytes and self._store is not None and self.failed is None:
+        if len(self._pages) * _PAGE > self.most_nbytes and self._store is not None and self.failed is None:
             self._put_pages(self._store)
 
     def _put_pages(self, store: Store) -> None:

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import h5py
@@ -29,7 +29,19 @@ from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, with_dims
+from shardload.formats.sink import (
+    ArraySpec,
+    Catalog,
+    Encoder,
+    Placed,
+    Places,
+    Sink,
+    Stored,
+    Ticket,
+    Writer,
+    place_again,
+    with_dims,
+)
 from shardload.formats.target import Target, mark, named, put_at, sync_folder
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
@@ -89,6 +101,8 @@ class Hdf5Sink(Sink):
         same page can lose each other's bytes.
     attrs : mapping
         Attributes of the file.
+    group_attrs : mapping
+        Attributes of its groups, by their full names.
     """
 
     def __init__(
@@ -100,7 +114,9 @@ class Hdf5Sink(Sink):
         is_netcdf: bool = False,
         alignment: int = 1,
         attrs: Mapping[str, Any] | None = None,
+        group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._group_attrs = group_attrs or {}
         Target(path, mode)  # checks the mode
         self.path, self.mode, self._is_netcdf, self._alignment, self._attrs = (
             path,
@@ -128,6 +144,10 @@ class Hdf5Sink(Sink):
         """See `Sink`."""
         return _Hdf5Catalog(self)
 
+    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
+        """See `Sink`."""
+        return _Hdf5Catalog(self, (temporary, token), placed)
+
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
         return _Hdf5Writer(self, ticket)
@@ -150,6 +170,9 @@ class Hdf5Sink(Sink):
             if self._is_netcdf and one.spec.fill_value is not None:
                 attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
             write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
+        for name, found in self._group_attrs.items():
+            if name.strip("/") and isinstance(file.get(name), h5py.Group):
+                write_attrs(file[name], name, found, is_netcdf=self._is_netcdf)
         name_axes(file, specs, is_netcdf=self._is_netcdf)
 
     def _make(self, file: h5py.File, name: str, one: _Hdf5Encoder, is_trial: bool) -> None:
@@ -170,25 +193,47 @@ class Hdf5Sink(Sink):
 class _Hdf5Catalog(Catalog):
     """See `Catalog`."""
 
-    def __init__(self, sink: Hdf5Sink) -> None:
+    def __init__(self, sink: Hdf5Sink, resumed: tuple[str, str] | None = None, placed: Iterable[Placed] = ()) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode)
         self._file: h5py.File | None = None
         self._store: _Store | None = None
-        temporary = self._target.create()
+        if resumed is None:
+            temporary = self._target.create()
+        else:
+            temporary = resumed[0]
+            self._target.adopt(*resumed)
         try:
             with named(sink.path):
                 self._store = _Store(temporary)
                 self._store.put(mark(self._target.token, sink.path), 0)
-            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES), 0
+            # While chunks are placed again, no metadata is put: it could lie where a chunk of the other job is by now.
+            self._ledger, self._n_placed = Ledger(self._store, MOST_NBYTES if resumed is None else 1 << 62), 0
             with self._library():
                 self._file = self._opened("w")
                 sink.describe(self._file)
                 self._chunks = {name: _Noted(one.spec) for name, one in sink.arrays.items()}
                 places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
         except BaseException:
-            self.abandon()
+            if resumed is None:
+                self.abandon()
+            else:
+                self._let_go()
             raise
-        self.ticket = Ticket(temporary, self._target.token, places)
+        self.ticket = Ticket(temporary, self._target.token, places, resumed is not None)
+        if resumed is not None:
+            try:
+                place_again(self, sink.path, placed)
+            except BaseException:
+                self._let_go()
+                raise
+            self._ledger.most_nbytes = MOST_NBYTES
+
+    def _let_go(self) -> None:
+        """Leave the temporary as it is: what another job has done is not undone by an error before anything is added."""
+        file, self._file, self._target.temporary = self._file, None, None
+        if file is not None:
+            file.close()
+        self._close_store()
 
     def _opened(self, mode: str) -> h5py.File:
         """The ledger as an HDF5 file."""

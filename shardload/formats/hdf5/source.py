@@ -30,6 +30,7 @@ from shardload.formats.base import (
     ChunkReader,
     Format,
     OpenFile,
+    Properties,
     Source,
     a_few_chunks,
     check_request,
@@ -45,6 +46,7 @@ from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
 from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
+from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
@@ -214,6 +216,11 @@ class Hdf5Source(Source):
         with self._others.watched():
             return labels_of(self._dataset, has_coords=len(self._files) < 2)
 
+    def properties(self) -> Properties:
+        """Filters with their options, and attributes with their types."""
+        with self._others.watched():
+            return properties_of(self._dataset)
+
     def chunk_reader(self) -> ChunkReader | None:
         """A reader that decodes single chunks without HDF5; None if only HDF5 can decode them."""
         if self._info.refused is not None or self._info.chunks is None or self._raw is None:
@@ -346,6 +353,10 @@ class _Hdf5File(OpenFile):
         self._file.visit(keep)
         is_one = len(names) == 1 and self._file.get(names[0], getclass=True) is h5py.Dataset
         return f"/{os.fsdecode(names[0])}" if is_one else None
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The attributes of all groups."""
+        return groups_of(self._file)
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,19 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.leftovers import ROOTS
-from shardload.formats.sink import ArraySpec, Catalog, Encoder, Places, Sink, Stored, Ticket, Writer, with_dims
+from shardload.formats.sink import (
+    ArraySpec,
+    Catalog,
+    Encoder,
+    Placed,
+    Places,
+    Sink,
+    Stored,
+    Ticket,
+    Writer,
+    place_again,
+    with_dims,
+)
 from shardload.formats.target import FOLDER_MARK, Target, mark, named, put_at, sync_folder
 from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
@@ -96,6 +108,8 @@ class ZarrSink(Sink):
         Of the format: 3 or 2.
     attrs : mapping
         Attributes of the root.
+    group_attrs : mapping
+        Attributes of groups, by their full names.
     """
 
     def __init__(
@@ -106,10 +120,12 @@ class ZarrSink(Sink):
         mode: str = "w-",
         version: int = 3,
         attrs: Mapping[str, Any] | None = None,
+        group_attrs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         Target(path, mode)  # checks the mode
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
+        self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
         self.arrays: dict[str, _ZarrEncoder] = {}
         for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.chunks is None and checked.shape and 0 not in checked.shape:
@@ -129,6 +145,10 @@ class ZarrSink(Sink):
     def create(self) -> Catalog:
         """See `Sink`."""
         return _ZarrCatalog(self)
+
+    def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
+        """See `Sink`."""
+        return _ZarrCatalog(self, (temporary, token), placed)
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
@@ -160,7 +180,7 @@ class ZarrSink(Sink):
             nodes[os.path.join(folder, ".zattrs")] = attrs
             nodes[os.path.join(folder, ".zarray")] = one.layout.metadata
         for folder in sorted(groups, reverse=True):  # "" is the last
-            attrs = self.attrs if not folder else {}
+            attrs = self.attrs if not folder else self.group_attrs.get(folder, {})
             if self.version == 2:
                 nodes[os.path.join(folder, ".zattrs")] = attrs
             if not folder and self.version == 2:
@@ -188,22 +208,36 @@ def _check_single(name: str, spec: ArraySpec) -> None:
 class _ZarrCatalog(Catalog):
     """See `Catalog`."""
 
-    def __init__(self, sink: ZarrSink) -> None:
+    def __init__(self, sink: ZarrSink, resumed: tuple[str, str] | None = None, placed: Iterable[Placed] = ()) -> None:
         self._sink, self._target = sink, Target(sink.path, sink.mode, is_folder=True, known=ROOTS)
         self._is_finished = False
-        temporary = self._target.create()
+        if resumed is None:
+            temporary = self._target.create()
+        else:
+            temporary = resumed[0]
+            self._target.adopt(*resumed)
         try:
             with named(sink.path):
+                if resumed is not None:
+                    self._remove_metadata(temporary)
                 _write_file(os.path.join(temporary, FOLDER_MARK), mark(self._target.token, sink.path))
                 for name in sink.arrays:
                     os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
+            places = {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
+            self.ticket = Ticket(temporary, self._target.token, places, resumed is not None)
+            self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
+            place_again(self, sink.path, placed)
         except BaseException:
+            if resumed is not None:
+                self._target.temporary = None  # what another job has done is not undone
             self.abandon()
             raise
-        self.ticket = Ticket(
-            temporary, self._target.token, {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
-        )
-        self._shards = {name: _Shards(one) for name, one in sink.arrays.items() if one.is_asked}
+
+    def _remove_metadata(self, temporary: str) -> None:
+        """What the other job may have written last, the root's first: this is no store until all is there."""
+        for name in [*reversed([key for key, _ in self._sink.documents()]), FOLDER_MARK]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(temporary, name))
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
         if name not in self._shards:
@@ -240,7 +274,9 @@ class _ZarrCatalog(Catalog):
             with named(self._sink.path, name):
                 descriptor = os.open(path, os.O_WRONLY)
                 try:
-                    put_at(descriptor, shards.index(at), int(shards.ends[number]))
+                    index, end = shards.index(at), int(shards.ends[number])
+                    put_at(descriptor, index, end)
+                    os.ftruncate(descriptor, end + len(index))  # a job that was stopped may have written more chunks
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -382,7 +418,8 @@ class _ZarrWriter(Writer):
         with named(self._sink.path, name, lambda: index):
             self._make_folder(os.path.dirname(path))
             # A chunk with a file of its own is written once: a second time would be a defect of the caller.
-            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else os.O_EXCL), name, index)
+            once = os.O_TRUNC if self._ticket.is_resumed else os.O_EXCL
+            file = self._opened(path, os.O_CREAT | os.O_WRONLY | (0 if one.is_asked else once), name, index)
             try:
                 put_at(file.descriptor, stored.data, offset)
             finally:

@@ -41,6 +41,7 @@ from shardload.formats.base import (
     ChunkReader,
     Format,
     OpenFile,
+    Properties,
     Source,
     a_few_chunks,
     check_request,
@@ -56,6 +57,7 @@ from shardload.formats.containment import Fence, open_file
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
+from shardload.formats.zarr.making import groups_of, properties_of
 from shardload.formats.zarr.metadata import is_stacked
 from shardload.formats.zarr.store import (
     MOST_METADATA_NBYTES,
@@ -215,6 +217,10 @@ class ZarrSource(Source):
         coords = {name: Coordinate(f"{above}/{name}") for name in names if name != own}
         return Labels(dims, attrs, coords)
 
+    def properties(self) -> Properties:
+        """Codecs with their options, and attributes as JSON has them."""
+        return properties_of(self._array, self.labels())
+
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of single chunks, for a local folder with an encoding that `chunks` knows; else None."""
         return self._chunks
@@ -337,6 +343,11 @@ class _ZarrStore(OpenFile):
         folder = _folder_of(below)
         states = (state_of(os.path.join(folder, mark)) for mark in _ROOTS) if folder is not None else ()
         return next((state for state in states if state is not None), None)
+
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """The attributes of all groups."""
+        with _quiet():
+            return groups_of(zarr.open(self._store.another_watch(), mode="r"))
 
     def close(self) -> None:
         close_store(self._store)

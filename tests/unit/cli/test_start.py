@@ -18,7 +18,8 @@ def blocked(then: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in ("info", "plan", "verify", "demo", "doctor"))]
+    "arguments",
+    [["--help"], ["--version"], *([name, "--help"] for name in ("info", "plan", "verify", "copy", "demo", "doctor"))],
 )
 def test_help_and_version_import_neither_jax_nor_mpi_nor_a_format(arguments: list[str]) -> None:
     done = blocked(COMMAND.format(arguments=arguments))

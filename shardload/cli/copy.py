@@ -1,0 +1,163 @@
+"""What does ``shardload copy`` take, and print? A parallel h5repack and rechunker: no device, no JAX."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from typing import IO, Any
+
+from shardload.cli.arguments import as_typed, wrong
+from shardload.comm.mpi import world_rank_and_size
+from shardload.errors import ShardloadError, printable
+from shardload.jobs.copy_request import CopyRequest
+from shardload.jobs.copying import CopyReport, copy_file
+from shardload.system.terminal import own_stdout, say_error, width_of, wrap
+from shardload.units import format_nbytes
+
+__all__ = ["copy_as_typed", "parse_compression", "parse_sizes", "run"]
+
+KEEP = "keep"
+_COMPRESSION = re.compile(
+    r"(?P<name>[a-z0-9]+)(\((?P<inner>[a-z0-9]+)\))?(:(?P<level>-?\d+))?(?P<shuffle>\+shuffle|\+bitshuffle)?"
+)
+
+
+def parse_sizes(text: str | None, flag: str) -> tuple[int, ...] | str | None:
+    """Sizes along the axes, from ``--chunks`` and ``--shards``; None for none, ``"keep"`` if nothing was typed.
+
+    >>> parse_sizes("128,64", "--chunks"), parse_sizes("none", "--chunks"), parse_sizes(None, "--chunks")
+    ((128, 64), None, 'keep')
+    """
+    if text is None:
+        return KEEP
+    if text.strip().lower() == "none":
+        return None
+    parts = [part.strip() for part in text.strip("() ").split(",") if part.strip()]
+    if not parts or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
+    return tuple(int(part) for part in parts)
+
+
+def parse_compression(text: str | None) -> Any:
+    """What `Compression.of` takes, from ``--compression``.
+
+    >>> parse_compression("zstd"), parse_compression("gzip:6+shuffle"), parse_compression("none"), parse_compression(None)
+    ('zstd', {'name': 'gzip', 'level': 6, 'shuffle': True}, None, 'keep')
+    >>> parse_compression("blosc(zstd):5+bitshuffle")
+    {'name': 'blosc', 'level': 5, 'shuffle': False, 'options': {'cname': 'zstd', 'bitshuffle': True}}
+    """
+    if text is None:
+        return KEEP
+    given = text.strip().lower()
+    if given == "none":
+        return None
+    found = _COMPRESSION.fullmatch(given)
+    if found is None:
+        raise wrong("--compression", f"cannot read {text!r}. Type for example --compression zstd, gzip:6+shuffle or none")
+    if found["level"] is found["inner"] is found["shuffle"] is None:
+        return given
+    options: dict[str, Any] = {} if found["inner"] is None else {"cname": found["inner"]}
+    if found["shuffle"] == "+bitshuffle":
+        options["bitshuffle"] = True
+    is_shuffled = found["shuffle"] == "+shuffle" or (given.startswith("blosc") and found["shuffle"] is None)
+    level = None if found["level"] is None else int(found["level"])
+    made: dict[str, Any] = {"name": found["name"], "level": level, "shuffle": is_shuffled}
+    return {**made, "options": options} if options else made
+
+
+_INSTEAD = (
+    ("or begin again without resume=True", "or leave --resume out"),
+    ("Pass mode='w' to replace it", "Type --mode w to replace it"),
+    ("pass mode='w'", "type --mode w"),
+    ("Pass compression='blosc', which shuffles, or leave the shuffle out", "Type --compression blosc, which shuffles, or zstd"),
+    (
+        "Leave them out, or save as Zarr format 3",
+        "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr",
+    ),
+)
+_WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
+_EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?\(?([\d, ]+?),?\)?'?(?=$|[\s.;)])")
+_FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
+
+
+def copy_as_typed(message: str) -> str:
+    """A message of the library with the flags of ``copy``.
+
+    >>> copy_as_typed("'/a' has compression but no chunks; compression are of chunks. Pass chunks=, such as (64, 64)")
+    "'/a' has compression but no chunks; compression are of chunks. Type --chunks 64,64"
+    >>> copy_as_typed("'out.h5' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
+    "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
+    """
+    for before, after in _INSTEAD:
+        message = message.replace(before, after)
+    message = _EXAMPLE.sub(lambda found: f"Type --chunks {found[1].replace(' ', '')}", message)
+    message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)
+    message = _WORDS.sub(lambda found: f"--{found[1]} {found[2].strip('()').replace(' ', '').strip(chr(39))}".rstrip(), message)
+    return as_typed(message)
+
+
+def run(request: CopyRequest, *, only_plan: bool, as_json: bool, **how: Any) -> int:
+    """Copy, and print on rank 0 what was done. Collective: yes. Returns the exit code.
+
+    Parameters
+    ----------
+    request : CopyRequest
+        What is asked for.
+    only_plan : bool
+        True to print the plan and write nothing.
+    as_json : bool
+        Print one JSON document in place of text, also for an error.
+    **how
+        Keywords of `copy_file`.
+    """
+    with own_stdout() as out:
+        return _run(out, request, only_plan, as_json, how)
+
+
+def _run(out: IO[str], request: CopyRequest, only_plan: bool, as_json: bool, how: dict[str, Any]) -> int:
+    rank = 0
+    try:
+        rank = world_rank_and_size()[0]
+        report = copy_file(request, only_plan=only_plan, **how)
+    except ShardloadError as error:  # the same on every rank
+        if rank == 0:
+            message = copy_as_typed(str(error))
+            if as_json:
+                told = {"ok": False, "error": type(error).__name__, "message": message}
+                print(json.dumps(told, indent=2), file=out, flush=True)
+            say_error(message)
+        return 1
+    if rank == 0:
+        for note in report.notes if not as_json else ():
+            print(f"shardload: {printable(note)}", file=sys.stderr, flush=True)
+        print(_as_json(report) if as_json else _as_text(report, request, width_of(out)), file=out, flush=True)
+    return 0
+
+
+def _as_text(report: CopyReport, request: CopyRequest, width: int) -> str:
+    if report.written is None:
+        lines = report.plan.describe(request.target)
+        said = [copy_as_typed(line) for line in lines]
+        return "\n".join(part for line in said for part in wrap(printable(line), width, "", "    "))
+    made = report.written
+    n, seconds = len(report.plan.names), max(report.seconds, 1e-9)
+    nbytes = report.plan.nbytes
+    text = (
+        f"{request.target}: {n} array{'s' * (n != 1)}, {format_nbytes(nbytes)} ({format_nbytes(made.nbytes_stored)} stored) in "
+        f"{seconds:.1f} s, {format_nbytes(int(made.nbytes / seconds))}/s on {report.plan.n_ranks} "
+        f"rank{'s' * (report.plan.n_ranks != 1)}"
+    )
+    if made.n_read_back:
+        text += f"; {made.n_read_back:,} of {made.n_chunks:,} chunks read back, {made.n_decoded:,} decoded"
+    return "\n".join(wrap(printable(text), width, "", "    "))
+
+
+def _as_json(report: CopyReport) -> str:
+    plan = report.plan.to_dict()
+    if report.written is None:
+        return json.dumps({"ok": True, "plan": plan}, indent=2)
+    told = {"ok": True, "plan": plan, "written": asdict(report.written), "seconds": report.seconds}
+    more = {"chunks_decoded": report.n_decoded, "chunks_resumed": report.n_resumed, "notes": report.notes}
+    return json.dumps({**told, **more}, indent=2)

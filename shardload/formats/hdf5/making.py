@@ -1,0 +1,112 @@
+"""What must be known of an HDF5 dataset to make another one like it? Its filters with their options, its attributes as typed.
+
+`metadata` reads attributes for people and for decoding, as plain Python. A copy must not change their types: a float32 that
+became a float64 would be another number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h5py
+import numpy as np
+
+from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.hdf5.filters import NAMES
+from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
+from shardload.formats.hdf5.opened import creation_of
+
+__all__ = ["groups_of", "properties_of"]
+
+_MOST_NBYTES = 1 << 20  # of one attribute
+_BLOSC_NAMES = {0: "blosclz", 1: "lz4", 2: "lz4hc", 4: "zlib", 5: "zstd"}
+_ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
+
+
+def properties_of(dataset: h5py.Dataset) -> Properties:
+    """The properties of an open dataset."""
+    creation, labels = creation_of(dataset), labels_of(dataset)
+    attrs, unread = _attributes(dataset, str(dataset.name))
+    dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
+    compression, checksum = _compression(filters_of(dataset))
+    fill = None
+    if creation.fill_value_defined() == h5py.h5d.FILL_VALUE_USER_DEFINED and refusal(dataset.dtype) is None:
+        value = np.zeros((), native_dtype(dataset.dtype))
+        creation.get_fill_value(value)
+        fill = value[()]
+    if "_FillValue" in attrs:
+        value = np.asarray(attrs["_FillValue"])
+        attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
+    told = dataset.attrs.get("NAME") if "NAME" in dataset.attrs else b""
+    text = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
+    return Properties(
+        dtype=dtype,
+        dims=labels.dims,
+        attrs=attrs,
+        compression=compression,
+        checksum=checksum,
+        fill_value=fill,
+        unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
+        coordinates=tuple(one.dataset for one in labels.coords.values()),
+        is_dimension=h5py.h5ds.is_scale(dataset.id) and text.startswith(NO_VARIABLE),
+        unread=tuple(unread),
+    )
+
+
+def groups_of(file: h5py.File) -> dict[str, dict[str, Any]]:
+    """The attributes of all groups of a file."""
+    found = {"/": _attributes(file["/"], "/")[0]}
+
+    def visit(name: Any, thing: Any) -> None:
+        if isinstance(thing, h5py.Group) and len(thing.attrs):
+            found[f"/{name}"] = _attributes(thing, f"/{name}")[0]
+
+    file.visititems(visit)
+    return found
+
+
+def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
+    """The author's attributes as h5py gives them; and what could not be read."""
+    found: dict[str, Any] = {}
+    unread = []
+    for key in owner.attrs:
+        if not isinstance(key, str) or key in HIDDEN or key.startswith("_Netcdf4"):
+            continue
+        what = f"attribute {key!r} of '{name}'"
+        try:
+            opened = h5py.h5a.open(owner.id, key.encode())
+            kind = opened.get_type()
+            nbytes = opened.get_space().get_simple_extent_npoints() * kind.get_size()
+            if nbytes > _MOST_NBYTES:
+                unread.append(f"{what} ({nbytes} bytes)")
+            elif kind.get_class() not in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM):
+                unread.append(f"{what} (neither text nor numbers)")
+            else:
+                found[key] = owner.attrs[key]
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            unread.append(f"{what} ({error})")
+    return found, unread
+
+
+def _compression(filters: list[tuple[int, int, Any, bytes]]) -> tuple[dict[str, Any] | None, bool]:
+    """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
+    numbers = {number for number, *_ in filters}
+    is_shuffled, checksum = 2 in numbers, 3 in numbers
+    rest = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in (2, 3)]
+    if not rest:
+        return ({"name": "none", "shuffle": True} if is_shuffled else None), checksum
+    number, values = rest[0]
+    made: dict[str, Any] = {"name": NAMES.get(number, str(number)), "shuffle": is_shuffled}
+    if len(rest) > 1:  # no format takes two
+        made["name"] = " then ".join(NAMES.get(one, str(one)) for one, _ in rest)
+    elif number == 1 or (number == 32015 and len(values) == 1):
+        made["level"] = values[0]
+    elif number == 32001 and len(values) >= 7:
+        made |= {"level": values[4], "shuffle": values[5] == 1}
+        made["options"] = {"cname": _BLOSC_NAMES.get(values[6], str(values[6]))} | (
+            {"bitshuffle": True} if values[5] == 2 else {}
+        )
+    elif not (number == 32004 and values in ((), (0,))):
+        own = values[_ARGUMENTS.get(number, slice(None))]
+        made["options"] = {"cd_values": own} if own else {}
+    return made, checksum

@@ -1,0 +1,217 @@
+"""What must be asked of a new file so that an array in it is like one of another file, maybe of another format?
+
+The layout and the compression are those of the source (`base.Properties`), unless others are asked for. Attributes keep their
+types where the format has them. What marks missing data is said as the format says it, so that xarray and others read the same
+values.
+
+What a format cannot hold and nobody would miss (an attribute that is NaN, in JSON) is left out, with a note. Everything else is
+an error of the sink.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo, Properties, native_dtype
+from shardload.formats.sink import ArraySpec, Compression
+from shardload.planning.selection import Selection
+
+__all__ = ["KEEP", "Asked", "attrs_for", "spec_like"]
+
+KEEP = "keep"
+"""In `Asked`: as in the source."""
+
+_OF_VALUES = ("_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")  # of the type of the values
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller asks for in place of what the source has.
+
+    Attributes
+    ----------
+    dtype : dtype or None
+        Type of the new array; None as in the source, also its byte order.
+    chunks, shards : tuple of int, None or ``"keep"``
+        None for an array in one piece, or without shards. With other chunks, shards are those that are asked for, or none.
+    compression : object
+        What `Compression.of` takes, or ``"keep"``. With another one there are no checksums.
+    """
+
+    dtype: np.dtype[Any] | None = None
+    chunks: tuple[int, ...] | str | None = KEEP
+    shards: tuple[int, ...] | str | None = KEEP
+    compression: Any = KEEP
+
+
+def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked) -> tuple[ArraySpec, list[str]]:
+    """The spec of an array of format `kind` (`saving.FORMATS`) that is like one of another file; and what was left out.
+
+    Raises
+    ------
+    ConfigError
+        If a value that marks missing data is none of the type that is asked for.
+    """
+    dtype = found.dtype if asked.dtype is None else asked.dtype
+    kept = selection.kept
+    chunks: Any = asked.chunks
+    shards: Any = asked.shards
+    if isinstance(shards, str):
+        shards = info.shards if isinstance(chunks, str) and kind == "zarr" and info.shards is not None else None
+        shards = None if shards is None else tuple(shards[k] for k in kept)
+    if isinstance(chunks, str):
+        chunks = None if info.chunks is None else tuple(info.chunks[k] for k in kept)
+    is_kept = isinstance(asked.compression, str) and asked.compression == KEEP
+    compression = Compression.of(found.compression if is_kept else asked.compression)
+    if chunks is None and is_kept and compression is not None:  # chunks were given up, and so is what is done to them
+        compression = None
+    attrs = dict(found.attrs)
+    if asked.dtype is not None:
+        attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
+    attrs, fill, notes = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
+    spec = ArraySpec(
+        shape=selection.shape,
+        dtype=dtype,
+        chunks=chunks,
+        shards=shards,
+        compression=compression,
+        checksum=found.checksum and is_kept and chunks is not None,
+        dims=tuple(found.dims[k] for k in kept),
+        attrs=attrs,
+        fill_value=_fitting_fill(fill, dtype) if asked.dtype is not None else fill,
+        unlimited=tuple(n for n, k in enumerate(kept) if k in found.unlimited)
+        if not kind.startswith("zarr") and chunks
+        else (),
+    )
+    return spec, [f"{what} was left out" for what in (*found.unread, *notes)]
+
+
+def _cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
+    """An attribute that has the type of the values, in their new type."""
+    is_number = isinstance(value, np.ndarray | np.generic) and native_dtype(value.dtype) == native_dtype(before)
+    if key not in _OF_VALUES or not is_number:
+        return value
+    with np.errstate(all="ignore"):
+        cast = np.asarray(value).astype(native_dtype(dtype))
+    rounded = dtype.kind in "fc"
+    if not rounded and not np.array_equal(cast, value):
+        raise ConfigError(
+            f"the attribute {key!r} of {info} is {value}, which {dtype} cannot hold. Pass a dtype that can, or leave dtype= out"
+        )
+    return cast[()]
+
+
+def _fitting_fill(fill: Any, dtype: np.dtype[Any]) -> Any:
+    """A fill value in another type; None if that has it not: all chunks are written, so that it only pads."""
+    if fill is None:
+        return None
+    with np.errstate(all="ignore"):
+        cast = np.asarray(fill).astype(native_dtype(dtype))
+    is_same = bool(cast == fill) or (bool(cast != cast) and bool(fill != fill))
+    return cast[()] if is_same or dtype.kind in "fc" else None
+
+
+def attrs_for(
+    kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any] | None = None, fill: Any = None
+) -> tuple[dict[str, Any], Any, list[str]]:
+    """Attributes as a format holds them, its fill value, and which attributes it cannot hold.
+
+    Parameters
+    ----------
+    kind : str
+        One of `saving.FORMATS`.
+    name : str
+        Name of the array or group, for notes.
+    attrs : mapping
+        Attributes, with ``_FillValue`` for the value that marks missing data.
+    dtype : dtype, optional
+        Type of the array; None for a group.
+    fill : object
+        Value of elements that are not stored.
+
+    Examples
+    --------
+    >>> f4 = np.dtype("f4")
+    >>> attrs_for("zarr2", "x", {"_FillValue": np.float32(-9), "units": np.bytes_("K")}, f4)
+    ({'units': 'K'}, np.float32(-9.0), [])
+    >>> attrs_for("zarr", "x", {"_FillValue": np.float32(-9)}, f4, 0.0)
+    ({'_FillValue': 'AAAAAAAAIsA='}, 0.0, [])
+    """
+    found, notes = dict(attrs), []
+    if dtype is not None and kind in ("netcdf4", "zarr2"):  # their fill value marks missing data
+        fill = found.pop("_FillValue", None)
+    if kind.startswith("zarr"):
+        marker = found.pop("_FillValue", None) if dtype is not None else None
+        found, bad = _json(name, found)
+        notes += bad
+        if marker is not None:
+            found["_FillValue"] = _as_xarray(marker)
+        return found, fill, notes
+    for key, value in list(found.items()):
+        try:
+            found[key] = _typed(value)
+        except (TypeError, ValueError) as error:
+            del found[key]
+            notes.append(f"attribute {key!r} of {name} ({error})")
+    return found, fill, notes
+
+
+def _as_xarray(value: Any) -> Any:
+    """``_FillValue`` in Zarr format 3, as xarray writes it."""
+    number = np.asarray(value)
+    if number.dtype.kind == "c":
+        return [_base64(number.real), _base64(number.imag)]
+    return _base64(number) if number.dtype.kind == "f" else number.item()
+
+
+def _base64(value: Any) -> str:
+    return base64.b64encode(struct.pack("<d", float(value))).decode()
+
+
+def _json(name: str, attrs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    found, bad = {}, []
+    for key, value in attrs.items():
+        try:
+            found[key] = _plain(value)
+        except (TypeError, ValueError) as error:
+            bad.append(f"attribute {key!r} of {name} ({error})")
+    return found, bad
+
+
+def _plain(value: Any) -> Any:
+    """An attribute as JSON has it: netCDF stores a number as an array of one."""
+    if isinstance(value, np.ndarray) and value.shape == (1,):
+        value = value[0]
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value}, which JSON does not have")
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{type(value).__name__}, which JSON does not have")
+    return value
+
+
+def _typed(value: Any) -> Any:
+    """An attribute as HDF5 has it."""
+    if value is None or isinstance(value, Mapping):
+        raise TypeError("a null or an object of JSON, which HDF5 does not have")
+    if isinstance(value, list | tuple):
+        kinds = {type(part) for part in value}
+        if not kinds <= {int, float, bool} and kinds != {str}:
+            raise TypeError("a list of JSON that is no array of numbers or texts")
+        return list(value) if kinds == {str} else np.array(value)
+    return value

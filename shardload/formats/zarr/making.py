@@ -1,0 +1,125 @@
+"""What must be known of a Zarr array to make another one like it? Its codecs with their options, and its attributes."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import zarr
+
+from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.labels import Labels
+
+__all__ = ["groups_of", "properties_of"]
+
+_NOT_COPIED = ("bytes", "transpose", "sharding_indexed")  # how values lie, not how they are compressed
+
+
+def properties_of(array: Any, labels: Labels) -> Properties:
+    """The properties of an open array."""
+    metadata, attrs = array.metadata, dict(array.metadata.attributes)
+    attrs.pop("_ARRAY_DIMENSIONS", None)
+    dtype = array.dtype
+    is_number = refusal(dtype) is None
+    if is_number and "_FillValue" in attrs:
+        attrs["_FillValue"] = _marker(attrs["_FillValue"], native_dtype(dtype))
+    fill = metadata.fill_value if is_number else None
+    if metadata.zarr_format == 2 and fill is not None:  # in this format it marks missing data, too
+        attrs["_FillValue"] = np.asarray(fill, native_dtype(dtype))[()]
+    if metadata.zarr_format == 2:
+        compression, checksum = _in_2(metadata.to_dict(), dtype.itemsize)
+    else:
+        chain = [_named(entry) for entry in metadata.to_dict()["codecs"]]
+        inside = [options for name, options in chain if name == "sharding_indexed"]
+        chain = [_named(entry) for entry in inside[0]["codecs"]] if inside else chain
+        compression, checksum = _compression([one for one in chain if one[0] not in _NOT_COPIED], dtype.itemsize)
+        dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if is_number and dtype.kind != "V" else dtype
+    return Properties(
+        dtype=dtype,
+        dims=labels.dims,
+        attrs=attrs,
+        compression=compression,
+        checksum=checksum,
+        fill_value=fill,
+        coordinates=tuple(one.dataset for one in labels.coords.values()),
+    )
+
+
+def groups_of(root: Any) -> dict[str, dict[str, Any]]:
+    """The attributes of all groups of a store."""
+    if not isinstance(root, zarr.Group):
+        return {}
+    found = {"/": dict(root.metadata.attributes)}
+    for name, member in root.members(max_depth=None):
+        if isinstance(member, zarr.Group):
+            found[f"/{name}"] = dict(member.metadata.attributes)
+    return found
+
+
+def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
+    """``_FillValue`` as a scalar of the array's type; xarray writes a float as base64 of a float64's bytes."""
+
+    def number(part: Any) -> Any:
+        if not isinstance(part, str):
+            return part
+        try:
+            return struct.unpack("<d", base64.b64decode(part, validate=True))[0]
+        except (ValueError, struct.error):
+            return float(part)  # "NaN"
+
+    try:
+        if dtype.kind == "c" and isinstance(found, list):
+            return dtype.type(complex(*map(number, found)))
+        return np.asarray(number(found), dtype)[()]
+    except (TypeError, ValueError, OverflowError):
+        return found
+
+
+def _is_big(chain: list[tuple[str, Mapping[str, Any]]]) -> bool:
+    return any(name == "bytes" and str(options.get("endian")).endswith("big") for name, options in chain)
+
+
+def _in_2(metadata: Mapping[str, Any], itemsize: int) -> tuple[dict[str, Any] | None, bool]:
+    chain = []
+    for entry in [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]:
+        options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
+        chain.append((str(options.pop("id")), options))
+    return _compression(chain, itemsize)
+
+
+def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(entry, str):
+        return entry, {}
+    return str(entry["name"]).removeprefix("numcodecs."), dict(entry.get("configuration") or {})
+
+
+def _compression(chain: list[tuple[str, Any]], itemsize: int) -> tuple[dict[str, Any] | None, bool]:
+    """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
+    names = [name for name, _ in chain]
+    is_shuffled, checksum = "shuffle" in names, "crc32c" in names
+    rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
+    if not rest:
+        return ({"name": "none", "shuffle": True} if is_shuffled else None), checksum
+    name, options = rest[0]
+    if len(rest) > 1:  # no format takes two
+        return {"name": " then ".join(one for one, _ in rest)}, checksum
+    made: dict[str, Any] = {"name": {"zlib": "gzip"}.get(name, name), "shuffle": is_shuffled}
+    if name in ("gzip", "zlib"):
+        made["level"] = int(options.get("level", 1))
+    elif name == "zstd":
+        made["level"] = int(options.get("level", 0)) or 3
+    elif name == "blosc":
+        shuffle = options.get("shuffle", 1)
+        shuffle = getattr(shuffle, "value", shuffle)
+        if shuffle == -1:  # numcodecs chooses
+            shuffle = 2 if itemsize == 1 else 1
+        kind = shuffle if isinstance(shuffle, str) else ("noshuffle", "shuffle", "bitshuffle")[int(shuffle)]
+        made |= {"level": int(options.get("clevel", 5)), "shuffle": kind == "shuffle"}
+        cname = options.get("cname", "lz4")
+        made["options"] = {"cname": str(getattr(cname, "value", cname))} | (
+            {"bitshuffle": True} if kind == "bitshuffle" else {}
+        )
+    return made, checksum

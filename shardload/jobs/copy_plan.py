@@ -1,0 +1,175 @@
+"""What will a copy do, and what does it need? The same on all ranks, and for people (``--dry-run``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardload.comm.topology import Machine
+from shardload.errors import ConfigError
+from shardload.formats.base import ArrayInfo
+from shardload.formats.sink import ArraySpec, Sink
+from shardload.jobs.copy_request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
+from shardload.planning.copying import Copied, Memory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.grid import Grid
+from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import least_staging
+from shardload.units import format_nbytes
+
+__all__ = ["CopyPlan", "plan_copy"]
+
+_LEAST_READING_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a copy will do, the same on all ranks.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Names of the arrays in the target.
+    infos : tuple of ArrayInfo
+        They in the source.
+    specs : tuple of ArraySpec
+        They in the target, as it will be.
+    arrays : tuple of Copied
+        Slabs.
+    memory : Memory
+        How a rank uses its staging memory.
+    staging_nbytes : int
+        The cap.
+    n_ranks, n_rounds : int
+        Ranks, and rounds of the rank that has most.
+    notes : tuple of str
+        What is left out.
+    """
+
+    names: tuple[str, ...]
+    infos: tuple[ArrayInfo, ...]
+    specs: tuple[ArraySpec, ...]
+    arrays: tuple[Copied, ...]
+    memory: Memory
+    staging_nbytes: int
+    n_ranks: int
+    n_rounds: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values in memory."""
+        return sum(int(np.prod(one.unit.shape, dtype=object)) * one.unit.itemsize for one in self.arrays)
+
+    def describe(self, target: str) -> list[str]:
+        """The plan, for people: lines."""
+        n = len(self.names)
+        ranks = f"{self.n_ranks} rank{'s' * (self.n_ranks != 1)}"
+        lines = [
+            f"copy of {n} array{'s' * (n != 1)}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {self.n_rounds} "
+            f"round{'s' * (self.n_rounds != 1)}"
+        ]
+        for name, info, spec, one in zip(self.names, self.infos, self.specs, self.arrays, strict=True):
+            way = "all ranks read a slab together" if one.is_together else "each slab is read by one rank"
+            if one.slabs.n_cells == 1 and not one.is_together:
+                way = "one rank reads it"
+            elif one.slabs.n_cells:
+                way += f", {one.slabs.n_cells} slabs of {_text(tuple(map(min, one.slabs.cell, one.slabs.shape)))}"
+            lines.append(
+                f"{name}: {_text(spec.shape)} {spec.dtype}, chunks {_text(info.chunks)} -> {_text(spec.chunks)}; {way}"
+            )
+            if one.unit.is_decoded and one.factor > 1:
+                lines.append(
+                    f"  each chunk of the source is decoded {one.factor:.2g} times: slabs with whole chunks of both do not "
+                    "fit. More staging= or more ranks make it less"
+                )
+            elif one.unit.is_decoded:
+                lines.append("  each chunk of the source is decoded once")
+        memory = self.memory
+        lines.append(
+            f"memory of a rank: at most {format_nbytes(memory.nbytes)} of {format_nbytes(self.staging_nbytes)}, "
+            f"{format_nbytes(memory.round_nbytes)} a round"
+        )
+        return [*lines, *self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON's types."""
+        arrays = [
+            {
+                "name": name,
+                "source": info.dataset,
+                "shape": spec.shape,
+                "dtype": str(spec.dtype),
+                "chunks_before": info.chunks,
+                "chunks": spec.chunks,
+                "shards": spec.shards,
+                "slab": one.slabs.cell,
+                "n_slabs": one.slabs.n_cells,
+                "is_together": one.is_together,
+                "decoded": one.factor,
+            }
+            for name, info, spec, one in zip(self.names, self.infos, self.specs, self.arrays, strict=True)
+        ]
+        sizes = {"nbytes": self.nbytes, "staging_nbytes": self.staging_nbytes, "memory_nbytes": self.memory.nbytes}
+        return {"arrays": arrays, **sizes, "n_ranks": self.n_ranks, "n_rounds": self.n_rounds, "notes": self.notes}
+
+
+def _text(shape: Sequence[int] | None) -> str:
+    return "in one piece" if shape is None else " x ".join(map(str, shape)) or "scalar"
+
+
+def plan_copy(
+    request: CopyRequest, found: Sequence[Found], sink: Sink, n_ranks: int, machine: Machine, notes: Sequence[str] = ()
+) -> CopyPlan:
+    """The plan of a copy. ConfigError if it does not fit into the staging memory."""
+    page = PAGE_NBYTES if machine.n_nodes > 1 else 1
+    units, specs = [], []
+    reading = _LEAST_READING_NBYTES
+    largest: tuple[int, Found | None] = (0, None)
+    for one in found:
+        spec = sink.arrays[one.full_name].spec
+        layout = one.layout()
+        if spec.chunks is None:
+            unit, fits = run_units(spec.shape, layout.dtype.itemsize, page)
+        else:
+            # A file that has chunks at any byte is written by one rank if there are several nodes.
+            unit = spec.shards if spec.shards is not None and machine.n_nodes > 1 else spec.chunks
+            fits = True
+        chunks = layout.chunks if one.info.chunks is not None else _runs(layout)
+        units.append(Unit(spec.shape, unit, chunks, one.info.chunks is not None, layout.dtype.itemsize, not fits))
+        specs.append(spec)
+        reading = max(reading, least_staging(layout))
+        if units[-1].unit_nbytes > largest[0]:
+            largest = units[-1].unit_nbytes, one
+    least = least_nbytes(largest[0], reading)
+    staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
+    if staging < least:
+        chunk = "" if largest[1] is None else f", with chunks of {format_nbytes(largest[0])} in '{largest[1].name}'"
+        raise ConfigError(
+            f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}{chunk}. Pass "
+            f"staging='{_mib(least)}MiB', or smaller chunks="
+        )
+    memory = plan_memory(staging, largest[0], reading, machine.n_threads)
+    arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)
+    rounds = plan_rounds(arrays, n_ranks, memory.round_nbytes)
+    names, infos = tuple(one.name for one in found), tuple(one.info for one in found)
+    n_rounds = max(len(mine) for mine in rounds)
+    return CopyPlan(names, infos, tuple(specs), arrays, memory, staging, n_ranks, n_rounds, tuple(notes))
+
+
+def _mib(nbytes: int) -> int:
+    return -(-nbytes >> 20)
+
+
+def _runs(layout: SourceLayout) -> Grid:
+    """Stand-ins for the chunks of an array that has none: runs of at most 64 KiB, which are worth a read."""
+    shape = layout.chunks.shape
+    cell, left = [1] * len(shape), (64 << 10) // layout.file_dtype.itemsize
+    for axis in reversed(range(len(shape))):
+        cell[axis] = max(1, min(shape[axis], left))
+        if cell[axis] < shape[axis]:
+            break
+        left //= max(1, shape[axis])
+    return Grid(shape, tuple(cell), (0,) * len(shape))

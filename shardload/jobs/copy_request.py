@@ -1,0 +1,403 @@
+"""What is to be copied, and what shall the new file be like? Rank 0 finds out, and tells the others all but the attributes.
+
+Layout, attributes and names of axes are those of the source, unless the caller asks for others. Coordinates keep their types
+and layouts; a selection by names of axes applies to them, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from shardload.errors import ConfigError, SourceError
+from shardload.formats.access import Access, Limits
+from shardload.formats.base import ArrayInfo, OpenFile, Properties, some
+from shardload.formats.diagnosis import as_source_error
+from shardload.formats.likeness import KEEP, Asked, attrs_for, spec_like
+from shardload.formats.lookup import Finder, find_array, open_file, split_path
+from shardload.formats.sink import ArraySpec, Compression, Sink
+from shardload.jobs.consistency import State
+from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
+from shardload.planning.region import Region
+from shardload.planning.selection import Selection, select_axes
+from shardload.planning.source_layout import SourceLayout
+
+__all__ = ["PAGE_NBYTES", "STAGING_NBYTES", "CopyRequest", "Found", "describe", "find", "new_sink"]
+
+STAGING_NBYTES = 512 << 20
+PAGE_NBYTES = 4096  # clients of a file system on several nodes may lose each other's bytes in a page
+_VERIFY, _MODES = (INDEX, CHECKSUM, FULL), ("w-", "w")
+
+
+@dataclass(frozen=True)
+class CopyRequest:
+    """What a caller asks for.
+
+    Attributes
+    ----------
+    source, target : str
+        Paths; the source may name an array (``"in.h5:/rho"``).
+    dataset : tuple of str
+        Names of arrays, and patterns; none for all arrays of the file.
+    select : tuple, mapping or None
+        As for a load; by names it applies to every array that has the axis.
+    dtype : str or None
+        Type of the new arrays; those of coordinates stay.
+    chunks, shards : tuple of int, None or ``"keep"``
+        Layout of the new arrays that have as many axes.
+    compression : object
+        As in `Asked`; of the new arrays that have chunks.
+    format, mode : str
+        As for `make_sink`.
+    staging : int or ``"auto"``
+        Bytes of memory of a rank.
+    verify : str
+        As for `write_file`.
+    resume : bool
+        True to go on with what a job that was killed has left.
+    timeout : float or None
+        Seconds without progress on any rank after which the copy fails.
+    """
+
+    source: str
+    target: str
+    dataset: tuple[str, ...] = ()
+    select: Any = None
+    dtype: str | None = None
+    chunks: tuple[int, ...] | str | None = KEEP
+    shards: tuple[int, ...] | str | None = KEEP
+    compression: Any = KEEP
+    format: str | None = None
+    mode: str = "w-"
+    staging: int | str = AUTO
+    verify: str = "checksum"
+    allow_external: bool = False
+    allow_filters: tuple[str, ...] = ()
+    untrusted: bool = False
+    resume: bool = False
+    timeout: float | None = TIMEOUT
+
+    @classmethod
+    def check(cls, source: str, target: str, **given: Any) -> CopyRequest:
+        """The request, with its options checked. ConfigError names what was found and what is expected."""
+        checked = Options.check(
+            **{name: given[name] for name in ("dtype", "staging", "verify", "allow_external", "allow_filters", "untrusted")}
+        )
+        if checked.verify not in _VERIFY:
+            raise ConfigError(f"verify is {checked.verify!r}; expected one of {', '.join(map(repr, _VERIFY))}")
+        if given.get("mode", "w-") not in _MODES:
+            raise ConfigError(f"mode is {given['mode']!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
+        for name in given.get("dataset", ()):
+            if not name.strip("/ "):
+                raise ConfigError(f"dataset is {name!r}; expected the name of an array, such as '/rho', or '*'")
+        own: dict[str, Any] = {"dtype": None if checked.dtype is None else checked.dtype.name, "staging": checked.staging}
+        own |= {"verify": checked.verify, "allow_external": checked.allow_external, "allow_filters": checked.allow_filters}
+        own |= {"untrusted": checked.untrusted}
+        return cls(source, target, **{**given, **own})
+
+    @property
+    def access(self) -> Access:
+        """What the caller allows."""
+        staging = STAGING_NBYTES if isinstance(self.staging, str) else self.staging
+        limits = Limits(staging, None if self.timeout is None else self.timeout / 4) if self.untrusted else None
+        return Access(self.allow_external, frozenset(self.allow_filters), limits)
+
+    def describe(self) -> dict[str, str]:
+        """What all ranks must pass alike, as text."""
+        return {name: repr(value) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One array that is copied.
+
+    Attributes
+    ----------
+    info : ArrayInfo
+        In the source.
+    selection : Selection
+        What of it.
+    name : str
+        Name in the target.
+    spec : ArraySpec
+        In the target; on other ranks than 0 without attributes.
+    state : State
+        Of the source's file, on rank 0.
+    """
+
+    info: ArrayInfo
+    selection: Selection
+    name: str
+    spec: ArraySpec
+    state: State
+
+    def to_dict(self) -> dict[str, Any]:
+        """In JSON's types, without attributes."""
+        spec = self.spec
+        fill = (
+            None
+            if spec.fill_value is None
+            else [np.asarray(spec.fill_value).dtype.str, np.asarray(spec.fill_value).tobytes().hex()]
+        )
+        stored = {
+            "shape": spec.shape,
+            "dtype": spec.dtype.name if spec.dtype.kind == "V" else spec.dtype.str,
+            "chunks": spec.chunks,
+            "shards": spec.shards,
+            "compression": None if spec.compression is None else asdict(spec.compression),
+            "checksum": spec.checksum,
+            "dims": spec.dims,
+            "fill_value": fill,
+            "unlimited": spec.unlimited,
+        }
+        region = self.selection.region
+        where = {"start": region.start, "stop": region.stop, "kept": self.selection.kept}
+        return {"info": self.info.to_dict(), "where": where, "name": self.name, "spec": stored, "state": self.state}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> Found:
+        """The inverse, after JSON made lists of tuples."""
+        spec, where = dict(found["spec"]), found["where"]
+        dtype = np.dtype(spec.pop("dtype"))
+        fill, compression = spec.pop("fill_value"), spec.pop("compression")
+        if fill is not None:
+            fill = np.frombuffer(bytes.fromhex(fill[1]), np.dtype(fill[0]))[0]
+        if compression is not None:
+            options = {key: tuple(v) if isinstance(v, list) else v for key, v in compression["options"].items()}
+            compression = Compression(**{**compression, "options": options})
+        made: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items()}
+        selection = Selection(Region(tuple(where["start"]), tuple(where["stop"])), tuple(where["kept"]))
+        state = None if found["state"] is None else tuple(found["state"])
+        whole = ArraySpec(dtype=dtype, compression=compression, fill_value=fill, **made)
+        return cls(ArrayInfo.from_dict(found["info"]), selection, found["name"], whole, state)
+
+    def layout(self, slab: Region | None = None) -> SourceLayout:
+        """How a slab of the new array, or all of it, lies in the source."""
+        selection = self.selection if slab is None else Selection(self.selection.to_file(slab), self.selection.kept)
+        dtype = self.spec.dtype.newbyteorder("=") if self.spec.dtype.kind != "V" else self.spec.dtype
+        return SourceLayout.cut(selection, self.info.chunks, np.dtype(self.info.dtype), dtype, self.info.codec)
+
+    @property
+    def full_name(self) -> str:
+        """Name in `Sink.arrays`."""
+        return "/" + self.name.strip("/")
+
+
+def new_sink(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> Sink:
+    """The sink of the new file; on other ranks than 0 without attributes."""
+    saving = import_module("shardload.formats.saving")
+    alignment = PAGE_NBYTES if n_nodes > 1 else 1
+    specs = {one.name: one.spec for one in found}
+    how = {"format": request.format, "mode": request.mode, "alignment": alignment}
+    made: Sink = saving.make_sink(request.target, specs, attrs=groups.get("/", {}), group_attrs=groups, **how)
+    return made
+
+
+def describe(request: CopyRequest, found: Sequence[Found], groups: Mapping[str, Any], n_nodes: int) -> dict[str, str]:
+    """What a job that resumes must have in common with the one that was killed, on rank 0: in words, for messages."""
+    saving = import_module("shardload.formats.saving")
+    path = split_path(request.source)[0]
+    about = {"the source": os.path.realpath(path) if "://" not in path else path}
+    about |= {
+        f"size and time of the source ('{one.info.dataset}')": repr(None if one.state is None else one.state[:2])
+        for one in found
+    }
+    for one in found:
+        told = {key: value for key, value in one.to_dict().items() if key not in ("info", "state")}
+        about[f"what is made of '{one.info.dataset}'"] = json.dumps(told)
+        attrs = repr([(key, getattr(value, "dtype", type(value)), value) for key, value in one.spec.attrs.items()])
+        about[f"the digest of attributes of '{one.name}'"] = f"{crc32(attrs.encode()):08x}"
+    about["the digest of attributes of groups"] = f"{crc32(repr(sorted(groups.items(), key=str)).encode()):08x}"
+    about["the format"] = f"{saving.format_for(request.target, request.format)}{' on several nodes' if n_nodes > 1 else ''}"
+    return about
+
+
+def find(request: CopyRequest) -> tuple[list[Found], dict[str, Any], list[str]]:
+    """On rank 0: the arrays, the attributes of groups, and notes of what is left out."""
+    saving = import_module("shardload.formats.saving")
+    kind = saving.format_for(request.target, request.format)
+    path, inside = split_path(request.source)
+    _check_apart(path, request.target)
+    names = list(request.dataset) or ([inside] if inside else ["*"])
+    if inside and request.dataset:
+        raise ConfigError(f"'{request.source}' names an array, and dataset={request.dataset[0]!r} names another. Leave one out")
+    notes: list[str] = []
+    infos: dict[str, ArrayInfo] = {}
+    is_all = not request.dataset and not inside
+    with Finder(request.access) as finder:
+        for name in names:
+            if name == "*" or name.endswith("/*"):
+                group = "" if name == "*" else "/" + name[:-2].strip("/")
+                below, left_out = finder.find_below(path, group)
+                infos |= {info.dataset: info for info, _ in below}
+                notes += [f"{one} was left out: it holds {one.refused}" for one in left_out]
+            else:
+                info = find_array(path, name, request.access)
+                infos[info.dataset] = info
+    with open_file(path, request.access) as file:
+        return _like(request, kind, file, infos, is_all, notes)
+
+
+def _like(
+    request: CopyRequest, kind: str, file: OpenFile, infos: dict[str, ArrayInfo], is_all: bool, notes: list[str]
+) -> tuple[list[Found], dict[str, Any], list[str]]:
+    """What is asked of each array."""
+    described: dict[str, tuple[ArrayInfo, Properties, State]] = {}
+    for name, info in infos.items():
+        described[name] = _describe(file, info.dataset, info)
+    main = [name for name in described if not _is_beside(name, described)]
+    for name in list(described):
+        for other in described[name][1].coordinates:
+            if other not in described and not is_all:
+                try:
+                    described[other] = _describe(file, other)
+                except SourceError as error:
+                    notes.append(f"the coordinate '{other}' of '{name}' was left out: {error}")
+    described = {name: one for name, one in described.items() if not one[1].is_dimension}
+    main = [name for name in main if name in described] or list(described)
+    parts = _parts(request.select, {name: described[name] for name in main})
+    asked = _asked(request, {name: described[name][0] for name in main})
+    found = []
+    for name, (info, properties, state) in described.items():
+        selection = _selection(info, properties, parts, request.select if name in main else None)
+        spec, more = spec_like(info, properties, selection, kind, _asked_of(asked, info, selection, name in main))
+        notes += more
+        target = "/data" if name == "/" and not kind.startswith("zarr") else name
+        found.append(Found(info, selection, target, spec, state))
+    if not found:
+        raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
+    _check_asked(request, found, asked, main)
+    if request.untrusted:
+        notes.append("attributes of the file and its groups were left out, because it is untrusted")
+    used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
+    groups = {}
+    for group, attrs in file.groups().items():
+        if group.strip("/") in used:
+            kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
+            groups[group] = kept
+            notes += [f"{what} was left out" for what in more]
+    return found, groups, notes
+
+
+def _describe(file: OpenFile, name: str, expected: ArrayInfo | None = None) -> tuple[ArrayInfo, Properties, State]:
+    source = file.open(name)
+    try:
+        info = source.info if expected is None else expected
+        with as_source_error(info.path, name):
+            return info, source.properties(), source.state()
+    finally:
+        source.close()
+
+
+def _is_beside(name: str, described: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> bool:
+    """True for a coordinate of the other arrays, which keeps its own type and layout."""
+    return described[name][0].is_coordinate or any(
+        name in properties.coordinates for other, (_, properties, _) in described.items() if other != name
+    )
+
+
+def _parts(select: Any, main: Mapping[str, tuple[ArrayInfo, Properties, State]]) -> dict[str, Any]:
+    """The selection by names of axes."""
+    if select is None:
+        return {}
+    dims = {dim for _, properties, _ in main.values() for dim in properties.dims if dim}
+    if isinstance(select, Mapping):
+        for name in select:
+            if name not in dims:
+                names = some([repr(dim) for dim in sorted(dims)]) or "none"
+                raise ConfigError(f"select names the axis {name!r}, which no array has; there are: {names}")
+        return dict(select)
+    if len(main) > 1:
+        names = some(list(main))
+        raise ConfigError(
+            f"select has positions, and there are {len(main)} arrays: {names}. Name one with dataset=, or select by names "
+            "of axes, such as select='time=-1'"
+        )
+    ((info, properties, _),) = main.values()
+    chosen = _select(info, select, properties.dims)
+    by_name: dict[str, Any] = {}
+    for axis, dim in enumerate(properties.dims):
+        if dim is not None:
+            start, stop = chosen.region.start[axis], chosen.region.stop[axis]
+            by_name[dim] = slice(start, stop) if axis in chosen.kept else start
+    return by_name
+
+
+def _select(info: ArrayInfo, select: Any, dims: Sequence[str | None]) -> Selection:
+    try:
+        return select_axes(select, info.shape, dims)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
+
+
+def _selection(info: ArrayInfo, properties: Properties, parts: Mapping[str, Any], select: Any) -> Selection:
+    if select is not None and not isinstance(select, Mapping):
+        return _select(info, select, properties.dims)
+    index = tuple(parts.get(dim, slice(None)) if dim is not None else slice(None) for dim in properties.dims)
+    return _select(info, index, properties.dims)
+
+
+def _asked(request: CopyRequest, main: Mapping[str, ArrayInfo]) -> Asked:
+    dtype = None
+    if request.dtype is not None:
+        dtype = np.dtype(request.dtype)
+        for info in main.values():
+            if np.dtype(info.dtype).kind == "c" and dtype.kind != "c":
+                raise ConfigError(f"{info} is {info.dtype}; as {dtype} its imaginary part would be lost. Leave dtype= out")
+    return Asked(dtype, request.chunks, request.shards, request.compression)
+
+
+def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool) -> Asked:
+    """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
+    if not is_main:
+        return Asked()
+    ndim = len(selection.shape)
+    chunks, shards, compression = asked.chunks, asked.shards, asked.compression
+    if isinstance(chunks, tuple) and len(chunks) != ndim:
+        chunks = shards = KEEP
+    if isinstance(shards, tuple) and len(shards) != ndim:
+        shards = KEEP
+    has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
+    if not has_chunks:
+        compression = KEEP
+    return Asked(asked.dtype, chunks, shards, compression)
+
+
+def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, main: Sequence[str]) -> None:
+    """ConfigError if something was asked for that no array can have."""
+    mine = [one for one in found if one.info.dataset in main]
+    for name, sizes in (("chunks", asked.chunks), ("shards", asked.shards)):
+        if isinstance(sizes, tuple) and not any(len(one.spec.shape) == len(sizes) for one in mine):
+            shapes = some([f"{one.info.dataset} {one.spec.shape}" for one in mine])
+            raise ConfigError(
+                f"{name} are {sizes}, for {len(sizes)} axes, but no array has so many: {shapes}. Pass one size for each axis"
+            )
+    is_new = not (isinstance(asked.compression, str) and asked.compression == KEEP)
+    wants = is_new and Compression.of(asked.compression) is not None
+    if wants and not any(one.spec.chunks is not None for one in mine):
+        example = ",".join(str(min(n, 64) or 1) for n in mine[0].spec.shape)
+        raise ConfigError(
+            f"compression is of chunks, and {mine[0].info} is in one piece. Pass chunks= too, such as chunks='{example}'"
+        )
+
+
+def _check_apart(source: str, target: str) -> None:
+    """ConfigError if one of two paths is the other, or lies in it."""
+    if "://" in source or not target:
+        return
+    if not os.path.lexists(source):
+        return  # opening it says so
+    first, second = os.path.realpath(source), os.path.realpath(target.rstrip("/") or "/")
+    is_same = first == second or (os.path.exists(second) and os.path.samefile(first, second))
+    if is_same:
+        raise ConfigError(f"'{target}' is the file that is to be copied. Choose another name, and rename it afterwards")
+    if second.startswith(first + os.sep) or first.startswith(second + os.sep):
+        inner, outer = (target, source) if second.startswith(first) else (source, target)
+        raise ConfigError(f"'{inner}' lies in '{outer}': one of them would be part of the other. Choose a name beside it")

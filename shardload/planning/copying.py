@@ -1,0 +1,391 @@
+"""Which rank copies which part of an array, and when, so that each chunk of the source is decoded as few times as possible?
+
+Pure: integers in, integers out.
+
+1. An array is cut into *slabs* of whole *units*: what of the target is written at once (a chunk, or a run of an array in one
+   piece). Their edges are those of chunks of the source, too, wherever that fits into memory: then no chunk is decoded twice.
+2. Alone: a slab fits into the memory of one rank, which reads it by itself. No rank waits for another.
+3. Together: a slab takes the memory of all ranks. Its chunks are read once, by all, and what others need is sent to them.
+4. Slabs of all arrays are dealt out in rounds (`plan_rounds`). Rounds of all together come first, as all ranks have equally
+   many of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardload.planning.blocks import aligned
+from shardload.planning.grid import Grid
+from shardload.planning.region import Region
+from shardload.planning.shards import Shards
+
+__all__ = ["Copied", "Item", "Memory", "Round", "Unit", "least_nbytes", "plan_array", "plan_memory", "plan_rounds", "run_units"]
+
+RING = 3  # rounds of values (`jobs.writing.KEPT_ROUNDS`)
+_HELD = 5  # and two of stored bytes
+_MOST_TRIED = 20_000  # shapes of a slab
+_ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
+_RUN_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How one array lies in the source, and how in the target.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Elements along each axis.
+    unit : tuple of int
+        Elements of a unit of the target.
+    chunks : Grid
+        The array cut into chunks of the source; if that has none, into runs that are worth a read.
+    is_decoded : bool
+        Whether the source has chunks.
+    itemsize : int
+        Bytes per element in memory.
+    is_alone : bool
+        True if rank 0 must write all of it.
+    """
+
+    shape: tuple[int, ...]
+    unit: tuple[int, ...]
+    chunks: Grid
+    is_decoded: bool
+    itemsize: int
+    is_alone: bool = False
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of a unit in memory."""
+        return aligned(math.prod(map(min, self.unit, self.shape)) * self.itemsize)
+
+
+def run_units(shape: tuple[int, ...], itemsize: int, page: int = 1) -> tuple[tuple[int, ...], bool]:
+    """Units of an array in one piece: runs of the file, of about 4 MiB; and whether they begin at multiples of `page` bytes.
+
+    >>> run_units((512, 512, 512), 4), run_units((3, 5), 8), run_units((3, 5), 8, page=4096)
+    (((4, 512, 512), True), ((3, 5), True), ((3, 5), True))
+    """
+    for axis in range(len(shape)):
+        row = max(1, math.prod(shape[axis + 1 :]) * itemsize)
+        if row > _RUN_NBYTES:
+            continue
+        step = page // math.gcd(row, page)
+        n = max(step, _RUN_NBYTES // row // step * step)
+        fits = (n >= shape[axis] and not axis) or (page == 1 or (n * row <= 4 * _RUN_NBYTES and not shape[axis] * row % page))
+        fits = fits or (not axis and n * row <= 4 * _RUN_NBYTES)
+        return ((1,) * axis + (min(n, shape[axis]),) + tuple(shape[axis + 1 :])), fits
+    return (1,) * len(shape), page == 1
+
+
+@dataclass(frozen=True)
+class Copied:
+    """How one array is copied.
+
+    Attributes
+    ----------
+    slabs : Grid
+        The slabs.
+    cuts : tuple of int
+        Into how many pieces a slab is cut along each axis; all 1 if one rank copies it alone.
+    unit : Unit
+        The array.
+    """
+
+    unit: Unit
+    slabs: Grid
+    cuts: tuple[int, ...]
+
+    @property
+    def is_together(self) -> bool:
+        """True if all ranks copy a slab."""
+        return math.prod(self.cuts) > 1
+
+    @cached_property
+    def n_decoded(self) -> int:
+        """How many chunks of the source are decoded, each as often as it is."""
+        return math.prod(_n_met(self.unit, self.slabs, axis) for axis in range(len(self.unit.shape)))
+
+    @property
+    def factor(self) -> float:
+        """How many times a chunk of the source is decoded, on average; 1 for a source without chunks."""
+        n = self.unit.chunks.n_cells
+        return self.n_decoded / n if n and self.unit.is_decoded else 1.0
+
+    def pieces(self, slab: Region, n_ranks: int) -> Shards:
+        """Which rank has which piece of a slab, in coordinates that begin at the slab."""
+        cell = [_up(-(-n // c), u) for n, c, u in zip(slab.shape, self.cuts, self.unit.unit, strict=True)]
+        cuts = tuple(-(-n // c) for n, c in zip(slab.shape, cell, strict=True))
+        n = math.prod(cuts)
+        ranks = np.arange(n, dtype=np.int64) * min(n, n_ranks) // n
+        return Shards(tuple(c * k for c, k in zip(cell, cuts, strict=True)), cuts, ranks[:, None])
+
+    def units_in(self, region: Region) -> Iterator[Region]:
+        """The units that lie in a region of whole units."""
+        steps = [
+            [(a, min(a + u, b)) for a in range(low, b, u)]
+            for low, b, u in zip(region.start, region.stop, self.unit.unit, strict=True)
+        ]
+        for bounds in itertools.product(*steps):
+            yield Region(tuple(a for a, _ in bounds), tuple(b for _, b in bounds))
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _edges(grid: Grid, axis: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where cells begin along an axis."""
+    cell, phase = grid.cell[axis], grid.phase[axis]
+    return np.maximum(np.arange(grid.counts[axis], dtype=np.int64) * cell - phase, 0)
+
+
+def _n_met(unit: Unit, slabs: Grid, axis: int) -> int:
+    """Along one axis, the pairs of a slab and a chunk of the source that share elements."""
+    n, chunks = unit.shape[axis], unit.chunks
+    if not n:
+        return 0
+    start = _edges(slabs, axis)
+    stop = np.append(start[1:], n)
+    cell, phase = chunks.cell[axis], chunks.phase[axis]
+    return int(np.sum((stop - 1 + phase) // cell - (start + phase) // cell + 1))
+
+
+def plan_array(unit: Unit, n_ranks: int, round_nbytes: int) -> Copied:
+    """How an array is copied, if each rank has `round_nbytes` for the values of a round.
+
+    Examples
+    --------
+    Planes of 1 MiB become cubes of 8 MiB. With 64 MiB on each of 4 ranks, a slab of 256 planes is read once by all:
+
+    >>> planes = Grid((512, 512, 512), (1, 512, 512), (0, 0, 0))
+    >>> made = plan_array(Unit(planes.shape, (128, 128, 128), planes, True, 4), 4, 64 << 20)
+    >>> made.slabs.cell, made.cuts, made.factor
+    ((256, 512, 512), (1, 1, 4), 1.0)
+
+    With 256 MiB a rank reads such a slab alone:
+
+    >>> made = plan_array(Unit(planes.shape, (128, 128, 128), planes, True, 4), 4, 256 << 20)
+    >>> made.slabs.cell, made.is_together
+    ((128, 512, 512), False)
+    """
+    ndim = len(unit.shape)
+    ones = (1,) * ndim
+    if 0 in unit.shape or not ndim:
+        return Copied(unit, Grid(unit.shape, tuple(max(1, n) for n in unit.shape), (0,) * ndim), ones)
+    axes = [_candidates(unit, axis) for axis in range(ndim)]
+    while math.prod(map(len, axes)) > _MOST_TRIED:
+        longest = max(range(ndim), key=lambda k: len(axes[k]))
+        axes[longest] = axes[longest][::2] if len(axes[longest]) > 2 else axes[longest][:1]
+    n_owners = 1 if unit.is_alone else n_ranks
+    best: dict[bool, tuple[tuple[float, ...], Copied]] = {}
+    for chosen in itertools.product(*axes):
+        cell = [one[0] for one in chosen]
+        nbytes = math.prod(map(min, cell, unit.shape)) * unit.itemsize
+        n_met = math.prod(one[2] for one in chosen)
+        n_slabs = math.prod(one[3] for one in chosen)
+        options: list[tuple[bool, tuple[int, ...]]] = []
+        if nbytes <= round_nbytes:
+            options.append((False, ones))
+        if n_owners > 1 and round_nbytes < nbytes <= n_owners * round_nbytes:
+            cuts = _cuts(unit, cell, n_owners)
+            if cuts is not None and _piece_nbytes(unit, cell, cuts) <= round_nbytes:
+                options.append((True, cuts))
+        for is_together, cuts in options:
+            uneven = 1.0 if is_together else _up(n_slabs, n_owners) / n_slabs
+            # Larger slabs are better up to some size; then those whose last axes are long, which lie together in the file.
+            key = (
+                n_met,
+                uneven,
+                -min(nbytes, _ENOUGH_NBYTES * (n_owners if is_together else 1)),
+                *(-n for n in reversed(cell)),
+            )
+            if is_together not in best or key < best[is_together][0]:
+                slabs = Grid(unit.shape, tuple(cell), tuple(one[1] for one in chosen))
+                best[is_together] = key, Copied(unit, slabs, cuts)
+    if not best:
+        slabs = Grid(unit.shape, tuple(map(min, unit.unit, unit.shape)), (0,) * ndim)
+        return Copied(unit, slabs, ones)
+    if len(best) == 1:
+        return next(iter(best.values()))[1]
+    # Alone is simpler. What is worse about it: chunks that are decoded again, and ranks that have nothing to do.
+    costs = {way: key[0] * key[1] for way, (key, _) in best.items()}
+    return best[costs[True] < 0.9 * costs[False]][1]
+
+
+def _candidates(unit: Unit, axis: int) -> list[tuple[int, int, int, int]]:
+    """Lengths of a slab along an axis: length, phase, pairs of a slab and a chunk of the source, slabs."""
+    n, u = unit.shape[axis], min(unit.unit[axis], unit.shape[axis])
+    chunk, phase = unit.chunks.cell[axis], unit.chunks.phase[axis]
+    n_units = -(-n // u)
+    steps = {1, 2, 3, 4, 6, n_units} | {2**k for k in range(3, n_units.bit_length())}
+    found = {(min(n, k * u), 0) for k in steps if k <= n_units}
+    common = math.gcd(u, chunk)
+    if phase % common == 0:  # edges of chunks of both meet somewhere
+        period = u * chunk // common
+        first = next(k for k in range(chunk // common) if (k * u + phase) % chunk == 0) * u
+        for k in steps:
+            if k * period < n:
+                found.add((k * period, (period - first) % period if k == 1 else (k * period - first) % (k * period)))
+    made = []
+    for length, at in found:
+        grid = Grid((n,), (length,), (at,))
+        one = Unit((n,), (u,), Grid((n,), (chunk,), (phase,)), True, 1)
+        made.append((length, at, _n_met(one, grid, 0), grid.counts[0]))
+    return sorted(made)
+
+
+def _cuts(unit: Unit, cell: Sequence[int], n_ranks: int) -> tuple[int, ...] | None:
+    """Into how many pieces of whole units a slab is cut along each axis, so that each rank has one; None if it has too few."""
+    counts = [-(-min(c, n) // u) for c, n, u in zip(cell, unit.shape, unit.unit, strict=True)]
+    best: tuple[int, tuple[int, ...]] | None = None
+    for cuts in _factors(n_ranks, len(counts)):
+        most = math.prod(-(-n // c) for n, c in zip(counts, cuts, strict=True))
+        if best is None or most < best[0]:
+            best = most, cuts
+    if best is None or best[0] >= math.prod(counts):
+        return None
+    return tuple(min(c, n) for c, n in zip(best[1], counts, strict=True))
+
+
+def _piece_nbytes(unit: Unit, cell: Sequence[int], cuts: Sequence[int]) -> int:
+    axes = zip(cell, unit.shape, unit.unit, cuts, strict=True)
+    return aligned(math.prod(min(_up(-(-min(c, n) // k), u), n) for c, n, u, k in axes) * unit.itemsize)
+
+
+def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `n` as a product of `ndim` numbers.
+
+    >>> list(_factors(4, 2))
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    if ndim == 1:
+        yield (n,)
+        return
+    for k in range(1, n + 1):
+        if n % k == 0:
+            for rest in _factors(n // k, ndim - 1):
+                yield (k, *rest)
+
+
+# --- memory
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How a rank uses its staging memory.
+
+    Attributes
+    ----------
+    round_nbytes : int
+        Bytes of the values of a round.
+    reading_nbytes : int
+        For chunks that are decoded, and blocks that are sent.
+    n_threads : int
+        Threads that decode, and threads that encode.
+    encoding_nbytes : int
+        For chunks that are encoded.
+    """
+
+    round_nbytes: int
+    reading_nbytes: int
+    n_threads: int
+    encoding_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return _HELD * self.round_nbytes + self.reading_nbytes + self.encoding_nbytes
+
+
+def least_nbytes(unit_nbytes: int, reading_nbytes: int, n_threads: int = 1) -> int:
+    """Fewest bytes of staging, if the largest unit has `unit_nbytes`, and reading takes at least `reading_nbytes`."""
+    return _HELD * aligned(unit_nbytes) + reading_nbytes + 2 * n_threads * unit_nbytes
+
+
+def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> Memory:
+    """Divide the staging memory, which is at least `least_nbytes`."""
+    while n_threads > 1 and least_nbytes(unit_nbytes, reading_nbytes, n_threads) > staging_nbytes * 3 // 4:
+        n_threads -= 1
+    encoding = 2 * n_threads * unit_nbytes
+    reading = max(reading_nbytes, min(staging_nbytes // 4, staging_nbytes - encoding - _HELD * aligned(unit_nbytes)))
+    return Memory(max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // _HELD), reading, n_threads, encoding)
+
+
+# --- rounds
+
+
+@dataclass(frozen=True)
+class Item:
+    """Part of a round: a slab of an array."""
+
+    array: int
+    slab: Region
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rank does in one round; or, if `is_together`, what all ranks do."""
+
+    items: tuple[Item, ...]
+    is_together: bool
+
+
+def plan_rounds(
+    arrays: Sequence[Copied],
+    n_ranks: int,
+    round_nbytes: int,
+    is_done: Callable[[int, Region], bool] = lambda array, slab: False,
+) -> list[list[Round]]:
+    """The rounds of each rank: those of all ranks, the same for each, and then its own.
+
+    Parameters
+    ----------
+    arrays : sequence of Copied
+        The arrays.
+    n_ranks : int
+        Number of ranks.
+    round_nbytes : int
+        Bytes of the values of a round.
+    is_done : callable
+        Says of a slab of an array that it need not be copied.
+
+    Examples
+    --------
+    >>> one = plan_array(Unit((8,), (2,), Grid((8,), (2,), (0,)), True, 64), 2, 256)
+    >>> [[str(item.slab) for round in rank for item in round.items] for rank in plan_rounds([one], 2, 256)]
+    [['[0:4]'], ['[4:8]']]
+    """
+    shared: list[Round] = []
+    own: list[list[list[Item]]] = [[] for _ in range(n_ranks)]
+    left = [0] * n_ranks
+    loads = [(0, rank) for rank in range(n_ranks)]
+    for k, one in enumerate(arrays):
+        for number in range(one.slabs.n_cells):
+            slab = one.slabs.region(number)
+            if is_done(k, slab):
+                continue
+            if one.is_together:
+                shared.append(Round((Item(k, slab),), True))
+                continue
+            nbytes = aligned(slab.size * one.unit.itemsize)
+            if one.unit.is_alone:
+                rank = 0
+                loads = sorted((load + nbytes * (r == 0), r) for load, r in loads)
+            else:
+                load, rank = loads[0]
+                heapq.heapreplace(loads, (load + nbytes, rank))
+            if nbytes > left[rank] or not own[rank]:
+                own[rank].append([])
+                left[rank] = round_nbytes
+            own[rank][-1].append(Item(k, slab))
+            left[rank] -= nbytes
+    return [[*shared, *(Round(tuple(items), False) for items in mine)] for mine in own]

@@ -1,0 +1,95 @@
+"""``shardload copy`` in jobs of their own: no JAX on any rank, bounded memory, and SIGKILL in a round, then ``--resume``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import h5py
+import hdf5plugin  # noqa: F401
+import numpy as np
+import pytest
+import zarr
+
+from tests.jobs.launch import run_job
+
+VALUES = np.arange(64 * 48 * 40, dtype="f4").reshape(64, 48, 40)
+
+PEAK = """
+import atexit, resource, sys
+atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr))
+"""
+
+# Runs the command; then says what each rank has imported. A rank may be killed when it is asked for a round.
+PROGRAM = """
+import atexit, os, signal, sys
+from shardload.jobs import copy_plan, copy_reading
+
+copy_plan._LEAST_READING_NBYTES = 1 << 14
+rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])
+read = copy_reading.CopyReading._read
+
+def dies(self, number, one):
+    if number == at and rank == who:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, number, one)
+
+copy_reading.CopyReading._read = dies
+sys.argv[:] = ["shardload", "copy", *sys.argv[3:]]
+atexit.register(lambda: print("jax is imported:", "jax" in sys.modules, file=sys.stderr))  # after all others at exit
+from shardload.cli.main import main
+main()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w") as opened:
+        opened.create_dataset("rho", data=VALUES, chunks=(5, 48, 40), compression="gzip")
+    return path
+
+
+@pytest.mark.parametrize(("name", "at", "who", "n_after"), [("out.h5", 3, 1, 1), ("out.zarr", 5, 0, 2)])
+def test_a_job_that_was_killed_goes_on(file: Path, tmp_path: Path, name: str, at: int, who: int, n_after: int) -> None:
+    """Wrong if a kill left a file with the target's name, or the next job, of another size, believed too much or nothing."""
+    target = tmp_path / name
+    options = [file, target, "--chunks", "7,9,11", "--compression", "zstd", "--staging", "300KiB"]
+    killed = run_job(["-c", PROGRAM, str(at), str(who), *map(str, options)], 2, timeout=240)
+    assert killed.returncode != 0
+    assert not target.exists()
+    left = [one for one in os.listdir(tmp_path) if ".unfinished" in one]
+    assert sorted(one.rpartition(".")[2] for one in left) == ["journal", "unfinished"]
+    job = run_job(
+        ["-c", PROGRAM, "-1", "-1", *map(str, options), "--resume", "--verify", "full", "--json"], n_after, timeout=240
+    )
+    assert job.returncode == 0, job.stderr
+    told = json.loads(job.stdout)
+    n_all = 10 * 6 * 4
+    assert 0 < told["chunks_resumed"] < n_all
+    assert told["written"]["n_chunks"] == n_all - told["chunks_resumed"]
+    assert told["written"]["n_read_back"] == n_all
+    assert sorted(os.listdir(tmp_path)) == ["in.h5", name]
+    found = zarr.open_group(str(target), mode="r")["rho"] if name == "out.zarr" else h5py.File(target)["rho"]
+    np.testing.assert_array_equal(found[...], VALUES)
+
+
+def test_no_rank_imports_jax_and_memory_is_bounded(tmp_path: Path) -> None:
+    """Wrong if a rank imported JAX, or held more than its staging memory beyond what the libraries take."""
+    values = np.zeros((64, 512, 512), "f4")  # 64 MiB
+    values[:] = np.arange(64, dtype="f4")[:, None, None]
+    with h5py.File(tmp_path / "in.h5", "w") as opened:
+        opened.create_dataset("rho", data=values, chunks=(1, 512, 512), compression="gzip", compression_opts=1)
+    options = [tmp_path / "in.h5", tmp_path / "out.h5", "--chunks", "16,32,512", "--compression", "zstd:1"]
+    peaks = []
+    for more in (["--dry-run"], []):
+        command = ["-c", PEAK + PROGRAM, "-1", "-1", *map(str, options), "--staging", "32MiB", *more]
+        job = run_job(command, 2, timeout=240, preloaded=False)
+        assert job.returncode == 0, job.stderr
+        assert job.stderr.count("jax is imported: False") == 2
+        peaks.append(max(int(one) for one in re.findall(r"peak (\d+)", job.stderr)))
+    assert peaks[1] - peaks[0] < 32 * 1024 * 1.25, peaks
+    with h5py.File(tmp_path / "out.h5") as found:
+        np.testing.assert_array_equal(found["rho"][...], values)

@@ -1,0 +1,502 @@
+"""Copies between formats and layouts: read back by each format's own library, and compared with the source read by its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import xarray
+import zarr
+
+from shardload import ConfigError, SourceError
+from shardload.jobs import copy_plan, copy_reading
+from shardload.jobs.copy_request import CopyRequest
+from shardload.jobs.copying import CopyReport, copy_file
+from tests.mpi.support import on_root, ramp, same_error
+
+Array = np.ndarray[Any, Any]
+
+SHAPE = (13, 22, 17)
+VALUES = ramp(SHAPE)
+BIG = ramp((31, 9), "i4").astype(">i4")
+
+
+LARGE = ramp((29, 44, 34))
+
+
+def make_h5(path: Path, values: Array = VALUES, **layout: Any) -> None:
+    with h5py.File(path, "w") as file:
+        file.attrs["title"] = "a file"
+        rho = file.create_dataset("rho", data=values, **layout)
+        rho.attrs["scale_factor"] = np.float32(0.1)
+        rho.attrs["names"] = ["a", "b"]
+        rho.attrs["three"] = np.arange(3, dtype="i2")
+        group = file.create_group("g")
+        group.attrs["kind"] = np.bytes_("of a group")
+        group["big"] = BIG
+        file["scalar"] = 3.5
+        file["empty"] = np.empty((0, 3), "i2")
+
+
+def make_zarr(path: Path, version: int, shards: tuple[int, ...] | None = None) -> None:
+    root = zarr.open_group(str(path), mode="w", zarr_format=version, attributes={"title": "a file"})
+    rho = root.create_array("rho", shape=SHAPE, dtype="f4", chunks=(4, 5, 6), shards=shards)
+    rho[...] = VALUES
+    rho.attrs["names"] = ["a", "b"]
+    how: dict[str, Any] = {"serializer": zarr.codecs.BytesCodec(endian="big")} if version == 3 else {}
+    root.create_group("g").create_array("big", shape=BIG.shape, dtype=">i4", chunks=(7, 4), **how)[...] = BIG
+
+
+SOURCES: dict[str, Callable[[Path], None]] = {
+    "gzip.h5": lambda path: make_h5(path, chunks=(4, 5, 6), compression="gzip", shuffle=False),
+    "plain.h5": make_h5,
+    "two.zarr": lambda path: make_zarr(path, 2),
+    "three.zarr": lambda path: make_zarr(path, 3),
+    "sharded.zarr": lambda path: make_zarr(path, 3, (8, 10, 12)),
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "out.h5": {},
+    "out.nc": {"chunks": (5, 7, 3), "compression": {"name": "gzip", "shuffle": True}},
+    "out.zarr": {"chunks": (5, 7, 3), "compression": "zstd"},
+    "sharded.zarr": {"chunks": (3, 4, 6), "shards": (6, 8, 18), "compression": "gzip"},
+    "two.zarr": {"chunks": (13, 1, 6), "compression": "blosc", "format": "zarr2"},
+}
+
+
+def opened(path: Path) -> Any:
+    return zarr.open_group(str(path), mode="r") if path.suffix == ".zarr" else h5py.File(path)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for rounds of a few chunks."""
+    monkeypatch.setattr(copy_plan, "_LEAST_READING_NBYTES", 1 << 14)
+
+
+def copy(comm: Any, source: Path | str, target: Path, **options: Any) -> CopyReport:
+    return copy_file(CopyRequest(str(source), str(target), timeout=60.0, **options), comm=comm, progress=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.usefixtures("small")
+def test_from_each_format_to_each(comm: Any, shared_tmp_path: Path, source: str, target: str) -> None:
+    """Wrong if a chunk went to another's place, kept values of an earlier round, or an attribute or a byte order were lost."""
+    before, after = shared_tmp_path / f"in-{source}", shared_tmp_path / target
+    on_root(comm, lambda: SOURCES[source](before))
+    staging = 60_000 if "plain" not in source else 400_000
+    report = copy(comm, before, after, staging=staging, verify="full" if target == "out.h5" else "checksum", **TARGETS[target])
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == sorted({before.name, after.name})
+    assert report.written is not None
+    assert report.written.n_read_back == report.written.n_chunks
+    assert target != "out.h5" or report.written.n_decoded == report.written.n_chunks
+    if comm.rank == 0:
+        first, second = opened(before), opened(after)
+        names = ["rho", "g/big", *(["scalar", "empty"] if before.suffix == ".h5" else [])]
+        for name in names:
+            np.testing.assert_array_equal(second[name][...], first[name][...], err_msg=name)
+            assert np.dtype(second[name].dtype).newbyteorder("=") == np.dtype(first[name].dtype).newbyteorder("="), name
+        assert second["rho"].chunks == TARGETS[target].get("chunks", first["rho"].chunks)
+        assert list(second["rho"].attrs["names"]) == ["a", "b"]
+        assert second.attrs["title"] in ("a file", b"a file")
+        if before.suffix == ".h5":
+            scale = second["rho"].attrs["scale_factor"]
+            assert np.float32(scale) == np.float32(0.1)
+            assert after.suffix == ".zarr" or scale.dtype == np.float32
+            assert list(second["rho"].attrs["three"]) == [0, 1, 2]
+            assert second["g"].attrs["kind"] in ("of a group", b"of a group")
+        if after.name == "out.h5":
+            assert second["g/big"].dtype == np.dtype(">i4")
+            assert second["rho"].compression == {"gzip.h5": "gzip"}.get(source, second["rho"].compression)
+        if after.name == "sharded.zarr":
+            assert second["rho"].shards == (6, 8, 18)
+        if after.suffix in (".h5", ".nc"):
+            second.close()
+
+
+def climate(path: Path) -> None:
+    lat, lon, time = np.linspace(-40, 40, 9), np.arange(0, 360, 30.0), np.arange(7.0)
+    values = ramp((7, 9, 12))
+    values[2, 3, 4] = np.nan
+    counts = ramp((7, 9), "i2")
+    counts[1, 1] = -7
+    made = xarray.Dataset(
+        {"u": (("time", "lat", "lon"), values, {"units": "m/s"}), "n": (("time", "lat"), counts)},
+        {"time": ("time", time, {"units": "days since 2001-01-01"}), "lat": lat, "lon": ("lon", lon, {"axis": "X"})},
+        {"Conventions": "CF-1.8"},
+    )
+    encoding = {
+        "u": {"zlib": True, "chunksizes": (2, 9, 5), "_FillValue": np.float32(-999), "shuffle": False},
+        "n": {"_FillValue": np.int16(-7), "chunksizes": (3, 4)},
+    }
+    if path.suffix == ".nc":
+        made.to_netcdf(path, encoding=encoding, unlimited_dims=["time"], engine="netcdf4")
+    else:
+        version = 2 if path.name.startswith("two") else 3
+        encoding = {"u": {"chunks": (2, 9, 5), "_FillValue": np.float32(-999)}, "n": {"_FillValue": -7, "chunks": (3, 4)}}
+        made.to_zarr(path, zarr_format=version, encoding=encoding, consolidated=False)
+
+
+def open_climate(path: Path, **how: Any) -> xarray.Dataset:
+    if path.suffix == ".zarr":
+        return xarray.open_zarr(path, consolidated=False if "in" in path.name else None, **how)
+    return xarray.open_dataset(path, engine="h5netcdf" if path.suffix == ".h5" else "netcdf4", **how)
+
+
+@pytest.mark.parametrize("target", ["out.nc", "two.zarr", "out.zarr"])
+@pytest.mark.parametrize("source", ["in.nc", "two-in.zarr", "in.zarr"])
+@pytest.mark.usefixtures("small")
+def test_xarray_reads_the_same(comm: Any, shared_tmp_path: Path, source: str, target: str) -> None:
+    """Wrong if dims, coordinates or missing data were others: xarray says that, decoded and as stored."""
+    before, after = shared_tmp_path / source, shared_tmp_path / target
+    on_root(comm, lambda: climate(before))
+    copy(comm, before, after, staging=100_000, format="zarr2" if target == "two.zarr" else None)
+    comm.barrier()
+    if comm.rank == 0:
+        with open_climate(before) as first, open_climate(after) as second:
+            xarray.testing.assert_identical(first.load(), second.load())
+            assert np.isnan(second["n"][1, 1])
+            assert np.isnan(second["u"][2, 3, 4])
+            for name in first.variables:
+                assert first[name].encoding.get("_FillValue") == pytest.approx(
+                    second[name].encoding.get("_FillValue"), nan_ok=True
+                ), name
+        if before.suffix == after.suffix == ".nc":
+            with xarray.open_dataset(after, engine="netcdf4") as second:
+                assert second.encoding["unlimited_dims"] == {"time"}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "select", "dtype"),
+    [
+        ((), {"time": -1, "lat": slice(2, 7)}, None),
+        (("u",), (slice(1, 6), 3, slice(2, 11)), "float64"),
+        (("/u",), (-2, slice(None), slice(5, 6)), None),
+        (("n", "u"), {"lat": slice(1, 8)}, "float32"),
+    ],
+)
+@pytest.mark.usefixtures("small")
+def test_a_part_in_another_type(
+    comm: Any, shared_tmp_path: Path, dataset: tuple[str, ...], select: Any, dtype: str | None
+) -> None:
+    """Wrong if a selection began at another place, left out coordinates, or cut an array and not its coordinates."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"
+    on_root(comm, lambda: climate(before))
+    copy(comm, before, after, dataset=dataset, select=select, dtype=dtype, staging=100_000)
+    comm.barrier()
+    if comm.rank == 0:
+        with open_climate(before, decode_cf=False) as first, open_climate(after, decode_cf=False) as second:
+            names = [name.strip("/") for name in dataset] or list(first.data_vars)
+            index = select if isinstance(select, dict) else dict(zip(("time", "lat", "lon"), select, strict=True))
+            expected = first[names].isel(index).load()
+            for name in names:
+                cast = expected[name].astype(dtype or expected[name].dtype)
+                np.testing.assert_array_equal(second[name].values, cast.values, strict=True)
+                assert second[name].dims == expected[name].dims
+                for coordinate in expected[name].coords:
+                    np.testing.assert_array_equal(second[coordinate].values, expected[coordinate].values, strict=True)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("small")
+def test_ranks_read_together_what_fits_none_alone(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a chunk of the source were decoded twice though the memory of all ranks has room for whole slabs."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+    values = ramp((24, 30, 20))
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            file.create_dataset("x", data=values, chunks=(1, 30, 20), compression="gzip")
+
+    on_root(comm, make)
+    slab = 8 * 30 * 20 * 4
+    unit = 8 * 5 * 4 * 4
+    staging = 5 * (slab // comm.size + unit * 8) + (1 << 14) + 8 * unit * 16
+    report = copy(comm, before, after, staging=staging, chunks=(8, 5, 4))
+    (one,) = report.plan.arrays
+    assert one.is_together
+    assert report.n_decoded == 24
+    assert one.factor == 1
+    assert "each chunk of the source is decoded once" in "\n".join(report.plan.describe("out.h5"))
+    comm.barrier()
+    if comm.rank == 0:
+        with h5py.File(after) as file:
+            np.testing.assert_array_equal(file["x"][...], values)
+            assert file["x"].chunks == (8, 5, 4)
+            assert (file["x"].compression, file["x"].compression_opts) == ("gzip", 4)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the number differed from what is really decoded."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+    values = ramp((24, 30, 20))
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            file.create_dataset("x", data=values, chunks=(1, 30, 20), compression="gzip")
+
+    on_root(comm, make)
+    options = {"staging": 60_000, "chunks": (24, 5, 4)}
+    request = CopyRequest(str(before), str(after), timeout=60.0, **options)
+    planned = copy_file(request, comm=comm, only_plan=True)
+    comm.barrier()
+    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    assert planned.plan.arrays[0].factor > 1
+    assert f"is decoded {planned.plan.arrays[0].factor:.2g} times" in "\n".join(planned.plan.describe("out.h5"))
+    report = copy(comm, before, after, **options)
+    assert report.n_decoded == planned.plan.arrays[0].n_decoded
+    comm.barrier()
+    if comm.rank == 0:
+        with h5py.File(after) as file:
+            np.testing.assert_array_equal(file["x"][...], values)
+
+
+def test_chunks_that_the_source_does_not_store(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if nobody were told."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            made = file.create_dataset("x", (10, 8), "i4", chunks=(5, 4), fillvalue=-3)
+            made[:5, :4] = 7
+
+    on_root(comm, make)
+    report = copy(comm, before, after)
+    assert any("3 chunks of '/x'" in note and "not stored" in note for note in report.notes)
+    comm.barrier()
+    if comm.rank == 0:
+        found = zarr.open_group(str(after), mode="r")["x"]
+        assert found.fill_value == -3
+        with h5py.File(before) as file:
+            np.testing.assert_array_equal(found[...], file["x"][...])
+
+
+def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if strings vanished without a word, or took the numbers with them."""
+    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
+
+    def make() -> None:
+        with h5py.File(before, "w") as file:
+            file["names"] = ["a", "b"]
+            file["x"] = np.arange(6.0)
+            file["x"].attrs["bad"] = np.nan
+            file["x"].attrs["ref"] = file["names"].ref
+
+    on_root(comm, make)
+    report = copy(comm, before, after)
+    text = "\n".join(report.notes)
+    assert "'/names'" in text
+    assert "'bad'" in text
+    assert "'ref'" in text
+    comm.barrier()
+    if comm.rank == 0:
+        np.testing.assert_array_equal(zarr.open_group(str(after), mode="r")["x"][...], np.arange(6.0))
+
+
+def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if anything were written, or only rank 0 raised."""
+    before = shared_tmp_path / "in.h5"
+    on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6), compression="gzip", shuffle=True))
+    folder = shared_tmp_path / "in.zarr"
+    on_root(comm, lambda: make_zarr(folder, 3))
+    cases: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
+        (before, "in.h5", {"mode": "w"}, ConfigError, "is the file that is to be copied"),
+        (folder, "in.zarr/new.zarr", {}, ConfigError, "lies in"),
+        (folder / "rho", "in.zarr", {"mode": "w"}, ConfigError, "lies in"),
+        (shared_tmp_path / "no.h5", "out.h5", {}, SourceError, "no.h5"),
+        (before, "out.dat", {}, ConfigError, "suffix"),
+        (before, "out.zarr", {}, ConfigError, "Pass compression='blosc'"),
+        (before, "out.nc/out.nc", {}, ConfigError, "does not exist"),
+        (before, "out.h5", {"dataset": ("rh",)}, ConfigError, "'/rho'"),
+        (before, "out.h5", {"chunks": (4, 5)}, None, ""),  # of '/g/big'
+        (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has so many"),
+        (before, "out2.h5", {"dataset": ("g/big",), "compression": "gzip"}, ConfigError, "Pass chunks= too"),
+        (before, "out2.h5", {"staging": 1000}, ConfigError, "staging is 1000 B, but this copy needs"),
+        (before, "out2.h5", {"select": {"z": 1}}, ConfigError, "no array has"),
+        (before, "out2.h5", {"select": (0,)}, ConfigError, "Name one with dataset="),
+        (before, "out2.h5", {"dtype": "int8", "dataset": ("rho",)}, ConfigError, "cannot hold"),
+        (f"{before}:/rho", "out2.h5", {"dataset": ("g/big",)}, ConfigError, "names another"),
+        (before, "in.zarr", {"compression": "zstd"}, ConfigError, "exists, and mode is 'w-'"),
+    ]
+    for source, target, options, kind, text in cases:
+        if kind is None:
+            copy(comm, source, shared_tmp_path / target, **options)
+        else:
+            same_error(comm, lambda s=source, t=target, o=options: copy(comm, s, shared_tmp_path / t, **o), kind, text)
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", "in.zarr", "out.h5"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_source_that_changes_meanwhile(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the copy were a mixture."""
+    before = shared_tmp_path / "in.h5"
+    on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6), compression="gzip"))
+    values = copy_reading.CopyReading._values
+
+    def change(self: Any, mine: Any) -> Any:
+        if comm.rank == 0:
+            os.utime(before, ns=(time.time_ns(), time.time_ns() + 10**9))
+        yield from values(self, mine)
+
+    monkeypatch.setattr(copy_reading.CopyReading, "_values", change)
+    target = shared_tmp_path / "out.h5"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000), SourceError, "changed while it was read")
+    comm.barrier()
+    assert os.listdir(shared_tmp_path) == ["in.h5"]
+
+
+class Stopped(KeyboardInterrupt):
+    """What stops a job at once: as Ctrl-C on all ranks."""
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "out.h5": {"chunks": (5, 7, 6), "compression": "gzip"},
+    "plain.h5": {"chunks": None, "compression": None, "dtype": "float64"},
+    "out.zarr": {"chunks": (5, 7, 6), "compression": "zstd"},
+    "sharded.zarr": {"chunks": (6, 8, 9), "shards": (12, 16, 18), "compression": "gzip"},
+}
+
+
+@pytest.fixture
+def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Begins a copy, stops it after some rounds, and returns the path of the source."""
+
+    def run(target: Path, n: int, **options: Any) -> Path:
+        before = shared_tmp_path / "in.h5"
+        on_root(comm, lambda: make_h5(before, LARGE, chunks=(8, 11, 9), compression="gzip"))
+        read = copy_reading.CopyReading._read
+
+        def stop(self: Any, number: int, one: Any) -> Any:
+            if number == n:
+                comm.barrier()
+                raise Stopped
+            return read(self, number, one)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(copy_reading.CopyReading, "_read", stop)
+            with pytest.raises(Stopped):
+                copy(comm, before, target, **options)
+        comm.barrier()
+        return before
+
+    return run
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(name.split(".unfinished")[-1] for name in os.listdir(folder) if ".unfinished" in name)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.usefixtures("small")
+def test_a_copy_that_was_stopped_goes_on(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Wrong if anything were trusted that is not whole, written twice, or left behind; or if all were done again."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    if name == "plain.h5":
+        monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 1500)
+    before = stopped(target, 4, staging=45_000, **options)
+    assert left_in(shared_tmp_path) == ["", ".journal"]
+    assert not target.exists()
+    report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
+    assert report.n_resumed > 0
+    assert report.written is not None
+    n_all = sum(one.size for one in copying_cells(report))
+    assert report.written.n_chunks == n_all - report.n_resumed > 0
+    assert report.written.n_read_back == n_all
+    assert any(f"{report.n_resumed:,} of {n_all:,} chunks were there already" in note for note in report.notes)
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    if comm.rank == 0:
+        first, second = h5py.File(before), opened(target)
+        for one in ("rho", "g/big", "scalar", "empty"):
+            np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+def copying_cells(report: CopyReport) -> list[Array]:
+    """An array for each array of the target, with an element for each chunk or run."""
+    made = []
+    for spec, one in zip(report.plan.specs, report.plan.arrays, strict=True):
+        cell = spec.chunks or one.unit.unit
+        made.append(np.empty([-(-n // max(1, c)) for n, c in zip(spec.shape, cell, strict=True)], dtype=bool))
+    return made
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.zarr"])
+@pytest.mark.parametrize("what", ["chunk", "journal", "finished"])
+@pytest.mark.usefixtures("small")
+def test_what_is_damaged_is_done_again(
+    comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path], name: str, what: str
+) -> None:
+    """Wrong if a chunk that is not whole, or a record that was cut off, were believed."""
+    target, options = shared_tmp_path / name, RESUMED[name]
+    before = stopped(target, 4, staging=45_000, **options)
+
+    def damage() -> int:
+        (temporary,) = [shared_tmp_path / one for one in os.listdir(shared_tmp_path) if one.endswith(".unfinished")]
+        journal = Path(f"{temporary}.journal")
+        if what == "journal":
+            journal.write_bytes(journal.read_bytes()[:-3])
+        elif what == "finished" and temporary.is_dir():
+            (temporary / "zarr.json").write_text("{}")
+            (temporary / "shardload-unfinished").unlink()
+        elif what == "finished":
+            with open(temporary, "r+b") as file:
+                file.write(b"\x89HDF\r\n\x1a\n" + bytes(56))
+        elif temporary.is_dir():
+            chunk = sorted(path for path in (temporary / "rho").rglob("*") if path.is_file())[0]
+            chunk.write_bytes(chunk.read_bytes()[:-1])
+        else:
+            with open(temporary, "r+b") as file:
+                file.seek(-20, os.SEEK_END)
+                file.write(bytes(20))
+        return 0
+
+    on_root(comm, damage)
+    report = copy(comm, before, target, staging=60_000, resume=True, **options)
+    assert report.n_resumed > 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == ["in.h5", name]
+    if comm.rank == 0:
+        first, second = h5py.File(before), opened(target)
+        for one in ("rho", "g/big"):
+            np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+@pytest.mark.usefixtures("small")
+def test_what_cannot_go_on(comm: Any, shared_tmp_path: Path, stopped: Callable[..., Path]) -> None:
+    """Wrong if a copy went on with another source or other options, or touched what was left."""
+    target, options = shared_tmp_path / "out.h5", RESUMED["out.h5"]
+    before = stopped(target, 2, staging=45_000, **options)
+    left = sorted(os.listdir(shared_tmp_path))
+    other = {"chunks": (5, 7, 4), "compression": "gzip"}
+    text = "what is made of '/rho'"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **other), ConfigError, text)
+    on_root(comm, lambda: os.utime(before, (1, 1)))
+    text = "size and time of the source"
+    same_error(comm, lambda: copy(comm, before, target, staging=60_000, resume=True, **options), ConfigError, text)
+    assert sorted(os.listdir(shared_tmp_path)) == left
+    report = copy(comm, before, target, staging=60_000, **options)
+    assert report.n_resumed == 0
+    comm.barrier()
+    assert sorted(os.listdir(shared_tmp_path)) == sorted([*left, "out.h5"])
+
+
+@pytest.mark.usefixtures("small")
+def test_nothing_to_resume(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a script that always asks for it failed the first time, or was not told."""
+    before = shared_tmp_path / "in.h5"
+    on_root(comm, lambda: make_h5(before, chunks=(4, 5, 6)))
+    report = copy(comm, before, shared_tmp_path / "out.h5", resume=True)
+    assert report.n_resumed == 0
+    assert any("began anew" in note for note in report.notes)
+    same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.h5", resume=True), ConfigError, "exists")

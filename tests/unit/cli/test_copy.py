@@ -1,0 +1,145 @@
+"""``shardload copy`` in one process: what it prints, what it refuses, and that it needs no JAX."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import zarr
+
+from tests.unit.blocked import run_without
+from tests.unit.cli import test_main
+from tests.unit.cli.test_main import unwrapped
+
+VALUES = np.arange(12 * 8 * 20, dtype="f4").reshape(12, 8, 20)
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process. A copy prints past Python's stdout, which MPI and others may write to."""
+
+    def call(*args: str, columns: int = 80) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code, _, said = test_main.run(*args, columns=columns)
+        return code, capfd.readouterr().out, said
+
+    return call
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "in.h5"
+    with h5py.File(path, "w") as opened:
+        opened.create_dataset("rho", data=VALUES, chunks=(1, 8, 20), compression="gzip", shuffle=True)
+        opened["whole"] = VALUES
+        opened["words"] = ["a", "bc"]
+    return str(path)
+
+
+def test_it_prints_what_it_did(run: Run, file: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.zarr")
+    code, printed, said = run("copy", file, out, "--chunks", "5,3,7", "--compression", "zstd:9", "--verify", "full")
+    assert code == 0, said
+    assert " ".join(printed.split()).startswith(f"{out}: 2 arrays, 15.0 KiB (")
+    assert "rank; 54 of 54 chunks read back, 54 decoded" in " ".join(printed.split())
+    assert "'/words'" in said
+    found = zarr.open_group(out, mode="r")
+    assert found["rho"].compressors[0].to_dict()["configuration"]["level"] == 9
+    np.testing.assert_array_equal(found["rho"][...], VALUES)
+
+
+def test_a_dry_run_writes_nothing(run: Run, file: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "out.h5")
+    code, printed, _ = run("copy", file, out, "--dry-run", "--chunks", "6,8,2", "--staging", "8MiB")
+    assert code == 0
+    text = " ".join(printed.split())
+    assert f"copy of 2 arrays, 15.0 KiB, to '{out}' on 1 rank, 1 round" in text
+    assert "/rho: 12 x 8 x 20 float32, chunks 1 x 8 x 20 -> 6 x 8 x 2" in text
+    assert "each chunk of the source is decoded once" in text
+    assert "of 8.0 MiB" in text
+    code, printed, _ = run("copy", file, out, "--dry-run", "--json")
+    plan = json.loads(printed)["plan"]
+    assert [one["name"] for one in plan["arrays"]] == ["/rho", "/whole"]
+    assert plan["arrays"][0]["decoded"] == 1
+    assert not Path(out).exists()
+
+
+def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None:
+    code, printed, _ = run("copy", f"{file}:/rho", str(tmp_path / "out.h5"), "--json")
+    told = json.loads(printed)
+    assert (code, told["ok"], told["written"]["n_chunks"], told["chunks_decoded"]) == (0, True, 12, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--chunks", "4,x"], 2, "Type for example --chunks 128,128,128"),
+        (["--shards", "0,1"], 2, "Type for example --shards 128,128,128"),
+        (["--compression", "gzip?"], 2, "Type for example --compression zstd, gzip:6+shuffle or none"),
+        (["--compression", "gzip:77", "--chunks", "2,2,2"], 1, "the level of gzip is 77"),
+        (["--compression", "what", "--chunks", "2,2,2"], 1, "is 'what'"),
+        (["--mode", "a"], 1, "--mode is 'a'"),
+        (["--verify", "file"], 1, "--verify is 'file'"),
+        (["--dtype", "float33"], 1, "--dtype is 'float33'"),
+        (["--staging", "1KiB"], 1, "Pass --staging"),
+        (["--dataset", "whole", "--compression", "zstd"], 1, "Type --chunks 12,8,20"),
+        (["--format", "tiff"], 1, "--format is 'tiff'"),
+        (["--select", "time=1"], 1, "no array has"),
+        (["--shards", "4,8,20"], 1, "Leave --shards out"),
+    ],
+)
+def test_what_it_refuses_says_what_to_type(
+    run: Run, file: str, tmp_path: Path, arguments: list[str], code: int, told: str
+) -> None:
+    """Wrong if a keyword of Python were proposed to a person in a shell, or something stayed."""
+    found, _, said = run("copy", file, str(tmp_path / "out.h5"), *arguments, columns=200)
+    assert found == code
+    assert told in unwrapped(said)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["in.h5"]
+
+
+def test_what_zarr_does_not_have_says_what_to_type(run: Run, file: str, tmp_path: Path) -> None:
+    code, _, said = run("copy", file, str(tmp_path / "out.zarr"), columns=200)
+    assert code == 1
+    assert "Type --compression blosc" in unwrapped(said)
+
+
+def test_a_file_that_exists(run: Run, file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.h5"
+    out.write_text("mine")
+    code, _, said = run("copy", file, str(out), columns=200)
+    assert code == 1
+    assert "Type --mode w to replace it" in unwrapped(said)
+    assert out.read_text() == "mine"
+    assert run("copy", file, str(out), "--mode", "w")[0] == 0
+    with h5py.File(out) as opened:
+        np.testing.assert_array_equal(opened["rho"][...], VALUES)
+        assert (opened["rho"].compression, opened["rho"].shuffle) == ("gzip", True)
+
+
+COPY = """
+import sys
+sys.argv = ["shardload", "copy", *sys.argv[1:]]
+from shardload.cli.main import main
+try:
+    main()
+finally:
+    print("jax" in sys.modules)
+"""
+
+
+def test_it_needs_no_jax(file: str, tmp_path: Path) -> None:
+    """Wrong if any part of a copy imported JAX: here it cannot be imported."""
+    out = tmp_path / "out.h5"
+    done = run_without(("jax", "jaxlib"), COPY, file, str(out), "--dataset", "rho", stop='ImportError(f"{name} is imported")')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n")
+    with h5py.File(out) as opened:
+        np.testing.assert_array_equal(opened["rho"][...], VALUES)

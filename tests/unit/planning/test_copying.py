@@ -1,0 +1,123 @@
+"""Slabs of a copy: each element once, whole units, and as many decoded chunks as the plan says; against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardload.planning.blocks import aligned
+from shardload.planning.copying import Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.grid import Grid
+from shardload.planning.region import Region
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Unit, int, int]:
+    ndim = draw(st.integers(1, 3))
+    shape = tuple(draw(st.integers(1, 14)) for _ in range(ndim))
+    unit = tuple(draw(st.integers(1, n)) for n in shape)
+    chunk = tuple(draw(st.integers(1, n + 2)) for n in shape)
+    phase = tuple(draw(st.integers(0, c - 1)) for c in chunk)
+    n_ranks = draw(st.integers(1, 5))
+    made = Unit(shape, unit, Grid(shape, chunk, phase), True, 64, draw(st.booleans()))
+    return made, n_ranks, draw(st.integers(made.unit_nbytes, made.unit_nbytes * 30))
+
+
+@given(cases())
+@settings(max_examples=150, deadline=None)
+def test_every_element_is_copied_once_in_whole_units(case: tuple[Unit, int, int]) -> None:
+    """Wrong if slabs overlapped, left out a last remainder, cut a unit, took more memory, or counted decoded chunks wrongly."""
+    unit, n_ranks, room = case
+    planned = plan_array(unit, n_ranks, room)
+    rounds = plan_rounds([planned], n_ranks, room)
+    assert len({sum(one.is_together for one in mine) for mine in rounds}) == 1
+    count, decoded = np.zeros(unit.shape, dtype=int), 0
+    seen: set[Region] = set()
+    for rank, mine in enumerate(rounds):
+        for one in mine:
+            held = 0
+            for item in one.items:
+                slab = item.slab
+                if not one.is_together or slab not in seen:
+                    decoded += unit.chunks.n_meeting(slab)
+                    seen.add(slab)
+                if not one.is_together:
+                    pieces = [Region.whole(slab.shape)]
+                else:
+                    shards = planned.pieces(slab, n_ranks)
+                    found = (shards.region(k).intersect(Region.whole(slab.shape)) for k in shards.shards_of(rank))
+                    pieces = [piece for piece in found if piece is not None]
+                for piece in pieces:
+                    held += aligned(piece.size * unit.itemsize)
+                    whole = piece.moved(slab.start)
+                    for region in planned.units_in(whole):
+                        count[region.slices()] += 1
+                        for a, b, u, n in zip(region.start, region.stop, unit.unit, unit.shape, strict=True):
+                            assert a % u == 0
+                            assert b == min(a + u, n)
+            assert held <= room
+            assert not unit.is_alone or rank == 0
+    assert (count == 1).all()
+    assert decoded == planned.n_decoded
+    assert planned.factor == decoded / unit.chunks.n_cells
+
+
+def test_slabs_follow_chunks_of_both_wherever_that_fits() -> None:
+    """Wrong if an alignment that exists were not found: also with a selection that begins inside a chunk."""
+    for shape, unit, chunk, phase in [
+        ((24, 30), (4, 5), (6, 10), (0, 0)),
+        ((24, 30), (4, 5), (6, 10), (2, 5)),
+        ((100,), (6,), (10,), (4,)),
+    ]:
+        planned = plan_array(
+            Unit(shape, unit, Grid(shape, chunk, phase), True, 8), 1, 12 * 60 * 8 // (4 if len(shape) > 1 else 12)
+        )
+        assert planned.factor == 1, (shape, planned)
+
+
+def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
+    shape = (16, 16)
+    unit = Unit(shape, (16, 1), Grid(shape, (1, 16), (0, 0)), True, 8)
+    planned = plan_array(unit, 2, 16 * 4 * 8)
+    assert planned.is_together
+    assert planned.factor == 2
+    assert plan_array(unit, 1, 16 * 4 * 8).factor == 4
+    assert plan_array(unit, 4, 16 * 4 * 8).factor == 1
+
+
+@pytest.mark.parametrize("page", [1, 64, 4096])
+def test_runs_of_an_array_in_one_piece(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a unit were not one run of the file, or began inside a page that another rank writes."""
+    monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 256)
+    for shape, itemsize in itertools.product([(7,), (300,), (5, 9), (40, 33), (3, 50, 16), (2, 3, 1000)], [1, 8]):
+        unit, fits = run_units(shape, itemsize, page)
+        lead = next((k for k, n in enumerate(unit) if n > 1), len(shape))
+        assert unit[lead + 1 :] == shape[lead + 1 :], (shape, unit)
+        starts = [0]
+        for n, u, step in zip(shape, unit, [math.prod(shape[k + 1 :]) for k in range(len(shape))], strict=True):
+            starts = [at + a * step for at in starts for a in range(0, n, u)]
+        assert not fits or all(at * itemsize % page == 0 for at in starts), (shape, unit)
+
+
+def test_memory_is_what_was_asked_for() -> None:
+    for staging, chunk, reading, threads in itertools.product([40 << 20, 512 << 20], [1 << 20, 4 << 20], [4 << 20], [1, 2, 64]):
+        memory = plan_memory(max(staging, least_nbytes(chunk, reading)), chunk, reading, threads)
+        assert memory.nbytes <= staging
+        assert memory.round_nbytes >= chunk
+        assert memory.n_threads >= 1
+    least = least_nbytes(3 << 20, 4 << 20)
+    assert plan_memory(least, 3 << 20, 4 << 20, 8).nbytes <= least
+
+
+def test_rounds_of_many_arrays_are_spread() -> None:
+    """Wrong if small arrays all went to one rank, or each took a round of its own."""
+    small = plan_array(Unit((10,), (10,), Grid((10,), (10,), (0,)), True, 8), 4, 1 << 16)
+    rounds = plan_rounds([small] * 100, 4, 1 << 16)
+    assert [sum(len(one.items) for one in mine) for mine in rounds] == [25] * 4
+    assert [len(mine) for mine in rounds] == [1] * 4
