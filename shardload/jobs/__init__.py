@@ -7,6 +7,8 @@ In the order of a call:
 3. `execution` does a job of one or many arrays, each an `array_load`.
 4. `report` says what was done.
 
+`saving` and `writing` make a new file (docs/design/save.md), `appending` adds to one.
+
 `copying` copies a file into another layout or format: `copy_request` says what, `copy_plan` in which slabs, `copy_reading`
 reads them, and `writing` writes the new file, which `read_back` compares with what was to be written. `journal` says what of it
 is there after a kill, and `copy_resume` goes on from there.

@@ -43,13 +43,10 @@ def lengths(path: Path) -> tuple[int, int, int]:
     [
         ("put", (5, 5, 5)),
         ("read back", (5, 5, 5)),
-        ("commit", (5, 5, 5)),
         ("first new chunk", (5, 5, 5)),
-        ("edge", (5, 5, 5)),
         ("metadata", (5, 5, 5)),
         ("second metadata", (9, 5, 5)),
         ("consolidated", (9, 9, 5)),
-        ("end", (9, 9, 9)),
     ],
 )
 def test_a_rank_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, int, int]) -> None:

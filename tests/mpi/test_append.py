@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.leftovers import find_leftover
+from shardload.formats.locks import AppendLock
+from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import _GrowthEncoder
 from shardload.jobs.appending import _Appending
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
@@ -33,11 +35,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "v3 blosc": {"chunks": (3, 24, 9), "compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=1, typesize=4)},
     "v3 big-endian": {"chunks": (2, 7, 20), "compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")},
     "v3 shards": {"chunks": (2, 5, 8), "shards": (6, 10, 16)},
-    "v2": {"zarr_format": 2, "chunks": (4, 5, 7)},
-    "v2 plain": {"zarr_format": 2, "chunks": (5, 3, 11), "compressors": None, "fill_value": 1},
+    "v2": {"zarr_format": 2, "chunks": (4, 10, 7)},
+    "v2 plain": {"zarr_format": 2, "chunks": (5, 9, 11), "compressors": None, "fill_value": 1},
 }
 # Old and new rows: an edge that is full and one that is not (for chunks of 2, 3, 4, 5, 6, 9), few and many rows, none before.
-LENGTHS = ((12, 5), (5, 1), (7, 12))
+LENGTHS = ((12, 5), (7, 12), (5, 1))
 
 
 def make(path: Path, old: Array, *, version: int = 3, is_consolidated: bool = True, **how: Any) -> None:
@@ -228,6 +230,21 @@ def test_two_appends_at_once(ranks: Any, shared_tmp_path: Path) -> None:
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
     left = find_leftover(str(lock))
     assert left is not None and left.target == str(path) and "appended to" in str(left) and f"rm {lock}" in str(left)
+
+
+def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if an append went on from a length that the array had before another one; or left anything."""
+    path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")
+    on_root(ranks, lambda: make(path, values[:5]))
+
+    def lock(store: str) -> AppendLock:
+        mine = AppendLock(store)
+        zarr.open_array(str(path / "g" / "rho"), mode="r+").resize((6, Y, X))
+        return mine
+
+    monkeypatch.setattr(growth, "AppendLock", lock)
+    same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P())), ConfigError, "changed by somebody else")
+    assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
 
 
 # --- wrong implementations

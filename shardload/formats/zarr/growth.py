@@ -337,6 +337,7 @@ class GrowthSink(ZarrSink):
 
     def __init__(self, path: str, known: Mapping[str, Json], axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
         self.path, self.mode, self.attrs = path, "w", {}
+        self.group_attrs = {}
         self.version = next(iter(known.values()))["metadata"]["zarr_format"]
         self.arrays = {name: _GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in known.items()}
         self.last = [name for name in known if known[name].get("is_coordinate")]
