@@ -15,6 +15,7 @@ import xarray
 import zarr
 
 from shardload import ConfigError, SourceError
+from shardload.formats.leftovers import find_leftover
 from shardload.jobs import copy_plan, copy_reading
 from shardload.jobs.copy_request import CopyRequest
 from shardload.jobs.copying import CopyReport, copy_file
@@ -407,6 +408,9 @@ def test_a_copy_that_was_stopped_goes_on(
     before = stopped(target, 4, staging=45_000, **options)
     assert left_in(shared_tmp_path) == ["", ".journal"]
     assert not target.exists()
+    (left,) = [str(one) for one in shared_tmp_path.iterdir() if one.suffix == ".unfinished"]
+    assert f"shardload copy IN {target} --resume" in str(find_leftover(left))
+    comm.barrier()
     report = copy(comm, before, target, staging=100_000, resume=True, verify="full", **options)
     assert report.n_resumed > 0
     assert report.written is not None
