@@ -174,6 +174,20 @@ def test_xarray_reads_the_same(comm: Any, shared_tmp_path: Path, source: str, ta
                 assert second.encoding["unlimited_dims"] == {"time"}
 
 
+def test_an_untrusted_file(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if names of axes, types or missing data were lost because helpers read the file."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"
+    on_root(comm, lambda: climate(before))
+    report = copy(comm, before, after, untrusted=True, staging=256 << 20)
+    assert any("untrusted" in note for note in report.notes)
+    comm.barrier()
+    if comm.rank == 0:
+        with open_climate(before) as first, open_climate(after) as second:
+            xarray.testing.assert_identical(first.drop_attrs(deep=False).load(), second.load())
+            assert second["n"].encoding["_FillValue"].dtype == "i2"
+            assert second["u"].encoding["zlib"]
+
+
 @pytest.mark.parametrize(
     ("dataset", "select", "dtype"),
     [
