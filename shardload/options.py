@@ -403,6 +403,10 @@ _KEPT = tuple(option for option in _DECLARED if option.kept_as)
 _NAMES = frozenset(option.name for option in _KEPT)
 # Every call goes through these: each option with its field, so that nothing is looked up twice.
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
+# What was checked lately, by its text. Only values that nobody can change, and that hold nothing else.
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_MOST_RECENT = 32
+_recent: dict[str, Options] = {}
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
 _shared = attrgetter(*(option.kept_as for option in _KEPT if option.is_shared))
 # Options of single arrays, of which a caller may pass prefix trees. (The tree of names is another matter.)
@@ -523,6 +527,19 @@ class Options:
         ConfigError
             It names the option, the value found and the values expected.
         """
+        if not all(type(value) in _PLAIN or (type(value) is tuple and not value) for value in given.values()):
+            return cls._checked(given)
+        # The same again, as in a series of loads. As text, because 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        key = repr(given)
+        found = _recent.get(key)
+        if found is None:
+            found = _recent[key] = cls._checked(given)
+            if len(_recent) > _MOST_RECENT:
+                _recent.pop(next(iter(_recent)), None)
+        return found
+
+    @classmethod
+    def _checked(cls, given: Mapping[str, Any]) -> Options:
         unknown = given.keys() - _NAMES
         if unknown:
             raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
@@ -542,6 +559,10 @@ class Options:
 
     def describe(self) -> dict[str, str]:
         """The options that every rank must pass alike, as text."""
+        return dict(self._told)
+
+    @cached_property
+    def _told(self) -> dict[str, str]:
         return {name: text(getattr(self, field)) for name, field, text in _TEXTS}
 
 

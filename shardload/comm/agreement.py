@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.comm.collectives import Collectives
 from shardload.comm.error_codec import as_shardload, from_json, to_json
+from shardload.comm.shelf import Shelf, lay
 from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
@@ -31,6 +32,8 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MOST_COUNTS = 24  # numbers that the second message of a call carries beside the comparison
 _HEAD_NBYTES = 4096
+_NUMBERS = 3  # at the beginning of the head: where the bytes are, and where they begin and end there
+_IN_HEAD, _FOLLOWS, _ON_SHELF, _MAKES_SHELF = range(4)  # where the bytes of a text are that begins with a head
 _TEXT, _BYTES, _FAILED = b"+", b"*", b"-"  # what a rank tells the others
 
 
@@ -131,6 +134,16 @@ class Agreement:
     size: int
     _collectives: Collectives
 
+    @property
+    def _shelf(self) -> Shelf | None:
+        """Where a rank may put what is too long for one message; the same answer on every rank."""
+        return None
+
+    def room(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+        """Memory for bytes that the `find` of `begin` returns, last: they need not be copied. None: use other memory."""
+        shelf = self._shelf
+        return None if shelf is None else shelf.room(nbytes)
+
     def begin(self, asked: Invocation, find: Callable[[], Any]) -> Any:
         """The first message of every call: the call of rank 0, and the text that `find` returns on rank 0. Collective.
 
@@ -186,22 +199,36 @@ class Agreement:
         """Send a text of `root` to every rank. Collective."""
         if self.size == 1:
             return text or ""
-        return _to_text(self._send_bytes(_to_bytes(text or ""), root))
+        return _to_text(self._send_bytes([_to_bytes(text or "")], root))
 
-    def _send_bytes(self, given: bytes | bytearray, root: int) -> memoryview:
-        """Send bytes of `root` to every rank. Collective."""
-        # The first message has the length and, if they fit, all bytes: most texts take one broadcast.
-        data = np.frombuffer(given if self.rank == root else b"", dtype=np.uint8)
+    def _send_bytes(self, parts: Sequence[Any], root: int, shelf: Shelf | None = None) -> memoryview:
+        """Send bytes of `root`, given in parts, to every rank. Collective.
+
+        With a `shelf`, what is too long for one message lies there. It then stays until `root` sends something this way again.
+        """
+        # The first message says where the bytes are; if they fit, it has all: most texts take one broadcast.
         head = np.zeros(_HEAD_NBYTES, dtype=np.uint8)
-        room = _HEAD_NBYTES - 8
+        numbers, body = head[: 8 * _NUMBERS].view("<i8"), head[8 * _NUMBERS :]
         if self.rank == root:
-            head[:8] = np.array([len(data)], dtype="<i8").view(np.uint8)
-            head[8 : 8 + min(room, len(data))] = data[:room]
+            length = sum(map(len, parts))
+            if length <= len(body):
+                lay(parts, body)
+                numbers[:] = _IN_HEAD, 0, length
+            else:
+                place = None if shelf is None else shelf.lay(parts)
+                makes = shelf is not None and shelf.may_make(length)
+                numbers[:] = (_MAKES_SHELF if makes else _FOLLOWS, 0, length) if place is None else (_ON_SHELF, *place)
         self._collectives.broadcast(head, root)
-        length = int(head[:8].view("<i8")[0])
-        if length <= room:
-            return head[8 : 8 + length].data
-        whole = np.empty(length, dtype=np.uint8) if self.rank != root else data if data.flags.writeable else data.copy()
+        how, start, stop = numbers.tolist()
+        if how == _IN_HEAD:
+            return body[:stop].data
+        if how == _ON_SHELF and shelf is not None:
+            return shelf.look(root, start, stop)
+        if how == _MAKES_SHELF and shelf is not None:
+            shelf.make(root, stop)  # for the next time
+        whole = np.empty(stop, dtype=np.uint8)
+        if self.rank == root:
+            lay(parts, whole)
         self._collectives.broadcast(whole, root)
         return whole.data
 
@@ -228,22 +255,25 @@ class Agreement:
             except Exception as found:  # the same type as with more ranks
                 let_interruption_pass(found)
                 raise as_shardload(found, None) from found
-        framed, error = bytearray(mark), None
+        parts: list[Any] = [mark]
+        error: BaseException | None = None
+        shelf = self._shelf
         if self.rank == root:
+            if shelf is not None:
+                shelf.begin()
             try:
                 made = make()
-                framed += _TEXT if isinstance(made, str) else _BYTES
-                for part in made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]:
-                    framed += part
+                body = made if isinstance(made, list) else [_to_bytes(made) if isinstance(made, str) else made]
+                parts += [_TEXT if isinstance(made, str) else _BYTES, *body]
             except Exception as found:
                 let_interruption_pass(found)
                 error = found
-                framed += _FAILED + _to_bytes(to_json(as_shardload(found, root)))
-        came, n = self._send_bytes(framed, root), len(mark)
+                parts += [_FAILED, _to_bytes(to_json(as_shardload(found, root)))]
+        came, n = self._send_bytes(parts, root, shelf), len(mark)
         if came[:n] != mark:
             return None
-        kind, body = bytes(came[n : n + 1]), came[n + 1 :]
-        told: Any = _Failure(_to_text(body)) if kind == _FAILED else body if kind == _BYTES else _to_text(body)
+        kind, rest = bytes(came[n : n + 1]), came[n + 1 :]
+        told: Any = _Failure(_to_text(rest)) if kind == _FAILED else rest if kind == _BYTES else _to_text(rest)
         return told, error
 
     def _told(self, found: tuple[Any, BaseException | None], root: int) -> Any:
@@ -335,7 +365,7 @@ class Agreement:
             other, theirs, reference = self._first_other(asked.kind, asked.title)
             raise PeerError(
                 f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
-                "order, and all ranks must pass the same path, sharding and options. Nothing was loaded",
+                "order, and all ranks must pass the same path, sharding and options. Nothing was done",
                 rank=other,
             )
         _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
@@ -346,7 +376,7 @@ class Agreement:
         raise PeerError(
             f"rank {other} was called with {name} = {theirs} (digest {digest_of(theirs):016x}), "
             f"rank 0 with {reference} (digest {digest_of(reference):016x}): all ranks must pass the same path, sharding and "
-            "options. Nothing was loaded",
+            "options. Nothing was done",
             rank=other,
         )
 

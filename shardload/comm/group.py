@@ -26,6 +26,7 @@ from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
+from shardload.comm.shelf import Shelf
 from shardload.comm.topology import Machine, Node, find_machine, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
@@ -122,6 +123,7 @@ class Group(Agreement):
         self._machine: Machine | None = None
         self._bundle_comm: Any = None
         self._memory = NodeMemory(self.rank)
+        self._own_shelf: Shelf | None = None
         self._one_call = threading.Lock()
         self._caller = 0  # id of the thread that is in a call
         self.is_torn = False  # a call was interrupted: ranks may be at different collectives
@@ -247,6 +249,14 @@ class Group(Agreement):
         return self._machine
 
     @property
+    def _shelf(self) -> Shelf | None:
+        # Asked only once `node` is known, and not for the first messages of a group, which must not wait for it.
+        node = self._node
+        if self._own_shelf is None and node is not None and node.comm is not None and len(node.ranks) == self.size > 1:
+            self._own_shelf = Shelf(self.rank, node.ranks, self._over(node.comm))
+        return self._own_shelf
+
+    @property
     def bundle_comm(self) -> Any:
         """A second duplicate, for the bundles of an exchange with relays. Collective the first time."""
         if self._bundle_comm is None and self.comm is not None:
@@ -270,6 +280,7 @@ class Group(Agreement):
     def free(self) -> None:
         """Free the communicators of this group."""
         self._memory.forget()
+        self._own_shelf = None
         if self.is_torn:
             return  # messages may still be pending in it
         if self._node is not None and self._node.comm is not None:

@@ -33,6 +33,11 @@ class NodeMemory:
         self._nbytes = 0
         self._can_share = os.environ.get("SHARDLOAD_SHARED_MEMORY", "1") != "0"
 
+    @property
+    def can_share(self) -> bool:
+        """False if it was tried and is not possible, or is not wanted."""
+        return self._can_share
+
     def at_least(self, nbytes: int, ranks: Sequence[int], on_node: Collectives) -> dict[int, Segment]:
         """Shared memory of at least `nbytes` of every rank, by rank; empty if it cannot be shared. Collective over `ranks`."""
         if len(ranks) == 1 or not self._can_share:

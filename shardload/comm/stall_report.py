@@ -24,7 +24,7 @@ __all__ = [
 
 _MOST_NAMED = 4
 _WAITING = {"exchange": "for parts", "agree": "for all to be done"}
-_DEAD = "Nothing was loaded, and these processes can make no call together any more: end the job"
+_DEAD = "The call has failed, and these processes can make no call together any more: end the job"
 _END = f"{_DEAD}. If it was only slow, pass a longer timeout= (in seconds; None waits for ever)"
 _ALL = "All ranks must make the same calls: look for an `if` around it, or for what ended that program (sys.exit(), return)"
 

@@ -49,6 +49,7 @@ __all__ = [
     "read_at",
     "read_by_chunks",
     "read_whole",
+    "read_whole_plain",
     "refusal",
     "settle_bools",
     "some",
@@ -403,6 +404,18 @@ class BatchReader(Protocol):
         ...
 
 
+@runtime_checkable
+class PlainReader(Protocol):
+    """What a `ChunkReader` may do in addition: chunks that are stored as plain values need not be copied."""
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read all chunks of a box of the file's chunk grid into `out`, which is C-contiguous and has them one after the other.
+
+        False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
+        """
+        ...
+
+
 class Spans:
     """Pieces of one file that are read with few calls: pieces that follow each other, or almost, are read together.
 
@@ -494,6 +507,19 @@ def read_by_chunks(
             part: Any = (*common.slices(start), ...)
             out[into] = whole[part]
     return missing
+
+
+def read_whole_plain(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
+    """Read a whole array straight into a buffer of its shape, if its chunks are plain values and lie there as in the buffer.
+
+    False, and the buffer may hold anything, if the array must be read another way. Errors are those of `PlainReader`.
+
+    >>> read_whole_plain(None, (2,), np.empty(4))
+    False
+    """
+    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
+    return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
 
 
 def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:

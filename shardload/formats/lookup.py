@@ -23,7 +23,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, refusal
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, read_whole_plain, refusal
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -63,6 +63,14 @@ _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
+
+
+# Memory of so many bytes; None if the caller has none.
+Room = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]] | None]
+
+
+def _no_room(nbytes: int) -> None:
+    return None
 
 
 def split_path(path: str) -> tuple[str, str | None]:
@@ -473,13 +481,16 @@ def _is_small(info: ArrayInfo, tuning: Tuning) -> bool:
     return one_reader_seconds(nbytes, n_chunks, info.codec) <= START_SECONDS
 
 
-def _values_of(source: Source) -> memoryview | None:
+def _values_of(source: Source, room: Room = _no_room) -> memoryview | None:
     """All values of an open array; None if chunks are missing, or the file changes meanwhile. Raises what reading raises."""
     before, info = source.state(), source.info
-    whole, values = Region.whole(info.shape), np.empty(info.shape, dtype=source.dtype)
-    # Chunks that are not encoded go through HDF5 as fast; a batch of them needs a second buffer.
-    has_many = info.chunks is not None and info.codec != "none" and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
-    if not (has_many and read_whole(source.chunk_reader(), info.chunks or (), values)):
+    given = room(nbytes_of(info))
+    values = np.empty(info.shape, source.dtype) if given is None else given.view(source.dtype).reshape(info.shape)
+    whole = Region.whole(info.shape)
+    has_many = info.chunks is not None and math.prod(info.chunks) * _WORTH_BATCHES <= whole.size
+    # Chunks that are not encoded, and would have to be copied, go through HDF5 as fast: a batch of them needs a second buffer.
+    read = read_whole_plain if info.codec == "none" else read_whole
+    if not (has_many and read(source.chunk_reader(), info.chunks or (), values)):
         source.read_into(whole, values)
         if source.missing(whole):
             return None
@@ -501,12 +512,19 @@ class Finder:
         Cap on the values of all small arrays together, below `Tuning.small_total_nbytes`.
     keeps_states : bool
         True if the state of each file is kept from when it was opened, to see if it changed (`state_of`, `states`).
+    room : callable, optional
+        Gives memory for the values of an array; by default they are in new memory.
     """
 
     def __init__(
-        self, access: Access, tuning: Tuning | None = None, most_nbytes: int | None = None, keeps_states: bool = False
+        self,
+        access: Access,
+        tuning: Tuning | None = None,
+        most_nbytes: int | None = None,
+        keeps_states: bool = False,
+        room: Room = _no_room,
     ) -> None:
-        self._access, self._tuning = access, tuning
+        self._access, self._tuning, self._room = access, tuning, room
         self._keeps_states = keeps_states and tuning is not None
         self._states: dict[str, State] = {}
         cap = 0 if tuning is None else tuning.small_total_nbytes
@@ -627,7 +645,7 @@ class Finder:
         if self._tuning is None or not _is_small(source.info, self._tuning) or not self._takes(nbytes):
             return None
         try:
-            return _values_of(source)
+            return _values_of(source, self._room)
         except Exception as error:
             let_interruption_pass(error)
             return None

@@ -133,7 +133,9 @@ class Arguments:
         sent = _Values()
         most_nbytes = options.staging_nbytes // _SHARE_OF_STAGING
         is_many = not self.tree.is_single
-        with Finder(options.access, tuning if values and options.readers == AUTO else None, most_nbytes, is_many) as finder:
+        is_read, group = values and options.readers == AUTO, calls[0].group
+        more = {} if is_many or group is None else {"room": group.room}  # for one array: that of the last part of the message
+        with Finder(options.access, tuning if is_read else None, most_nbytes, is_many, **more) as finder:
             for place, target, call in zip(self.tree.places, self.targets, calls, strict=True):
                 with naming_errors(target.where):
                     if not place.is_pattern:

@@ -130,10 +130,13 @@ class Ask:
             return found.n_nodes
         return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
 
-    @property
-    def max_block_nbytes(self) -> int:
-        """Cap on the bytes of a block."""
-        cap = self.tuning.block_nbytes if self.ranks.is_one_machine else self.tuning.block_between_nodes_nbytes
+    def max_block_nbytes(self, nbytes: int) -> int:
+        """Cap on the bytes of a block of an array of `nbytes`."""
+        tuning, cap = self.tuning, self.tuning.block_between_nodes_nbytes
+        if self.ranks.is_one_machine:
+            cap = max(
+                tuning.block_nbytes, min(tuning.large_block_nbytes, nbytes // (self.ranks.n * tuning.large_blocks_per_rank))
+            )
         return min(cap, self.options.staging_nbytes // _BLOCKS_HELD)
 
 
@@ -148,7 +151,10 @@ def plan_array(ask: Ask, info: ArrayInfo) -> Plan:
     if is_raised:
         ask = replace(ask, options=replace(ask.options, staging=staging))
     n_owners = ask.options.readers if isinstance(ask.options.readers, int) else None
-    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner)
+    nbytes = math.prod(source.selection.shape) * source.wide_itemsize
+    caps: dict[str, Any] = dict(
+        max_nbytes=ask.max_block_nbytes(nbytes), n_owners=n_owners, per_owner=ask.tuning.blocks_per_owner
+    )
     caps["ranks_per_node"] = ask.nodes.ranks_per_node
     modes = _possible_modes(ask)
     # With figures of a file system or a network, the number of readers is chosen too.
@@ -205,9 +211,9 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     else:
         itemsize = max(dtype.itemsize, file_dtype.itemsize)
         chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=ask.max_block_nbytes, n_owners=1)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=ask.max_block_nbytes(0), n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes)
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes(0))
     return _choose(ask, info, source, {ROOT: schedule})
 
 
@@ -267,7 +273,7 @@ def _is_worth_turns(plan: Plan) -> bool:
 def _read_by(ask: Ask, plan: Plan, rank: int, per_owner: int) -> Plan:
     """The plan with one rank as the only reader."""
     layout = plan._layout
-    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes, n_owners=1, per_owner=per_owner)
+    caps: dict[str, Any] = dict(max_nbytes=ask.max_block_nbytes(0), n_owners=1, per_owner=per_owner)
     schedule = plan_schedules(layout.source, layout.schedule.shards, ask.ranks.n, modes=(PARALLEL,), **caps)[PARALLEL]
     alone = replace(layout, schedule=replace(schedule, strategy=Alone(rank)), way=MESSAGES, n_partners=())
     cost = partial(_cost, alone, ask.nodes, plan.staging_nbytes, plan.machine, None, {MESSAGES: 0})

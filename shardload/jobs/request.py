@@ -55,6 +55,7 @@ __all__ = ["Call", "Memo", "Planned", "Request", "Target", "for_each_kind", "pla
 _RECENT = 32  # plans to keep, per group: those of the last calls, or of the arrays of a tree
 # A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
 _recent: WeakKeyDictionary[Group, OrderedDict[Any, Plan]] = WeakKeyDictionary()
+_described: WeakKeyDictionary[Plan, str] = WeakKeyDictionary()  # a `Plan` is equal to itself only, and never changes
 _SIZES_PER_DOUBLING = 4  # stored sizes for which plans are made, with a machine: 19 % apart
 _PLAN = "a plan"
 _DATASET = OPTIONS["dataset"]
@@ -596,9 +597,17 @@ def for_each_kind(calls: Sequence[Call], make: Callable[[Call], Call]) -> list[C
 def _describe_jobs(loads: Sequence[ArrayLoad]) -> str:
     """All plans as text. Arrays of the same kind share theirs, and neighbours of the same kind are counted."""
     kinds = {id(load.layout): load.kind for load in loads}
-    said = {key: describe_job(plan) for key, plan in kinds.items()}
+    said = {key: _describe_kind(plan) for key, plan in kinds.items()}
     counted = [(said[key], len(list(same))) for key, same in groupby(id(load.layout) for load in loads)]
     return "; ".join(f"{n} times {text}" if n > 1 else text for text, n in counted)
+
+
+def _describe_kind(plan: Plan) -> str:
+    """`describe_job`, of a plan that is kept only once."""
+    text = _described.get(plan)
+    if text is None:
+        text = _described[plan] = describe_job(plan)
+    return text
 
 
 def _with(values: Mapping[str, str], **more: str) -> Mapping[str, str]:

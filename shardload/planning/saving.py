@@ -370,7 +370,8 @@ def plan_memory(arrays: Sequence[Held | Sent], units: Sequence[Unit], cap_nbytes
     least = _least(arrays, units, n_threads)
     left = cap_nbytes - least.scratch_nbytes
     n_slots, n_packs = _SLOTS, _PACKS
-    while (n_slots > 1 or n_packs > 1) and (n_slots + n_packs) * least.slot_nbytes > left // 4:
+    room = min(left // 4, left - _ROUNDS_HELD * least.round_nbytes)
+    while (n_slots > 1 or n_packs > 1) and (n_slots + n_packs) * least.slot_nbytes > room:
         n_slots, n_packs = max(1, n_slots - 1), max(1, n_packs - 1)
     left -= (n_slots + n_packs) * least.slot_nbytes
     return Memory(

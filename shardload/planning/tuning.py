@@ -47,8 +47,11 @@ class Tuning:
         whole, before the staging cap is checked.
     block_nbytes, block_between_nodes_nbytes : int
         Cap on a block if all ranks are on one machine, and if they are not. Large enough that a read is efficient, small enough
-        that reading and sending overlap. Inside a machine parts need no messages of their own, and smaller blocks stay in the
-        cores' caches; between machines there should be few messages.
+        that reading and sending overlap. Inside a machine parts need no messages of their own; between machines there should
+        be few messages.
+    large_block_nbytes, large_blocks_per_rank : int
+        Inside a machine, blocks of a large array are larger, up to the first number, if each rank then still has as many as
+        the second: a block costs each rank that needs some of it a control message, and waking up for it.
     way : str
         Whether parts go to other nodes as messages or over relays (`planning.hops`): ``"auto"``, or one of `hops.WAYS`.
     blocks_per_owner : int
@@ -65,6 +68,8 @@ class Tuning:
     small_total_nbytes: int = 4 << 20
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
+    large_block_nbytes: int = 16 << 20
+    large_blocks_per_rank: int = 8
     block_between_nodes_nbytes: int = 16 << 20
     way: str = AUTO_WAY
     blocks_per_owner: int = BLOCKS_PER_OWNER

@@ -6,6 +6,9 @@ The source hands out whole chunks as they are stored (`Source.chunk_reader`). Ea
 2. else into a staging buffer, if another rank needs some of it;
 3. else into the scratch memory of the thread, which is still in the core's cache when it is copied into the pieces.
 
+In the staging buffer, the chunks become one tile of the whole block if they lie in it one after the other, as planes do. Then a
+receiver copies its part of the block at once.
+
 Small chunks are read in batches (`chunk_batches`), if the format can do that; one by one only if a batch can not be read.
 """
 
@@ -83,6 +86,10 @@ class ChunkTasks:
         if isinstance(reader, BatchReader) and 2 * layout.chunk_nbytes <= batch_nbytes:
             self._batches = ChunkBatches(reader, layout, local, scratch, names, counts, convert, batch_nbytes)
         self._chunk_room = aligned(layout.chunk_size * layout.wide_itemsize)
+        # Axes behind the first one along which a chunk has several elements: see `_lie_as_in`.
+        cell = layout.chunks.cell
+        self._inner = range(next((k for k, n in enumerate(cell) if n > 1), len(cell)) + 1, len(cell))
+        self._is_cell = math.prod(cell) == layout.chunk_size
 
     def needs_slot(self, block: Block) -> bool:
         """True if a block needs a staging buffer, for the parts that other ranks need."""
@@ -96,11 +103,25 @@ class ChunkTasks:
             if boxes:
                 n = min(self._n_threads, len(boxes))
                 return [partial(self._read_batches, batches, staged, boxes[k::n]) for k in range(n)]
+        self._make_whole(staged)
         numbers = list(self._layout.chunks.meeting(staged.block.region))
         # Each task takes every n-th chunk, so that all end at about the same time.
         n = min(self._n_threads, len(numbers))
         places = list(enumerate(numbers))
         return [partial(self._read_chunks, staged, places[k::n]) for k in range(n)]
+
+    def _make_whole(self, staged: StagedBlock) -> None:
+        """Make one tile of the whole block, if its chunks lie one after the other in it: then each part needs one copy."""
+        layout, region = self._layout, staged.block.region
+        if staged.slot is None or staged.whole is not None or not (layout.casts or self._is_cell):
+            return
+        axes = layout.chunks.meeting_axes(region)
+        nbytes = region.size * layout.dtype.itemsize
+        is_one = all(len(axis) == 1 for axis in axes)
+        if is_one or nbytes > staged.slot.data.nbytes or not (layout.casts or all(len(axes[k]) == 1 for k in self._inner)):
+            return
+        staged.whole = Tile(region, staged.slot.data[:nbytes].view(layout.dtype).reshape(region.shape))
+        staged.tiles.append(staged.whole)
 
     def _read_batches(
         self, batches: ChunkBatches, staged: StagedBlock, boxes: Iterable[tuple[range, ...]], counters: Counters
@@ -146,10 +167,10 @@ class ChunkTasks:
             settle_bools(into)
             decoded = time.perf_counter()
         else:
-            values = self._decode(encoded, staged, place, region, parts, index)
+            values, is_staged = self._decode(encoded, staged, place, region, parts, index)
             decoded = time.perf_counter()
             self._local.deliver(parts, region, values, counters)
-            if staged.whole is not None:
+            if staged.whole is not None and not is_staged:
                 self._copy_into(staged.whole, parts, Tile(region, values))
         counters.read_seconds += fetched - started
         counters.decode_seconds += decoded - fetched
@@ -163,32 +184,39 @@ class ChunkTasks:
 
     def _decode(
         self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
-    ) -> Array:
-        """The values of `region`; they lie in the block's staging buffer if another rank needs some of them."""
-        layout, in_file = self._layout, self._layout.selection.to_file(region)
-        inside = tuple(
-            slice(a - i * c, b - i * c)
-            for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
-        )
-        travels = staged.whole is None and self._local.sends(parts)
-        if staged.slot is not None and travels and not layout.casts:
+    ) -> tuple[Array, bool]:
+        """The values of `region`, and True if they lie in the block's staging buffer: then another rank needs some of them."""
+        layout, in_file, whole = self._layout, self._layout.selection.to_file(region), staged.whole
+        travels = staged.slot is not None and self._local.sends(parts)
+        room = None if whole is None or not travels else whole.view(region)
+        if room is not None and not layout.casts and room.size == layout.chunk_size and room.flags.c_contiguous:
+            self._reader.decode(encoded, room.reshape(self._chunk_shape))
+            settle_bools(room)
+            return room, True
+        is_staged = travels and (whole is None or layout.casts)
+        if is_staged and not layout.casts:
             target = self._cut(staged, place, self._chunk_shape, layout.file_dtype)
         else:
             target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
         self._reader.decode(encoded, target)
         settle_bools(target)
+        inside = tuple(
+            slice(a - i * c, b - i * c)
+            for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
+        )
         index_in: Any = (*inside, ...)  # an array, also when 0-d
         values = layout.selection.drop_axes(target[index_in])
         if layout.casts:
-            if travels:
+            cast = room
+            if cast is None and travels:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
-            else:
+            elif cast is None:
                 cast = self._scratch.array("cast", region.shape, layout.dtype)
             self._convert(values, cast, self._names.elements(in_file))
             values = cast
-        if travels:
+        if is_staged and whole is None:
             staged.tiles.append(Tile(region, values))  # from several threads: list.append is atomic
-        return values
+        return values, is_staged
 
     def _copy_into(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> None:
         """Copy what other ranks need of a chunk into the tile of the whole block."""

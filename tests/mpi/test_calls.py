@@ -157,7 +157,9 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
 
     load = partial(shardload.load, path, mesh, P("a", "b"), comm=comm)
     assert messages(lambda: load(dataset="tiny")) == expected(broadcast=1, reduce=1)
-    assert messages(lambda: load(dataset="small")) == expected(broadcast=2, reduce=1)
+    # On one machine the values lie in shared memory; otherwise another message has them.
+    n = 1 if len(group.node.ranks) == comm.size and os.environ.get("SHARDLOAD_SHARED_MEMORY") != "0" else 2
+    assert messages(lambda: load(dataset="small")) == expected(broadcast=n, reduce=1)
     # The counts of so many arrays do not fit beside the comparison.
     tree = [f"tree/{k}" for k in range(5)]
     assert messages(lambda: load(dataset=tree)) == expected(broadcast=1, reduce=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +288,27 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     )
     same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=7), ConfigError, "like of '/data' is 7")
     assert not (shared_tmp_path / "no.h5").exists()
+
+
+@pytest.mark.parametrize("writers", ["all", "root"])
+def test_progress_counts_what_a_rank_writes(comm: Any, shared_tmp_path: Path, writers: str) -> None:
+    """Wrong if the bar stopped before the end, or went beyond it; an error of the caller's function is one of all ranks."""
+    x = {"a": put(ramp(cube()), mesh_of(), P("a")), "b": put(ramp(cube()), mesh_of(), P(None, None, ("a", "b")))}
+    how: dict[str, Any] = {"compression": "gzip", "chunks": (1, 3, 100), "staging": "32KiB", "writers": writers}
+    told: list[tuple[int, int]] = []
+    shardload.save(shared_tmp_path / "out.h5", x, progress=lambda *one: told.append(one), **how)
+    assert all(a < b for (a, _), (b, _) in itertools.pairwise(told))
+    totals = comm.allgather(told[-1] if told else (0, 0))
+    assert all(done == total for done, total in totals)
+    assert sum(done for done, _ in totals) == 2 * ramp(cube()).nbytes
+
+    def fails(done: int, total: int) -> None:
+        if comm.rank == comm.size - 1:
+            raise RuntimeError("no bar")
+
+    call = lambda: shardload.save(shared_tmp_path / "no.h5", x, progress=fails, **how)  # noqa: E731
+    same_error(comm, call, PeerError, "no bar")
+    assert on_disk(comm, shared_tmp_path) == ["out.h5"]
 
 
 # --- the name

@@ -36,6 +36,7 @@ _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
 _LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
 _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
+_LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
 _NOWHERE = 2**64 - 1
 
 _Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]  # offset, size and filter mask of each chunk
@@ -193,10 +194,7 @@ class Hdf5Chunks:
         listed = self._places(n)
         if listed is None:
             return self._fetch_many_by_hdf5(box, room)
-        at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-        for axis, count in zip(box, self._grid, strict=True):
-            at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
-        at = at.reshape(-1)
+        at = _numbers(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         stored = offsets != _NOWHERE
         offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
@@ -215,6 +213,33 @@ class Hdf5Chunks:
         for k, one in zip(np.flatnonzero(stored).tolist(), read, strict=True):
             found[k] = one
         return found
+
+    def read_plain(self, box: Sequence[range], out: np.ndarray[Any, Any]) -> bool:
+        """Read a box of chunks that are stored as plain values straight into `out`: see `PlainReader`."""
+        n = math.prod(map(len, box))
+        if self._chain.names or self._is_empty or not n or out.nbytes != n * self._chain.nbytes:
+            return False
+        listed = self._places(n)
+        if listed is None:
+            return False
+        at = _numbers(box, self._grid)
+        offsets, sizes, masks = (column[at] for column in listed)
+        size = self._chain.nbytes
+        if masks.any() or (sizes != size).any() or (offsets == _NOWHERE).any():
+            return False
+        if int(offsets.max()) > self._raw.nbytes - size:
+            return False
+        ends = [
+            *np.flatnonzero(np.diff(offsets) != size).tolist(),
+            n - 1,
+        ]  # the last of chunks that follow each other in the file
+        if len(ends) * _LEAST_IN_A_RUN > n:
+            return False
+        whole, first = out.reshape(-1).view(np.uint8), 0
+        for last in ends:
+            self._raw.read_into(whole[first * size : (last + 1) * size], int(offsets[first]))
+            first = last + 1
+        return True
 
     def decode_many(self, stored: Sequence[Any], out: np.ndarray[Any, Any]) -> None:
         """Decode chunks that `fetch_many` returned: see `BatchReader`."""
@@ -371,6 +396,18 @@ _HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
     "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
     "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
 }
+
+
+def _numbers(box: Sequence[range], grid: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The positions of a box of chunks in row-major order.
+
+    >>> _numbers([range(1, 3), range(2)], (3, 4)).tolist()
+    [4, 5, 8, 9]
+    """
+    at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
+    for axis, count in zip(box, grid, strict=True):
+        at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
+    return at.reshape(-1)
 
 
 def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:

@@ -69,20 +69,19 @@ def describe(
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
-    attributes, packing = _attributes(dataset, texts)
+    has_attributes = _has_attributes(dataset)
+    attributes, packing = _attributes(dataset, texts, has_attributes)
     return ArrayInfo(
         path=path,
         dataset=name,
-        format=_flavour(dataset),
+        format=_flavour(dataset, has_attributes),
         shape=tuple(dataset.shape or ()),
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
         refused=refused,
-        is_coordinate=_has_attributes(dataset)
-        and _is_plain(dataset, "CLASS")
-        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        is_coordinate=has_attributes and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
         attributes=attributes,
         packing=packing,
     )
@@ -185,9 +184,9 @@ def _codec(filters: list[tuple[int, int, Any, bytes]]) -> str:
     return "+".join(_name(number, label) for number, _, _, label in ordered) or "none"
 
 
-def _flavour(dataset: h5py.Dataset) -> str:
+def _flavour(dataset: h5py.Dataset, has_attributes: bool) -> str:
     """``"netCDF4"`` if the file has the netCDF library's marks, else ``"HDF5"``."""
-    marked = _file_has_marks(dataset) or (_has_attributes(dataset) and "_Netcdf4Dimid" in dataset.attrs)
+    marked = _file_has_marks(dataset) or (has_attributes and _has(dataset, "_Netcdf4Dimid"))
     return "netCDF4" if marked else "HDF5"
 
 
@@ -196,7 +195,7 @@ def _file_has_marks(dataset: h5py.Dataset) -> bool:
     if facts is not None and facts.has_marks is not None:
         return facts.has_marks
     file = dataset.file
-    found = _has_attributes(file) and any(key in file.attrs for key in ("_NCProperties", "_nc3_strict"))
+    found = _has_attributes(file) and any(_has(file, key) for key in ("_NCProperties", "_nc3_strict"))
     if facts is not None:
         facts.has_marks = found
     return found
@@ -210,16 +209,16 @@ def _has_attributes(owner: h5py.Dataset | h5py.File) -> bool:
     return bool(stored.heap_size + stored.index_size <= _MOST_ATTRIBUTES_NBYTES)
 
 
-def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Packing]:
+def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tuple[dict[str, Any], Packing]:
     """The attributes that change what values mean, for people and for decoding; or a note if they are too long to read."""
-    if not _has_attributes(dataset):
+    if not has_attributes:
         if not h5py.h5a.get_num_attrs(dataset.id):
             return {}, {}
         return {"attributes": "too long to be read"}, {"attributes": ["unreadable", ["too long to be read"]]}
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
     for key in _READ:
-        if key not in dataset.attrs:
+        if not _has(dataset, key):
             continue
         if not (texts or key in TEXTS or _is_plain(dataset, key)):
             if key in ATTRIBUTES:
@@ -233,9 +232,14 @@ def _attributes(dataset: h5py.Dataset, texts: bool) -> tuple[dict[str, Any], Pac
     return told, packing
 
 
+def _has(owner: h5py.Dataset | h5py.File, key: str) -> bool:
+    """True if there is such an attribute: as ``key in owner.attrs``, in a third of the time."""
+    return bool(h5py.h5a.exists(owner.id, key.encode()))
+
+
 def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
     """True if an attribute is numbers, or text of a fixed length."""
-    if key not in dataset.attrs:
+    if not _has(dataset, key):
         return False
     kind = h5py.h5a.open(dataset.id, key.encode()).get_type()
     if kind.get_class() == h5py.h5t.STRING:
@@ -252,7 +256,7 @@ class _Unreadable:
 
 def _attribute(dataset: h5py.Dataset, key: str) -> Any:
     """An attribute as plain Python; None if there is none, a text if h5py cannot read it."""
-    if key not in dataset.attrs:
+    if not _has(dataset, key):
         return None
     value = _raw_attribute(dataset, key)
     return value.text if isinstance(value, _Unreadable) else json_value(value)

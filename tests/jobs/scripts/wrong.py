@@ -513,7 +513,7 @@ def prepare_files(folder: str) -> None:
     with h5py.File(Path(folder, "x.h5"), "w") as file:
         file["x"] = ramp(SQUARE)
         file.create_dataset("chunked", data=ramp(SQUARE), chunks=(5, 5))
-        file.create_dataset("fine", data=ramp(SQUARE), chunks=(1, 1))
+        file.create_dataset("fine", data=ramp(SQUARE), chunks=(3, 3))  # in a block of 3 x 12 they do not follow each other
         file.create_dataset("packed", data=ramp(SQUARE), chunks=(5, 5), compression="gzip")
         file["large"] = ramp((16, 256, 512))
 

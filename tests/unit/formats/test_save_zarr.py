@@ -320,9 +320,9 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         puts = list(zip(numbers, offsets, stored.values(), strict=True))
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda put: writer.put("/x", *put), puts))
-        assert 4 <= len(synced) <= 12 and len(puts) == 256  # twice in between, four files
+        assert 1 <= len(synced) <= 8 and len(puts) == 256  # twice in between, those of four files that no thread writes to then
         writer.sync()
-        assert not writer._unsynced
+        assert not writer._unsynced and 4 <= len(synced) <= 16
         catalog.finish()
         catalog.commit()
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import zarr
 from shardload import ConfigError, SourceError
 from shardload.formats import lookup
 from shardload.formats.hdf5 import source as hdf5
+from shardload.formats.hdf5.chunks import Hdf5Chunks
 from shardload.formats.lookup import Finder
 from shardload.planning.tuning import Tuning
 
@@ -120,3 +122,105 @@ def test_an_archive_that_was_not_read(tmp_path: Path) -> None:
         assert finder.find(str(tmp_path / "a.zarr.zip"), None)[0].shape == TINY.shape
     with Finder(lookup.STRICT, Tuning()) as finder:
         finder._file(str(tmp_path / "a.zarr.zip"))
+
+
+# --- chunks that are stored as plain values
+
+STEPS = np.arange(40 * 5 * 7, dtype="float32").reshape(40, 5, 7)
+
+
+def written(path: Path, order: list[int], **more: Any) -> str:
+    """A file whose chunks were written in some order, so that they lie in the file in that order."""
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("x", STEPS.shape, **{"dtype": "f4", "chunks": (1, 5, 7), **more})
+        for k in order:
+            data[k : k + data.chunks[0]] = STEPS[k : k + data.chunks[0]]
+    return str(path)
+
+
+class Room:
+    """Memory to read into, as the ranks of a machine share it; what is in it is from another call."""
+
+    def __init__(self) -> None:
+        self.given: Any = None
+
+    def __call__(self, nbytes: int) -> Any:
+        self.given = np.full(nbytes, 255, dtype=np.uint8)
+        return self.given
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which reads of the array there were: ``"plain"``, ``"library"``."""
+    found: list[str] = []
+    plain, library = Hdf5Chunks.read_plain, hdf5.Hdf5Source.read_into
+
+    def read_plain(self: Any, *arguments: Any) -> bool:
+        done = plain(self, *arguments)
+        found.extend(["plain"] * done)
+        return done
+
+    def read_into(self: Any, *arguments: Any) -> None:
+        found.append("library")
+        library(self, *arguments)
+
+    monkeypatch.setattr(Hdf5Chunks, "read_plain", read_plain)
+    monkeypatch.setattr(hdf5.Hdf5Source, "read_into", read_into)
+    return found
+
+
+ASCENDING = list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("order", "more", "how"),
+    [
+        (ASCENDING, {}, "plain"),
+        ([*range(20, 40), *range(20)], {}, "plain"),  # two runs, the second half first
+        ([*range(8), *range(16, 40), *range(8, 16)], {"maxshape": (None, 5, 7)}, "plain"),
+        (ASCENDING[::2] + ASCENDING[1::2], {}, "library"),  # none follows another: not worth a call for each
+        (ASCENDING[::-1], {}, "library"),
+        (ASCENDING, {"dtype": ">f4"}, "library"),  # the bytes are not the values
+        (ASCENDING, {"fletcher32": True}, "library"),
+        (ASCENDING, {"shuffle": True}, "library"),
+        (list(range(0, 40, 2)), {"chunks": (2, 5, 7)}, "plain"),
+        (list(range(0, 40, 3)), {"chunks": (3, 5, 7)}, "library"),  # the last one reaches over the edge
+        (ASCENDING, {"chunks": (1, 5, 4)}, "library"),  # two side by side
+    ],
+)
+def test_plain_chunks_go_straight_to_where_they_are_sent_from(
+    tmp_path: Path, reads: list[str], order: list[int], more: dict[str, Any], how: str
+) -> None:
+    """Wrong if chunks were taken in the order of the file, or bytes for values; h5py says what is right."""
+    path, room = written(tmp_path / "x.h5", order, **more), Room()
+    with h5py.File(path) as file:
+        wanted = file["x"][...].astype("f4")
+    np.testing.assert_array_equal(wanted, STEPS)
+    with Finder(lookup.STRICT, Tuning(), room=room) as finder:
+        values = finder.find(path, "x")[1]
+    assert values is not None and bytes(values) == STEPS.tobytes()
+    assert np.shares_memory(np.frombuffer(values, np.uint8), room.given)
+    if "shuffle" not in more and "fletcher32" not in more:
+        assert reads == [how]
+
+
+def test_plain_chunks_of_which_some_are_missing_are_left_to_the_load(tmp_path: Path, reads: list[str]) -> None:
+    """Wrong if what was in memory before were taken for the values of a chunk that was never written."""
+    path = written(tmp_path / "x.h5", [k for k in ASCENDING if k != 17])
+    with Finder(lookup.STRICT, Tuning(), room=Room()) as finder:
+        assert finder.find(path, "x")[1] is None
+    assert "plain" not in reads
+
+
+def test_plain_chunks_that_were_cut_off(tmp_path: Path) -> None:
+    """Wrong if the end of the memory were sent as it was."""
+    path = written(tmp_path / "x.h5", ASCENDING)
+    size = Path(path).stat().st_size
+    source = lookup.open_source(path, "/x")
+    os.truncate(path, size - 100)
+    reader, out = source.chunk_reader(), np.zeros(STEPS.shape, "f4")
+    with h5py.File(written(tmp_path / "y.h5", ASCENDING)) as whole:
+        ends = max(whole["x"].id.get_chunk_info(k).byte_offset for k in ASCENDING) + 140
+    assert ends > size - 100, "the last chunk is at the end of the file"
+    assert isinstance(reader, Hdf5Chunks) and not reader.read_plain([range(40), range(1), range(1)], out)
+    source.close()

@@ -125,6 +125,27 @@ def test_a_plan_of_other_sizes_is_another_plan(path: str) -> None:
     assert shardload.plan(path, mesh(), P("a"), readers="parallel").schedule.blocks == usual
 
 
+@pytest.mark.parametrize(
+    ("n_planes", "n_ranks", "staging", "planes"),
+    [
+        (512, 4, "auto", 16),  # 512 MiB: an eighth of a rank's 128
+        (512, 8, "auto", 8),
+        (2048, 4, "auto", 16),  # no more than that
+        (64, 4, "auto", 4),  # 64 MiB: four blocks for each rank, as before
+        (512, 4, "32MiB", 4),  # the cap on memory counts first
+    ],
+)
+def test_blocks_grow_with_the_array_inside_of_a_machine(
+    tmp_path: Path, n_planes: int, n_ranks: int, staging: str, planes: int
+) -> None:
+    """Wrong if a large array were cut into thousands of blocks, or a rank had too few to read one while it sends another."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (n_planes, 512, 512), "f4", chunks=(1, 512, 512), compression="gzip")
+    mesh = AbstractMesh((n_ranks,), ("a",))
+    plan = shardload.plan(str(tmp_path / "a.h5"), mesh, P(None, "a"), readers="parallel", staging=staging)
+    assert plan.schedule.blocks.cell == (planes, 512, 512)
+
+
 def test_a_plan_goes_by_the_sizes_that_it_was_made_with(path: str) -> None:
     """Wrong if a plan looked for sizes anew when it is executed: ranks that do so at another time would disagree."""
     with tuned(min_chunk_nbytes=1):

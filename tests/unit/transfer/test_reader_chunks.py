@@ -127,6 +127,50 @@ def test_what_travels_is_decoded_into_the_slot_and_lies_there_as_chunks() -> Non
     assert slots.has_room()
 
 
+def test_chunks_that_follow_each_other_are_one_tile_of_the_block() -> None:
+    """Wrong if a chunk were decoded in the place of another, or one that only this rank needs took up room."""
+    data = np.arange(9 * 4 * 5, dtype="f4").reshape(9, 4, 5)
+    source, piece = chunked(data, (1, 4, 5)), piece_of(Region((1, 0, 0), (4, 4, 5)))
+    read = Block(Region((1, 0, 0), (8, 4, 5)), (Part(piece.region, 0, 0), Part(Region((3, 1, 2), (8, 4, 5)), 1, 1)))
+    with reader_of(source, {0: piece}, slots=Slots(1, 7 * aligned(80)), n_threads=3) as reader:
+        block = fetch(reader, read)
+    (tile,) = block.tiles
+    assert block.slot is not None and tile.region == read.region and np.shares_memory(tile.data, block.slot.data)
+    np.testing.assert_array_equal(piece.data, data[1:4])
+    assert [place for place, _ in block.views(read.parts[1].region)] == [read.parts[1].region], "one copy for the receiver"
+    np.testing.assert_array_equal(values_of(block, read.parts[1].region, "f4"), data[3:8, 1:, 2:])
+    inside = [np.shares_memory(out, block.slot.data) for out in chunks_of(source).outs]
+    wanted = [index >= (3, 0, 0) for index in chunks_of(source).fetched]
+    assert len(inside) == 7 and sorted(inside) == sorted(wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "region"),
+    [
+        ((10, 4), (4, 4), Region((0, 0), (10, 4))),  # the last chunk reaches over the array's edge
+        ((9, 6), (3, 6), Region((3, 0), (9, 6))),
+        ((8, 6), (2, 3), Region((0, 0), (4, 6))),  # two chunks side by side
+        ((6, 4, 4), (1, 2, 4), Region((1, 0, 0), (5, 4, 4))),
+        ((6, 4, 4), (1, 2, 2), Region((1, 0, 0), (5, 4, 4))),
+        ((24,), (5,), Region((0,), (24,))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_what_travels_is_right_however_chunks_lie_in_a_block(
+    shape: tuple[int, ...], chunk: tuple[int, ...], region: Region, dtype: str
+) -> None:
+    """Wrong if rows of chunks that lie side by side were taken for one tile, or an edge chunk wrote over the next one."""
+    data = np.arange(math.prod(shape), dtype="f4").reshape(shape)
+    read = Block(region, (Part(region, 0, 1),))
+    with reader_of(chunked(data, chunk), slots=Slots(1, 1 << 12), n_threads=2, dtype=np.dtype(dtype)) as reader:
+        block = fetch(reader, read)
+    np.testing.assert_array_equal(values_of(block, region, dtype), data[region.slices()].astype(dtype), strict=True)
+    covered = np.zeros(shape, int)
+    for tile in block.tiles:
+        covered[tile.region.slices()] += 1
+    assert (covered[region.slices()] == 1).all(), "each element is in one tile"
+
+
 def test_chunks_between_the_shards_of_a_rank_are_not_decoded() -> None:
     source = chunked(TABLE, (2, 4))
     pieces = {0: piece_of(rows(0, 3)), 2: piece_of(rows(6, 8))}

@@ -1,0 +1,146 @@
+"""Who writes which chunk in which round? Compared with lists of everything, for shapes and shardings by chance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from shardload.planning.blocks import runs
+from shardload.planning.partners import plan_partners
+from shardload.planning.region import Region
+from shardload.planning.saving import Held, Sent, Unit, least_memory, plan_array, plan_chunks, plan_memory, plan_rounds
+from shardload.planning.shards import Shards, plan_shards
+
+PAGE = 4096
+
+
+def any_shards(chance: random.Random, n_ranks: int) -> tuple[tuple[int, ...], Shards]:
+    """A true shape and shards of it: padded, permuted, replicated, several for a rank, none for some."""
+    ndim = chance.randint(1, 3)
+    mesh = chance.choice([(n_ranks,), (2, n_ranks), (2, 3), (4, 1)])
+    axes: list[tuple[int, ...]] = [()] * ndim
+    for k in range(len(mesh)):
+        if chance.random() < 0.7:
+            at = chance.randrange(ndim)
+            axes[at] = (*axes[at], k)
+    shape = [chance.randint(1, 40) for _ in range(ndim)]
+    parts = [math.prod(mesh[m] for m in cut) for cut in axes]
+    padded = [-(-n // p) * p for n, p in zip(shape, parts, strict=True)]
+    ranks = [k % n_ranks for k in range(math.prod(mesh))]
+    chance.shuffle(ranks)
+    return tuple(shape), plan_shards(tuple(padded), axes, np.array(ranks).reshape(mesh))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 6])
+def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
+    """Wrong if a chunk had no owner or two, came in no round or two, or an owner of what does not travel did not hold it."""
+    chance = random.Random(n_ranks)
+    kinds: Counter[str] = Counter()
+    for _ in range(150):
+        shape, shards = any_shards(chance, n_ranks)
+        chunks = None if chance.random() < 0.3 else tuple(chance.randint(1, n) for n in shape)
+        if chance.random() < 0.4 and chunks is not None:
+            chunks = tuple(min(n, s) for n, s in zip(shape, shards.shard_shape, strict=True))
+        unit = Unit(shape, chunks, 4, chance.random() < 0.5)
+        cap = chance.choice([1 << 12, 1 << 15, 1 << 28])
+        per_node = chance.choice([None, 1, 2])
+        made = plan_array(unit, shards, n_ranks, per_node if n_ranks > 1 else None, cap)
+        kinds[type(made).__name__] += 1
+        memory, _ = plan_memory([made], [unit], max(cap, least_memory([made], [unit])), 2)
+        assert memory.nbytes <= max(cap, least_memory([made], [unit]))
+        rounds = plan_rounds([made], memory.round_nbytes)
+        seen = np.zeros(shape, dtype=int)
+        for rank in range(n_ranks):
+            held = [shards.region(s) for s in shards.shards_of(rank)]
+            if isinstance(made, Held):
+                units = made.units_of(rank)
+                mine = [u for items in rounds for item in items for u in itertools.islice(units, item.per_round)]
+                assert list(units) == []
+                assert all(made.owner(unit) == rank for unit, _ in mine)
+                regions = [made.units.region(unit) for unit, _ in mine]
+                assert all(any(one.contains(region) for one in held) for region in regions)
+            else:
+                owned = made.schedule.blocks_of(rank)
+                mine_ = [
+                    k for items in rounds for i in items for k in owned[i.number * i.per_round : (i.number + 1) * i.per_round]
+                ]
+                assert mine_ == list(owned)
+                regions = [made.schedule.blocks.region(k) for k in owned]
+            for region in regions:
+                seen[region.slices()] += 1
+                if chunks is None:
+                    assert len(runs(shape, region)) == 1
+        assert (seen == 1).all(), (shape, chunks, made)
+    assert min(kinds.values()) > 10, kinds
+
+
+def test_two_nodes_never_write_to_one_page() -> None:
+    """Wrong if clients of a network file system could lose each other's bytes."""
+    chance = random.Random(5)
+    for _ in range(200):
+        shape = tuple(chance.choice([3, 8, 64, 96, 1024, 1000]) for _ in range(chance.randint(1, 3)))
+        cut = chance.randrange(len(shape))
+        if shape[cut] % 4:
+            continue
+        shards = plan_shards(shape, [(0,) if k == cut else () for k in range(len(shape))], np.arange(4))
+        made = plan_array(Unit(shape, None, 4, False), shards, 4, 2)
+        pages: dict[int, set[int]] = {}
+        if isinstance(made, Held):
+            regions = [(rank, made.units.region(unit)) for rank in range(4) for unit, _ in made.units_of(rank)]
+        else:
+            blocks = made.schedule.blocks
+            regions = [(rank, blocks.region(k)) for rank in range(4) for k in made.schedule.blocks_of(rank)]
+        for rank, region in regions:
+            ((start, length),) = runs(shape, region)
+            for page in {start * 4 // PAGE, (start + length) * 4 // PAGE - (not (start + length) * 4 % PAGE)}:
+                pages.setdefault(page, set()).add(rank // 2)
+        assert all(len(nodes) == 1 for nodes in pages.values()), (shape, cut, made)
+
+
+def test_chunks_follow_shards() -> None:
+    """Wrong if a chunk of 4 MiB or less lay in two shards where it need not, or was larger."""
+    for shape, mesh in itertools.product([(512, 512, 512), (1024, 96, 640), (4096, 4096)], [(2, 2), (4, 3), (8, 1)]):
+        axes = [(0,), (1,), ()][: len(shape)]
+        padded = tuple(-(-n // m) * m for n, m in zip(shape, (*mesh, 1), strict=False))
+        shards = plan_shards(padded, axes, np.arange(math.prod(mesh)).reshape(mesh))
+        chunks = plan_chunks(shape, 4, shards)
+        assert 1 << 18 <= math.prod(chunks) * 4 <= 4 << 20
+        made = plan_array(Unit(shape, chunks, 4, True), shards, math.prod(mesh))
+        assert isinstance(made, Held), (shape, mesh, chunks)
+
+
+def test_a_file_of_chunks_has_one_writer_on_several_nodes() -> None:
+    """Wrong if two nodes wrote to one file of Zarr shards, in which chunks lie at any byte."""
+    shards = plan_shards((64, 64), [(0,), (1,)], np.arange(4).reshape(2, 2))
+    unit = Unit((64, 64), (4, 5), 4, True, (8, 10))
+    for per_node, size in ((None, 20), (2, 80)):
+        made = plan_array(unit, shards, 4, per_node)
+        assert isinstance(made, Sent)
+        assert all(cell % n == 0 for cell, n in zip(made.schedule.blocks.cell, (8, 10) if per_node else (4, 5), strict=True))
+        assert size <= math.prod(made.schedule.blocks.cell)
+
+
+@pytest.mark.parametrize("nodes", [[4], [1, 1], [2, 2], [3, 1], [1, 5, 2], [3, 3, 3], [7, 1, 1, 1]])
+def test_another_rank_reads_back(nodes: list[int]) -> None:
+    """Wrong if a rank read what it wrote, two ranks read the same, or a node read its own where another one could."""
+    leaders = [k for k, n in enumerate(nodes) for _ in range(n)]
+    found = plan_partners(leaders)
+    assert sorted(found) == list(range(len(leaders)))
+    assert all(rank != other for rank, other in enumerate(found))
+    same = sum(leaders[rank] == leaders[other] for rank, other in enumerate(found))
+    assert same == max(0, 2 * max(nodes) - len(leaders))
+
+
+def test_empty_and_scalar() -> None:
+    """Wrong if an array without elements or axes had no plan."""
+    for shape in ((), (0, 3)):
+        shards = plan_shards(shape, [()] * len(shape), np.arange(3))
+        made = plan_array(Unit(shape, None, 8, False), shards, 3)
+        assert isinstance(made, Held)
+        found = [made.units.region(u) for rank in range(3) for u, _ in made.units_of(rank)]
+        assert found == ([Region((), ())] if not shape else [])
