@@ -331,7 +331,7 @@ def everything(
         (small, {"data": data, "results": results}),
         (verify, {"sizes": str(size), "repeats": repeats, "data": data, "results": results}),
         (devices, {"size": size, "repeats": repeats, "data": data, "results": results}),
-        (save_command, {"size": size, "repeats": repeats, "data": data, "out": results / "save.json"}),
+        (save_command, {"size": size, "specs": "-,a,b", "repeats": repeats, "data": data, "out": results / "save.json"}),
         (memory, {"size": large, "layouts": MEMORY_LAYOUTS, "data": data, "results": results}),
         (field_command, {"repeats": repeats, "data": data, "results": results}),
         (report, {"results": results}),

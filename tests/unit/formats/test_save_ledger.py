@@ -191,6 +191,33 @@ def test_metadata_that_cannot_be_put_early(tmp_path: Path, call: str, when: int,
     assert errno.errorcode[code] in done.stdout and not done.stderr
 
 
+@pytest.mark.parametrize("where", ["allocate", "finish"])
+def test_an_error_is_told_by_the_call_in_which_it_happened(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if HDF5 never reads what could not be put, and the next write succeeds: what the system lost before is not known."""
+    monkeypatch.setattr(sink_module, "MOST_NBYTES", 4096)
+    monkeypatch.setattr(sink_module, "_CACHE_NBYTES", 8192 if where == "allocate" else 1 << 20)
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": ArraySpec((900,), np.dtype("u1"), (1,), compression=Compression.of("gzip"))})
+    with sink.create() as catalog:
+        pwrite, failed = os.pwrite, []
+
+        def fails_once(*arguments: Any) -> int:
+            if failed:
+                return pwrite(*arguments)
+            failed.append(1)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "pwrite", fails_once)
+        if where == "finish":
+            catalog.allocate("/x", range(900), [50] * 900)
+            assert not failed
+        with pytest.raises(SourceError, match="no space is left"):
+            if where == "finish":
+                catalog.finish()
+            else:
+                catalog.allocate("/x", range(900), [50] * 900)
+    assert not os.listdir(tmp_path)
+
+
 def test_what_a_store_can_not_read_is_zeros_and_an_error_to_be_looked_for() -> None:
     store = Memory()
     ledger = Ledger(store, most_nbytes=1024)

@@ -310,10 +310,11 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
     values = ramp((32, 32), "<i4")
     spec = ArraySpec(values.shape, values.dtype, (2, 2), (16, 16), Compression.of("zstd"))
     sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec})
-    one, synced = sink.arrays["/x"], []
+    one, synced, opened, os_open = sink.arrays["/x"], [], [], os.open
     monkeypatch.setattr(zarr_sink, "_MOST_BEHIND", 100)
     with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
         monkeypatch.setattr(zarr_sink.os, "fsync", synced.append)
+        monkeypatch.setattr(zarr_sink.os, "open", lambda *arguments: opened.append(arguments) or os_open(*arguments))
         stored = {k: one.encode(one.region(k), values[one.region(k).slices()]) for k in np.ndindex(*one.spec.grid)}
         numbers = [one.number(one.region(k)) for k in stored]
         offsets = catalog.allocate("/x", numbers, [part.nbytes for part in stored.values()]).tolist()
@@ -321,6 +322,7 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda put: writer.put("/x", *put), puts))
         assert 1 <= len(synced) <= 8 and len(puts) == 256  # twice in between, those of four files that no thread writes to then
+        assert len(opened) <= 4 * 12  # four threads may open a file at the same time
         writer.sync()
         assert not writer._unsynced and 4 <= len(synced) <= 16
         catalog.finish()

@@ -1,0 +1,340 @@
+"""Which promises does a format make that can be saved, and how is each of them tested?
+
+1. The format's author passes two functions: one makes a `Sink`, one reads a file with the format's own library.
+2. Arrays whose values are their own flat index are written as a save writes them: by several writers, each chunk by one of
+   them, in an order of chance, in rounds. What the library reads must be equal.
+3. Each other promise has one function here. If it raises, the error is kept with the promise's name, and the next is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardload.errors import ConfigError
+from shardload.formats.base import native_dtype
+from shardload.formats.sink import ArraySpec, Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.planning.region import Region
+from shardload.testing.conformance import DTYPES, SHAPES, _expect, _Findings, ramp
+
+__all__ = ["check_sink"]
+
+_N_WRITERS, _ROUND, _N_THREADS = 3, 5, 4
+
+Array = np.ndarray[Any, Any]
+Make = Callable[[str, Mapping[str, ArraySpec], str], Sink]
+Read = Callable[[str], Mapping[str, Array]]
+
+
+def check_sink(
+    make: Make,
+    read: Read,
+    *,
+    folder: str | os.PathLike[str],
+    suffix: str = "",
+    dtypes: Sequence[str] = DTYPES,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    change: Callable[[ArraySpec], ArraySpec] = lambda spec: spec,
+) -> None:
+    """Raise `ConformanceError` unless a format keeps every promise of `shardload.formats.sink`.
+
+    Collective: no.
+
+    Parameters
+    ----------
+    make : callable
+        ``make(path, specs, mode)`` makes the sink of a new file, as `make_sink` does. Names are such as ``"/a"`` and
+        ``"/group/b"``.
+    read : callable
+        ``read(path)`` reads all arrays of a file with the format's own library: by full name, in the type in which they are
+        stored.
+    folder : str or PathLike
+        Folder for the files. It must exist, and is not emptied.
+    suffix : str
+        Suffix of the file names: ``".h5"``.
+    dtypes : sequence of str
+        Types that the format can hold, by NumPy's names, in both byte orders.
+    shapes : sequence of tuple of int
+        Shapes that the format can hold.
+    change : callable
+        Makes another spec of each: with a compression, or with shards.
+
+    Raises
+    ------
+    ConformanceError
+        It names each broken promise, with the values found and expected.
+
+    Examples
+    --------
+    >>> import h5py, tempfile
+    >>> from shardload.formats.saving import make_sink
+    >>> def read(path):
+    ...     with h5py.File(path) as file:
+    ...         return {f"/{name}": file[name][()] for name in ("t0", "group/s0", "group/s0p")}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     check_sink(
+    ...         lambda path, specs, mode: make_sink(path, specs, mode=mode), read, folder=folder, suffix=".h5",
+    ...         dtypes=["float32"], shapes=[(5, 7)],
+    ...     )
+    """
+    arrays = {f"/t{k}": ramp((5, 7), dtype) for k, dtype in enumerate(dtypes)}
+    specs = {name: change(ArraySpec(one.shape, one.dtype, (2, 3))) for name, one in arrays.items()}
+    for k, shape in enumerate(shapes):
+        one = ramp(shape, dtypes[k % len(dtypes)])
+        chunks = tuple(max(1, n // 2) for n in shape)  # the last chunk along an axis of odd length is cut
+        arrays |= {f"/group/s{k}": one, f"/group/s{k}p": one}
+        specs |= {
+            f"/group/s{k}": change(ArraySpec(shape, one.dtype, chunks)),
+            f"/group/s{k}p": ArraySpec(shape, one.dtype),  # in one piece
+        }
+    numbers = itertools.count()
+
+    def new(mode: str = "w-", path: str | None = None) -> Sink:
+        return make(path or str(Path(folder, f"saved{next(numbers)}{suffix}")), specs, mode)
+
+    found = _Findings("the sink")
+    for promise, check in _PROMISES.items():
+        with found.promise(promise):
+            check(new, read, arrays)
+    found.raise_all()
+
+
+New = Callable[..., Sink]
+
+
+def _units(one: Encoder) -> Iterator[tuple[int, Region]]:
+    """What is encoded at once: each chunk, with its number; rows of an array in one piece, if its sink takes regions."""
+    if one.spec.chunks is None:
+        yield 0, Region.whole(one.spec.shape)
+        return
+    for number, index in enumerate(np.ndindex(*one.spec.grid)):
+        yield number, one.region(index)
+
+
+def _write(sink: Sink, catalog: Catalog, arrays: Mapping[str, Array], seed: int = 0) -> list[tuple[str, int, int, str]]:
+    """Write everything; returns where each chunk is: file, offset, bytes, array."""
+    ticket = Ticket.from_json(catalog.ticket.to_json())
+    chance, places = random.Random(seed), []
+    todo = [(name, number, region) for name, one in sink.arrays.items() for number, region in _units(one)]
+    chance.shuffle(todo)
+    writers = [sink.writer(ticket) for _ in range(_N_WRITERS)]
+    try:
+        for at in range(0, len(todo), _ROUND):
+            asked: dict[str, list[tuple[int, Stored]]] = {}
+            for name, number, region in todo[at : at + _ROUND]:
+                one = sink.arrays[name]
+                stored = one.encode(region, arrays[name][region.slices()])
+                writer = chance.choice(writers)
+                if one.spec.chunks is None:
+                    writer.put_region(name, region, stored)
+                elif one.is_asked:
+                    asked.setdefault(name, []).append((number, stored))
+                else:
+                    places.append(_put(sink, writer, ticket, name, number, writer.place(name, number), stored))
+            for name, some in asked.items():
+                offsets = catalog.allocate(name, [n for n, _ in some], [s.nbytes for _, s in some], [s.mask for _, s in some])
+                for (number, stored), offset in zip(some, offsets.tolist(), strict=True):
+                    places.append(_put(sink, chance.choice(writers), ticket, name, number, offset, stored))
+        for writer in writers:
+            writer.sync()
+    finally:
+        for writer in writers:
+            writer.close()
+    return places
+
+
+def _put(
+    sink: Sink, writer: Writer, ticket: Ticket, name: str, number: int, offset: int, stored: Stored
+) -> tuple[str, int, int, str]:
+    writer.put(name, number, offset, stored)
+    return sink.file_of(ticket, name, number), offset, stored.nbytes, f"chunk {number} of {name}"
+
+
+def _save(sink: Sink, arrays: Mapping[str, Array], seed: int = 0) -> None:
+    with sink.create() as catalog:
+        _write(sink, catalog, arrays, seed)
+        catalog.finish()
+        catalog.commit()
+
+
+def _compare(path: str, read: Read, arrays: Mapping[str, Array]) -> None:
+    found = read(path)
+    for name, expected in arrays.items():
+        _expect(name in found, f"the file has no {name}; it has {sorted(found)}")
+        one = np.asarray(found[name])
+        _expect(one.shape == expected.shape, f"{name} has shape {one.shape}, expected {expected.shape}")
+        is_native = native_dtype(one.dtype) == native_dtype(expected.dtype)
+        _expect(is_native, f"{name} has type {one.dtype}, expected {expected.dtype}")
+        wrong = np.argwhere(one != expected)
+        if len(wrong):
+            at = tuple(int(k) for k in wrong[0])
+            _expect(
+                False, f"{name} at {at} is {one[at]!r}, expected {expected[at]!r}; {len(wrong)} of {one.size} values differ"
+            )
+
+
+# --- the promises
+
+
+def _check_values(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    for seed in range(2):
+        sink = new()
+        _save(sink, arrays, seed)
+        _compare(sink.path, read, arrays)
+
+
+def _check_description(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    _expect(set(sink.arrays) == set(arrays), f"arrays are {sorted(sink.arrays)}, expected {sorted(arrays)}")
+    for name, expected in arrays.items():
+        one, info = sink.arrays[name], sink.arrays[name].info
+        told = info.shape, info.dtype, info.dataset, info.chunks
+        wanted = expected.shape, native_dtype(expected.dtype).name, name, one.spec.chunks
+        _expect(told == wanted, f"info of {name} has shape, dtype, name and chunks {told}, expected {wanted}")
+        count = np.zeros(expected.shape, int)
+        for number, region in _units(one):
+            count[region.slices()] += 1
+            _expect(one.number(region) == number, f"{region} of {name} has number {one.number(region)}, expected {number}")
+        _expect(bool(np.all(count == 1)), f"the chunks of {name} do not cover it once")
+        region = Region.whole(expected.shape) if 0 in expected.shape else next(_units(one))[1]
+        another = "int8" if native_dtype(expected.dtype) == np.float64 else "float64"
+        for wrong in (np.zeros((*region.shape, 1), expected.dtype), np.zeros(region.shape, another)):
+            try:
+                one.encode(region, wrong)
+            except ValueError:
+                continue
+            _expect(False, f"values of shape {wrong.shape} and type {wrong.dtype} were encoded for {name} of {expected.dtype}")
+
+
+def _check_encoding(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    for name, values in arrays.items():
+        one, kept = sink.arrays[name], []
+        other = values.astype(values.dtype.newbyteorder(), order="F")
+        for _, region in _units(one):
+            before = values[region.slices()].copy()
+            stored = one.encode(region, before)
+            _expect(np.array_equal(before, values[region.slices()]), f"the values of {region} of {name} were changed")
+            again = one.encode(region, other[region.slices()])
+            kept.append((region, stored, before, bytes(memoryview(stored.data))))
+            same = bytes(memoryview(again.data)) == kept[-1][3]
+            _expect(same, f"{region} of {name} in other strides and another byte order is encoded as other bytes")
+        for region, stored, _, first in kept:
+            _expect(bytes(memoryview(stored.data)) == first, f"the bytes of {region} of {name} changed as others were encoded")
+            _expect(stored.nbytes == len(first), f"nbytes of {region} of {name} is {stored.nbytes}, expected {len(first)}")
+
+
+def _check_threads(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    tasks = [(name, region) for name, one in sink.arrays.items() for _, region in _units(one)] * 3
+
+    def encode(task: tuple[str, Region]) -> bytes:
+        return bytes(memoryview(sink.arrays[task[0]].encode(task[1], arrays[task[0]][task[1].slices()]).data))
+
+    alone = [encode(task) for task in tasks]
+    with ThreadPoolExecutor(_N_THREADS) as pool:
+        together = list(pool.map(encode, tasks))
+    wrong = [task for task, a, b in zip(tasks, alone, together, strict=True) if a != b]
+    _expect(not wrong, f"{len(wrong)} of {len(tasks)} chunks are encoded as other bytes by several threads: {wrong[:1]}")
+
+
+def _check_places(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    with sink.create() as catalog:
+        places = sorted(_write(sink, catalog, arrays))
+        for (file, at, nbytes, what), (other, start, _, second) in itertools.pairwise(places):
+            _expect(file != other or at + nbytes <= start, f"{what}, {nbytes} bytes at {at}, lies on {second} at {start}")
+        for file, at, nbytes, what in places:
+            _expect(os.path.getsize(file) >= at + nbytes, f"the file of {what} is shorter than where it ends")
+
+
+def _check_name(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    folder = os.path.dirname(sink.path)
+    before = set(os.listdir(folder))
+    with sink.create() as catalog:
+        _write(sink, catalog, arrays)
+        catalog.finish()
+        _expect(not os.path.lexists(sink.path), "the name exists before `commit`")
+    left = set(os.listdir(folder)) - before
+    _expect(not left, f"a save that was abandoned left {sorted(left)}")
+    _save(sink, arrays)
+    _expect(set(os.listdir(folder)) - before == {os.path.basename(sink.path)}, "a save leaves more than the file of its name")
+
+
+def _check_modes(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    first, second = new(), None
+    other = {name: values[::-1].copy() if values.ndim else values for name, values in arrays.items()}
+    second = new(path=first.path)
+    with second.create() as late:
+        _write(second, late, other)
+        late.finish()
+        _save(first, arrays)  # it takes the name meanwhile
+        try:
+            late.commit()
+        except ConfigError:
+            pass
+        else:
+            _expect(False, "mode 'w-' replaced a file that another save had made meanwhile")
+    _compare(first.path, read, arrays)
+    third = new("w", first.path)
+    with third.create() as catalog:
+        _write(third, catalog, other)
+        catalog.finish()
+        _compare(first.path, read, arrays)  # the old file is whole until then
+        catalog.commit()
+    _compare(first.path, read, other)
+
+
+def _check_ticket(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    with sink.create() as catalog:
+        ticket = Ticket.from_json(catalog.ticket.to_json())
+        _expect(ticket == catalog.ticket, f"the ticket {catalog.ticket} is another after JSON")
+        for wrong in (replace(ticket, token="0" * len(ticket.token)), replace(ticket, temporary=f"{ticket.temporary}0")):
+            try:
+                sink.writer(wrong).close()
+            except ConfigError:
+                continue
+            _expect(False, "a writer takes a temporary that is not to be seen, or is another save's")
+
+
+def _check_missing(new: New, read: Read, arrays: Mapping[str, Array]) -> None:
+    sink = new()
+    asked = [name for name, one in sink.arrays.items() if one.is_asked]
+    with sink.create() as catalog:
+        for name in asked[:1]:
+            catalog.allocate(name, [0], [10])
+            for wrong in ([0], [10**9], [-1]):
+                try:
+                    catalog.allocate(name, wrong, [10])
+                except ValueError:
+                    continue
+                _expect(False, f"chunk {wrong[0]} of {name} got a place; it has one, or is not in the array")
+        try:
+            catalog.finish()
+        except ValueError:
+            pass
+        else:
+            _expect(not asked, "`finish` ends a file whose chunks have no place")
+
+
+_PROMISES: dict[str, Callable[[New, Read, Mapping[str, Array]], None]] = {
+    "says what it will write": _check_description,
+    "encodes a chunk as the same bytes, whatever else is encoded": _check_encoding,
+    "is used by several threads": _check_threads,
+    "gives each chunk a place of its own": _check_places,
+    "writes what the format's own library reads": _check_values,
+    "gives the file its name at the end, and leaves nothing else": _check_name,
+    "replaces a file as a whole, or refuses to": _check_modes,
+    "shows a writer which temporary is meant": _check_ticket,
+    "notices chunks without a place": _check_missing,
+}
