@@ -300,7 +300,8 @@ class Source(abc.ABC):
             if len(named) > 1:
                 compression["options"] = {"cname": named[1]}
         coordinates = tuple(one.dataset for one in labels.coords.values())
-        return Properties(self.dtype, labels.dims, attrs, compression, coordinates=coordinates)
+        is_dimension = info.is_coordinate and info.nbytes_stored == 0
+        return Properties(self.dtype, labels.dims, attrs, compression, coordinates=coordinates, is_dimension=is_dimension)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only

@@ -67,7 +67,12 @@ class Leftover:
     @property
     def commands(self) -> list[tuple[str, str]]:
         """What to do if no save runs there any more: in words, and what to type."""
-        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{shlex.quote(self.path)}"
+        journal = f"{self.path}.journal"
+        has_journal = os.path.exists(journal)
+        paths = " ".join(shlex.quote(path) for path in ([self.path, journal] if has_journal else [self.path]))
+        remove = "remove it", f"rm {'-r ' if os.path.isdir(self.path) else ''}{paths}"
+        if has_journal and not self.is_whole:
+            return [("go on with it", f"shardload copy IN {shlex.quote(self.target)} --resume"), remove]
         if not self.is_whole or self.is_link:
             return [remove]
         target = self.target

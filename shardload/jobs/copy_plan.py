@@ -146,10 +146,16 @@ def plan_copy(
     least = least_nbytes(largest[0], reading)
     staging = max(STAGING_NBYTES, least) if isinstance(request.staging, str) else request.staging
     if staging < least:
-        chunk = "" if largest[1] is None else f", with chunks of {format_nbytes(largest[0])} in '{largest[1].name}'"
+        chunk, smaller = "", "chunks"
+        if largest[1] is not None:
+            spec = sink.arrays[largest[1].full_name].spec
+            what = "rows" if spec.chunks is None else "chunks"
+            if spec.shards is not None and machine.n_nodes > 1:
+                what = smaller = "shards"
+            chunk = f", with {what} of {format_nbytes(largest[0])} in '{largest[1].name}'"
         raise ConfigError(
             f"staging is {format_nbytes(staging)}, but this copy needs {format_nbytes(least)}{chunk}. Pass "
-            f"staging='{_mib(least)}MiB', or smaller chunks="
+            f"staging='{_mib(least)}MiB', or smaller {smaller}="
         )
     memory = plan_memory(staging, largest[0], reading, machine.n_threads)
     arrays = tuple(plan_array(unit, n_ranks, memory.round_nbytes) for unit in units)

@@ -78,11 +78,12 @@ def run_units(shape: tuple[int, ...], itemsize: int, page: int = 1) -> tuple[tup
         row = max(1, math.prod(shape[axis + 1 :]) * itemsize)
         if row > _RUN_NBYTES:
             continue
-        step = page // math.gcd(row, page)
-        n = max(step, _RUN_NBYTES // row // step * step)
-        fits = (n >= shape[axis] and not axis) or (page == 1 or (n * row <= 4 * _RUN_NBYTES and not shape[axis] * row % page))
-        fits = fits or (not axis and n * row <= 4 * _RUN_NBYTES)
-        return ((1,) * axis + (min(n, shape[axis]),) + tuple(shape[axis + 1 :])), fits
+        step, n = page // math.gcd(row, page), _RUN_NBYTES // row
+        paged = n // step * step or (step if step * row <= 4 * _RUN_NBYTES else 0)
+        n = min(paged or n, shape[axis])
+        fits = not axis and n == shape[axis]  # one unit, which begins where the array does
+        fits = fits or (paged > 0 and (not axis or not shape[axis] * row % page))
+        return ((1,) * axis + (n,) + tuple(shape[axis + 1 :])), fits
     return (1,) * len(shape), page == 1
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from shardload.errors import SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, Encoded, Room, Source, check_request, fresh, native_dtype, settle_bools
-from shardload.formats.labels import SMALL_NBYTES
+from shardload.formats.labels import SMALL_NBYTES, Labels
 from shardload.formats.untrusted.answers import HelperError, clean, info_of, is_int, labels_of, lie, loadable, state_of
 from shardload.formats.untrusted.helper import FIRST_NBYTES, Helper
 from shardload.planning.region import Region
@@ -150,7 +150,7 @@ class UntrustedSource(Source):
     """
 
     def __init__(self, path: str, dataset: str, access: Access) -> None:
-        self._path, self._dataset, self._allow_external = path, dataset, access.allow_external
+        self._path, self._dataset, self._allow_external, self._access = path, dataset, access.allow_external, access
         limits = _limits_of(access)
         self._lock = threading.Condition()
         self._idle: list[Helper] = []
@@ -198,6 +198,11 @@ class UntrustedSource(Source):
     def dtype(self) -> np.dtype[Any]:
         """Type of the values, in native byte order."""
         return self._dtype
+
+    def labels(self) -> Labels:
+        """The names of the axes, the attributes as plain Python, and the names of coordinates: from a helper of its own."""
+        found = find_labels(self._info, self._access, 0).labels
+        return found if isinstance(found, Labels) else super().labels()
 
     def read_into(self, region: Region, out: Array) -> None:
         """Have a helper read `region`, and copy it into `out`."""

@@ -446,6 +446,7 @@ def test_help_has_examples() -> None:
         ((), "mpiexec -n 4 python -m shardload demo"),
         (("info",), "shardload info run.h5:/fields/density"),
         (("plan",), "--mesh a=256,b=256 --spec -,a,b"),
+        (("copy",), "--chunks 64,64,64 --shards 512,512,512 --dry-run"),
         (("demo",), "--size 128"),
         (("demo",), "pip install 'shardload[demo]'"),
         (("doctor",), "mpiexec -n 4 python -m shardload doctor --json"),

@@ -95,7 +95,9 @@ def test_unaligned_chunks_that_fit_nowhere_are_decoded_more_than_once() -> None:
 def test_runs_of_an_array_in_one_piece(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if a unit were not one run of the file, or began inside a page that another rank writes."""
     monkeypatch.setattr("shardload.planning.copying._RUN_NBYTES", 256)
-    for shape, itemsize in itertools.product([(7,), (300,), (5, 9), (40, 33), (3, 50, 16), (2, 3, 1000)], [1, 8]):
+    for shape, itemsize in itertools.product(
+        [(7,), (300,), (5, 9), (40, 33), (3, 50, 16), (2, 3, 1000), (2, 48, 32), (70, 1)], [1, 8]
+    ):
         unit, fits = run_units(shape, itemsize, page)
         lead = next((k for k, n in enumerate(unit) if n > 1), len(shape))
         assert unit[lead + 1 :] == shape[lead + 1 :], (shape, unit)
