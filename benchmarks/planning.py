@@ -39,7 +39,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.request import Request, Target, plan_file
+from shardload.jobs.loading.request import Request, Target, plan_file
 from shardload.planning.cost import choose_mode, plan_cost
 from shardload.planning.hops import AUTO_WAY, MESSAGES, NODES, ROW_NBYTES, TWO_HOPS, WAYS, EvenNodes, Hops
 from shardload.planning.parts import PartTable

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
         StallError,
         VerifyError,
     )
-    from shardload.jobs.appending import AppendReport
     from shardload.jobs.contents import open
-    from shardload.jobs.labelled import to_xarray
-    from shardload.jobs.plan import Plan
-    from shardload.jobs.report import LoadReport
-    from shardload.jobs.save_plan import SavePlan
-    from shardload.jobs.saving import SaveReport
-    from shardload.jobs.tree_plan import TreePlan
+    from shardload.jobs.loading.labelled import to_xarray
+    from shardload.jobs.loading.plan import Plan
+    from shardload.jobs.loading.report import LoadReport
+    from shardload.jobs.loading.tree_plan import TreePlan
+    from shardload.jobs.saving.append import AppendReport
+    from shardload.jobs.saving.plan import SavePlan
+    from shardload.jobs.saving.save import SaveReport
     from shardload.planning.selection import between, near
 
 __all__ = [
@@ -88,16 +88,16 @@ __version__ = "0.1.0.dev0"
 
 # No module of the package has one of these names: importing it would replace the function by the module.
 _HOMES = {
-    "LoadReport": "jobs.report",
-    "Plan": "jobs.plan",
-    "AppendReport": "jobs.appending",
-    "SavePlan": "jobs.save_plan",
-    "SaveReport": "jobs.saving",
-    "TreePlan": "jobs.tree_plan",
+    "LoadReport": "jobs.loading.report",
+    "Plan": "jobs.loading.plan",
+    "AppendReport": "jobs.saving.append",
+    "SavePlan": "jobs.saving.plan",
+    "SaveReport": "jobs.saving.save",
+    "TreePlan": "jobs.loading.tree_plan",
     "VerifyReport": "arrays.verification",
     "initialize": "comm.launch",
     "open": "jobs.contents",
-    "to_xarray": "jobs.labelled",
+    "to_xarray": "jobs.loading.labelled",
     **dict.fromkeys(("between", "near"), "planning.selection"),
     **dict.fromkeys(("append", "load", "mask", "plan", "plan_save", "save", "scatter", "unpad", "verify"), "api"),
     **dict.fromkeys((name for name in __all__ if name.endswith(("Error", "Warning"))), "errors"),

@@ -23,18 +23,18 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, cut_out, extent_of, make_mask, to_numpy
 from shardload.errors import ConfigError
-from shardload.jobs.appending import AppendReport
-from shardload.jobs.appending import append as _append
-from shardload.jobs.arguments import Arguments, ToScatter, ToVerify, describe_path
-from shardload.jobs.execution import Loaded
-from shardload.jobs.plan import Plan
-from shardload.jobs.request import Request, Target
-from shardload.jobs.save_plan import SavePlan
-from shardload.jobs.saving import SaveReport
-from shardload.jobs.saving import plan_save as _plan_save
-from shardload.jobs.saving import save as _save
-from shardload.jobs.tree_plan import TreePlan
-from shardload.jobs.trees import ArrayTree, where_text
+from shardload.jobs.loading.arguments import Arguments, ToScatter, ToVerify, describe_path
+from shardload.jobs.loading.execution import Loaded
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.request import Request, Target
+from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.trees import ArrayTree, where_text
+from shardload.jobs.saving.append import AppendReport
+from shardload.jobs.saving.append import append as _append
+from shardload.jobs.saving.plan import SavePlan
+from shardload.jobs.saving.save import SaveReport
+from shardload.jobs.saving.save import plan_save as _plan_save
+from shardload.jobs.saving.save import save as _save
 from shardload.options import DEFAULTS, FILE, FULL, Progress, defaults_of, keywords_of, options_of
 from shardload.planning.strategies import ROOT
 

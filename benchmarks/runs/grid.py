@@ -33,8 +33,8 @@ from benchmarks.throttle.links import Links, check_rate
 from shardload.comm import topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
-from shardload.jobs.plan import Plan
-from shardload.jobs.planner import Ask, Ranks, plan_array
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.planner import Ask, Ranks, plan_array
 from shardload.options import Options
 from shardload.planning.machine import Machine
 from shardload.planning.tuning import Tuning

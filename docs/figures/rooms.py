@@ -55,7 +55,8 @@ LEFT, WIDTH = 1.3, 11.6
 def layers() -> list[str]:
     """The rooms, top to bottom."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (contract,) = (c for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    (contract,) = (c for c in contracts if c["type"] == "layers" and c["containers"] == ["shardload"])
     return [room.strip() for layer in contract["layers"] for room in layer.split("|")]
 
 

@@ -11,8 +11,8 @@ from typing import IO, Any
 from shardload.cli.arguments import as_typed, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ShardloadError, printable
-from shardload.jobs.copy_request import CopyRequest
-from shardload.jobs.copying import CopyReport, copy_file
+from shardload.jobs.copying.copy import CopyReport, copy_file
+from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap
 from shardload.units import format_nbytes
 

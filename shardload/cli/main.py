@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardload.formats.base import ArrayInfo
     from shardload.formats.labels import Coordinate
     from shardload.formats.leftovers import Leftover
-    from shardload.jobs.tree_plan import TreePlan
+    from shardload.jobs.loading.tree_plan import TreePlan
 
 __all__ = ["app", "main"]
 
@@ -243,8 +243,8 @@ def plan(
     who = parse_readers(readers)
     with _one_message():
         import shardload
-        from shardload.jobs.describe import describe_plan
-        from shardload.jobs.tree_plan import TreePlan
+        from shardload.jobs.loading.describe import describe_plan
+        from shardload.jobs.loading.tree_plan import TreePlan
 
         how: dict[str, Any] = {
             "dtype": dtype,
@@ -378,7 +378,7 @@ def copy(
     sizes = {"chunks": parse_sizes(chunks, "--chunks"), "shards": parse_sizes(shards, "--shards")}
     packing = parse_compression(compression)
     with _one_message(copy_as_typed):
-        from shardload.jobs.copy_request import CopyRequest
+        from shardload.jobs.copying.request import CopyRequest
 
         more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
         more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}

@@ -18,8 +18,8 @@ from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
-from shardload.jobs.plan import Plan
-from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.system.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
 
 __all__ = ["run"]

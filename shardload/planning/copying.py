@@ -28,7 +28,7 @@ from shardload.planning.shards import Shards
 
 __all__ = ["Copied", "Item", "Memory", "Round", "Unit", "least_nbytes", "plan_array", "plan_memory", "plan_rounds", "run_units"]
 
-RING = 3  # rounds of values (`jobs.writing.KEPT_ROUNDS`)
+RING = 3  # rounds of values (`jobs.writing.file.KEPT_ROUNDS`)
 _HELD = 5  # and two of stored bytes
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab

@@ -22,7 +22,7 @@ from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import _GrowthEncoder
-from shardload.jobs.appending import _Appending
+from shardload.jobs.saving.append import _Appending
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import on_disk, put, turned
 

@@ -79,7 +79,7 @@ def test_small_array_comes_with_its_metadata(
     def opens(*_: Any) -> None:
         raise PermissionError("nobody but rank 0 opens it")
 
-    monkeypatch.setattr(importlib.import_module("shardload.jobs.array_load"), "open_source", opens)
+    monkeypatch.setattr(importlib.import_module("shardload.jobs.loading.array_load"), "open_source", opens)
     tune(small_nbytes=values.nbytes)
     load = partial(shardload.load, files[source], mesh, dataset=NAME)
     check(load(P("b", "a")), values, mesh, P("b", "a"))
@@ -172,7 +172,7 @@ def test_messages_of_small_loads(shared_tmp_path: Path, comm: Any, monkeypatch: 
 @pytest.mark.usefixtures("as_it_is")
 def test_one_rank_that_cannot_make_a_small_array(files: dict[str, str], comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the other ranks had gone on with their arrays: they had all they needed."""
-    module = importlib.import_module("shardload.jobs.array_load")
+    module = importlib.import_module("shardload.jobs.loading.array_load")
 
     def fails(*_: Any) -> None:
         raise MemoryError("no room here")

@@ -23,7 +23,7 @@ from shardload import ConfigError, PeerError, SourceError
 from shardload.api import load_many
 from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
-from shardload.jobs import array_load, execution
+from shardload.jobs.loading import array_load, execution
 from shardload.transfer import resources
 from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
 from shardload.comm.shared_memory import Segment
-from shardload.jobs import saving
+from shardload.jobs.saving import save as saving
 from shardload.planning.saving import Held
 from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (

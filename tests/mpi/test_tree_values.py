@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PackedWarning, VerifyError, between, near
-from shardload.jobs import array_load
+from shardload.jobs.loading import array_load
 from shardload.transfer.chunk_batches import ChunkBatches
 from tests.mpi.support import check, cube, mesh_of, on_root, padded, ramp, same_error, unit
 from tests.mpi.test_decode import by_xarray

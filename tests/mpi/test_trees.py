@@ -25,7 +25,7 @@ import shardload
 from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError, VerifyError
 from shardload.comm.group import Group, group_of
 from shardload.formats.hdf5 import source as hdf5_source
-from shardload.jobs import array_load, execution
+from shardload.jobs.loading import array_load, execution
 from tests.mpi.support import READERS, check, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 Pair = namedtuple("Pair", "left right")

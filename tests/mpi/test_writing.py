@@ -18,8 +18,8 @@ from shardload import PeerError, SourceError, VerifyError
 from shardload.comm.group import group_of
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
-from shardload.jobs import writing
-from shardload.jobs.writing import KEPT_ROUNDS, Values, Written, write_file
+from shardload.jobs.writing import file as writing
+from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.planning.region import Region
 from tests.mpi.support import ramp, same_error
 

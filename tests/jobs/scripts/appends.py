@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.formats.zarr.growth import _GrowthCatalog
-from shardload.jobs.read_back import ReadBack
+from shardload.jobs.writing.read_back import ReadBack
 
 
 def kill_before(holder: Any, name: str, which: int, words: str = "") -> None:

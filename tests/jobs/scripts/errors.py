@@ -200,12 +200,12 @@ def full(*_: Any) -> None:
 
 @case("open fails on ranks 1 and 3 alone")
 def _() -> None:
-    patched("shardload.jobs.array_load", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
+    patched("shardload.jobs.loading.array_load", "open_source", gone, lambda: load(readers="parallel"), (1, 3))
 
 
 @case("no memory for the pieces on rank 1")
 def _() -> None:
-    patched("shardload.jobs.array_load", "empty_pieces", full, lambda: load(readers="root"), (1,))
+    patched("shardload.jobs.loading.array_load", "empty_pieces", full, lambda: load(readers="root"), (1,))
 
 
 @case("no memory for a block on rank 2")
@@ -247,12 +247,12 @@ def _() -> None:
 
 @case("metadata cannot be read on rank 0")
 def _() -> None:
-    patched("shardload.jobs.arguments", "Finder", gone, load, (0,))
+    patched("shardload.jobs.loading.arguments", "Finder", gone, load, (0,))
 
 
 @case("assembly fails on rank 3")
 def _() -> None:
-    patched("shardload.jobs.array_load", "assemble", full, load, (3,))
+    patched("shardload.jobs.loading.array_load", "assemble", full, load, (3,))
 
 
 class Slow:
@@ -273,7 +273,7 @@ class Slow:
 def _() -> None:
     sources = importlib.import_module("shardload.formats.lookup")
     call = lambda: load("damaged.h5", P("b", "a"), readers="parallel", staging="3KiB")  # noqa: E731
-    patched("shardload.jobs.array_load", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
+    patched("shardload.jobs.loading.array_load", "open_source", lambda *a: Slow(sources.open_source(*a)), call, (1, 2))
 
 
 # --- ranks that pass something else -----------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def _() -> None:
 
 @case("a file cannot be closed on rank 1")
 def _() -> None:
-    patched("shardload.jobs.array_load", "_close", gone, lambda: load(readers="parallel"), (1,))
+    patched("shardload.jobs.loading.array_load", "_close", gone, lambda: load(readers="parallel"), (1,))
 
 
 @case("an alarm was handled before")

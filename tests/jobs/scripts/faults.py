@@ -40,7 +40,7 @@ READERS = ("root", "parallel", "direct", 2)
 BAD = (1, 2, 0)  # the chunk that is damaged in the files that are
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.array_load")
+execute = importlib.import_module("shardload.jobs.loading.array_load")
 # Faults happen at a chunk, or with relays at a bundle, which needs more room.
 RELAYS = os.environ.get("FAULTS_RELAYS", "")
 as_large(batched_chunk_nbytes=0, **({"way": RELAYS} if RELAYS else {}))
@@ -279,8 +279,8 @@ def survive_one(name: str, readers: Any, in_tree: bool) -> None:
 
 # Where a rank is when it dies, or Ctrl-C comes.
 PHASES: dict[str, tuple[Any, str]] = {
-    "metadata": (importlib.import_module("shardload.jobs.arguments"), "Finder"),
-    "planning": (importlib.import_module("shardload.jobs.arguments"), "plan_file"),
+    "metadata": (importlib.import_module("shardload.jobs.loading.arguments"), "Finder"),
+    "planning": (importlib.import_module("shardload.jobs.loading.arguments"), "plan_file"),
     "opening": (execute, "open_source"),
     "reading": (Hdf5Chunks, "fetch"),
     "exchange": (importlib.import_module("shardload.transfer.receiver").Receiver, "check"),

@@ -45,7 +45,7 @@ def load(path: str) -> None:
 
 def patched_load(path: str, seen: str) -> None:
     """Load where one process sees no such file, which only it finds out."""
-    execute = importlib.import_module("shardload.jobs.array_load")
+    execute = importlib.import_module("shardload.jobs.loading.array_load")
     before = execute.open_source
     execute.open_source = lambda _, *more: before(seen, *more)
     try:

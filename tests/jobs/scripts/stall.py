@@ -29,7 +29,7 @@ TIMEOUT = 4.0
 BEATS_A_CHUNK = 1
 
 comm = MPI.COMM_WORLD
-execute = importlib.import_module("shardload.jobs.array_load")
+execute = importlib.import_module("shardload.jobs.loading.array_load")
 tune(min_chunk_nbytes=1, worth_sharing_nbytes=0)  # chunks are small here
 if "inline" not in sys.argv[2]:
     tune(inline_nbytes=-1)
@@ -137,7 +137,7 @@ def relay(way: Any) -> None:
 @case
 def metadata(_: Any) -> None:
     if comm.rank == 0:
-        importlib.import_module("shardload.jobs.arguments").Finder = hold
+        importlib.import_module("shardload.jobs.loading.arguments").Finder = hold
     load()
 
 

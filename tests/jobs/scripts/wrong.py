@@ -42,8 +42,8 @@ layout, plan, execute, prepare, local_pieces, group, staging, channels, inbox, r
     for name in (
         "arrays.sharding",
         "planning.schedule",
-        "jobs.array_load",
-        "jobs.request",
+        "jobs.loading.array_load",
+        "jobs.loading.request",
         "transfer.local_pieces",
         "comm.group",
         "transfer.buffers",

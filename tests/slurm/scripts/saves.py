@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload.comm.group import group_of
-from shardload.jobs import read_back
+from shardload.jobs.writing import read_back
 from tests.mpi.support import cube, mesh_of, ramp
 from tests.slurm.scripts.loads import permuted
 

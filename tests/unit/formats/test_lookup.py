@@ -25,7 +25,7 @@ from shardload.formats.base import ArrayInfo, Format, Source, json_value, refusa
 from shardload.formats.hdf5 import source as hdf5_module
 from shardload.formats.lookup import find_array, list_arrays, open_source, read_small, split_path
 from shardload.formats.memory import FORMAT, MemorySource
-from shardload.jobs.arguments import describe_path
+from shardload.jobs.loading.arguments import describe_path
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, check_source, flat, write_hdf5, write_zarr
 

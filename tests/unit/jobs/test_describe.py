@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
-from shardload.jobs.picture import draw_shards
+from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
+from shardload.jobs.loading.picture import draw_shards
 from shardload.planning.cost import Cost
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region

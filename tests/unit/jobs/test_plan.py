@@ -22,8 +22,8 @@ import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
 from shardload.formats.base import Source
-from shardload.jobs import request
-from shardload.jobs.plan import Plan
+from shardload.jobs.loading import request
+from shardload.jobs.loading.plan import Plan
 from shardload.planning.tuning import default_tuning, tuned
 
 

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload.comm.group import Group
 from shardload.errors import ConfigError
-from shardload.jobs import machine_file, request
+from shardload.jobs import machine_file
+from shardload.jobs.loading import request
 from shardload.options import DEFAULTS, STAGING_NBYTES, Options
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardload.errors import ConfigError, PeerError, SourceError
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one_spec, where_text
+from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one_spec, where_text
 from shardload.options import OPTIONS, OWN
 from shardload.planning.selection import near
 

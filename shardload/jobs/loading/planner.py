@@ -24,7 +24,7 @@ from shardload.arrays.sharding import describe_decomposition, layout_shards, pad
 from shardload.comm import topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.plan import Layout, Plan
+from shardload.jobs.loading.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
 from shardload.planning.blocks import BLOCKS_PER_OWNER
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost

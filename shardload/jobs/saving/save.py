@@ -1,11 +1,11 @@
 """How are arrays saved? The steps of one call, from its arguments to its report.
 
-1. Each rank checks its arguments and plans the file (`save_plan`). All compare both, in the messages with which every call
+1. Each rank checks its arguments and plans the file (`plan`). All compare both, in the messages with which every call
    begins.
 2. Replicas are compared.
 3. In rounds, parts travel from the shards to the owners of chunks, by the exchange that loads use (`PiecesToBlocks`). What an
    owner holds itself does not travel.
-4. `writing.write_file` encodes and writes these rounds, reads the file back, and gives it its name.
+4. `writing.file.write_file` encodes and writes these rounds, reads the file back, and gives it its name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
 from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
 from shardload.jobs.progress import progress_of
-from shardload.jobs.save_arguments import SaveArguments
-from shardload.jobs.save_like import apply_like, read_like
-from shardload.jobs.save_plan import SavePlan, plan_file
-from shardload.jobs.writing import KEPT_ROUNDS, Values, Written, write_file
+from shardload.jobs.saving.arguments import SaveArguments
+from shardload.jobs.saving.like import apply_like, read_like
+from shardload.jobs.saving.plan import SavePlan, plan_file
+from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.options import INDEX, TIMEOUT
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region

@@ -11,9 +11,9 @@ import numpy as np
 
 from shardload.comm.group import Group
 from shardload.formats.sink import ArraySpec, Sink, Ticket
-from shardload.jobs.copy_plan import CopyPlan
-from shardload.jobs.copy_request import Found
-from shardload.jobs.journal import ARRAY, NBYTES, NUMBER, Left, Resumed, find_journal, trusted, whole_chunks
+from shardload.jobs.copying.plan import CopyPlan
+from shardload.jobs.copying.request import Found
+from shardload.jobs.writing.journal import ARRAY, NBYTES, NUMBER, Left, Resumed, find_journal, trusted, whole_chunks
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
 

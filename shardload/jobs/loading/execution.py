@@ -30,12 +30,12 @@ from shardload.comm.group import Group, Invocation, compact, group_of
 from shardload.comm.shared_memory import Bell, Segment
 from shardload.errors import ConfigError, PackedWarning, StallError
 from shardload.formats.base import some
-from shardload.jobs.array_load import ArrayLoad, OpenSources, OwnArray
 from shardload.jobs.consistency import N_SUMS, State, check_same, to_sums
-from shardload.jobs.plan import Layout, Plan
+from shardload.jobs.loading.array_load import ArrayLoad, OpenSources, OwnArray
+from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.report import ArrayReport, LoadReport, Phase, join_proven, make_report
+from shardload.jobs.loading.trees import keys_text
 from shardload.jobs.progress import progress_of
-from shardload.jobs.report import ArrayReport, LoadReport, Phase, join_proven, make_report
-from shardload.jobs.trees import keys_text
 from shardload.options import FILE, FULL, Options
 from shardload.planning.blocks import aligned
 from shardload.planning.hops import MESSAGES, WAYS, Hops, least_bundle_nbytes, node_map

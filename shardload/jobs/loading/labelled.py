@@ -13,9 +13,9 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.plan import Plan
-from shardload.jobs.tree_plan import TreePlan
-from shardload.jobs.trees import Where, node_of, rebuilt, text_of
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.values.decoding import ATTRIBUTES
 

@@ -12,8 +12,8 @@ import jax
 
 from shardload.errors import ConfigError, printable
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.plan import Plan
-from shardload.jobs.report import LoadReport
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
 from shardload.units import format_nbytes

@@ -12,7 +12,7 @@ from shardload.comm.topology import Machine
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
-from shardload.jobs.copy_request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
+from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
 from shardload.planning.copying import Copied, Memory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
 from shardload.planning.grid import Grid
 from shardload.planning.source_layout import SourceLayout

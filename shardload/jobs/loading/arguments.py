@@ -25,12 +25,21 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import SMALL_NBYTES
 from shardload.formats.lookup import Finder, Labeller
 from shardload.formats.memory import MemorySource
-from shardload.jobs.array_load import ArrayLoad
 from shardload.jobs.consistency import State, check_unchanged
-from shardload.jobs.machine_file import machine_for
-from shardload.jobs.planner import read_in_turn, staging_together
-from shardload.jobs.request import Call, Memo, Planned, Request, Target, for_each_kind, plan_file, plan_memory, targets_of
-from shardload.jobs.trees import (
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.planner import read_in_turn, staging_together
+from shardload.jobs.loading.request import (
+    Call,
+    Memo,
+    Planned,
+    Request,
+    Target,
+    for_each_kind,
+    plan_file,
+    plan_memory,
+    targets_of,
+)
+from shardload.jobs.loading.trees import (
     ArrayTree,
     Place,
     Where,
@@ -42,6 +51,7 @@ from shardload.jobs.trees import (
     text_of,
     where_text,
 )
+from shardload.jobs.machine_file import machine_for
 from shardload.options import AUTO, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region

@@ -24,8 +24,8 @@ from shardload.formats.base import refusal
 from shardload.formats.saving import format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
-from shardload.jobs.plan import Plan
-from shardload.jobs.tree_plan import TreePlan
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.options import AUTO, Options, options_of
 
 __all__ = ["SaveArguments", "ToSave"]

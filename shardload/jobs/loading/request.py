@@ -35,13 +35,13 @@ from shardload.formats.base import ArrayInfo
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import read_labels
 from shardload.formats.memory import MemorySource
-from shardload.jobs.array_load import ArrayLoad
-from shardload.jobs.describe import describe_job
-from shardload.jobs.execution import Execution, ExecutionOfMany, Job, Loaded
-from shardload.jobs.plan import Plan
-from shardload.jobs.planner import Ask, Ranks, plan_array, plan_scatter
-from shardload.jobs.tree_plan import TreePlan
-from shardload.jobs.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
+from shardload.jobs.loading.array_load import ArrayLoad
+from shardload.jobs.loading.describe import describe_job
+from shardload.jobs.loading.execution import Execution, ExecutionOfMany, Job, Loaded
+from shardload.jobs.loading.plan import Plan
+from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter
+from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import is_by_name, name_axes

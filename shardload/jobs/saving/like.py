@@ -13,7 +13,7 @@ from shardload.errors import ConfigError
 from shardload.formats.labels import from_plain, to_plain
 from shardload.formats.lookup import find_array, read_labels
 from shardload.formats.sink import Compression
-from shardload.jobs.save_arguments import SaveArguments, ToSave
+from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
 
 __all__ = ["apply_like", "read_like"]

@@ -1,9 +1,9 @@
 """How is a file copied into another layout or format, by many ranks, whatever its size? In rounds, without devices.
 
-1. Rank 0 finds the arrays, and what is asked of the new file (`copy_request`).
-2. All ranks plan the same slabs and rounds (`copy_plan`, `planning.copying`).
-3. In each round a rank reads its slabs, or its piece of one that all ranks read together (`copy_reading`), and hands the chunks
-   of the target to `writing.write_file`, which encodes and writes them meanwhile.
+1. Rank 0 finds the arrays, and what is asked of the new file (`request`).
+2. All ranks plan the same slabs and rounds (`plan`, `planning.copying`).
+3. In each round a rank reads its slabs, or its piece of one that all ranks read together (`reading`), and hands the chunks
+   of the target to `writing.file.write_file`, which encodes and writes them meanwhile.
 
 JAX is not needed, and not imported.
 """
@@ -19,13 +19,13 @@ from typing import Any
 
 from shardload.comm.group import Group, Invocation, group_of
 from shardload.formats.sink import Sink
-from shardload.jobs.copy_plan import CopyPlan, plan_copy
-from shardload.jobs.copy_reading import CopyReading
-from shardload.jobs.copy_request import CopyRequest, Found, describe, find, new_sink
-from shardload.jobs.copy_resume import Done, resume
-from shardload.jobs.journal import Journal, Resumed
+from shardload.jobs.copying.plan import CopyPlan, plan_copy
+from shardload.jobs.copying.reading import CopyReading
+from shardload.jobs.copying.request import CopyRequest, Found, describe, find, new_sink
+from shardload.jobs.copying.resume import Done, resume
 from shardload.jobs.progress import progress_of
-from shardload.jobs.writing import Written, write_file
+from shardload.jobs.writing.file import Written, write_file
+from shardload.jobs.writing.journal import Journal, Resumed
 from shardload.planning.copying import Round, plan_rounds
 from shardload.system.interruption import let_interruption_pass
 

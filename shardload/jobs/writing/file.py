@@ -34,8 +34,8 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
-from shardload.jobs.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
-from shardload.jobs.read_back import Notes, ReadBack, checksum_of_values
+from shardload.jobs.writing.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
+from shardload.jobs.writing.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
 from shardload.planning.blocks import runs
 from shardload.planning.partners import plan_partners

@@ -18,7 +18,7 @@ from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink
-from shardload.jobs.save_arguments import SaveArguments, ToSave
+from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
 from shardload.planning.saving import (
     Held,

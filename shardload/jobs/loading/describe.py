@@ -17,7 +17,7 @@ from shardload.units import format_nbytes
 __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
 
 if TYPE_CHECKING:
-    from shardload.jobs.plan import Plan
+    from shardload.jobs.loading.plan import Plan
 
 _WAYS = {MESSAGES: "part by part", NODES: "in bundles to a relay on each node", TWO_HOPS: "in bundles over two hops"}
 _MOST_ON_A_NODE = 64  # ranks; more of them are on several nodes, whatever a plan without a machine assumes

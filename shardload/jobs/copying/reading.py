@@ -2,7 +2,7 @@
 
 A round's slabs are arrays of their own for it: with blocks, and with pieces on one rank (`plan_direct`: nothing is sent) or on
 all (`Parallel`: each chunk is read by one rank, which sends parts to others). The pieces are cut from three buffers, which are
-used in turn, because `writing.write_file` still stores what was read two rounds before.
+used in turn, because `writing.file.write_file` still stores what was read two rounds before.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shardload.errors import SourceError
 from shardload.formats.base import OpenFile, Source
 from shardload.formats.lookup import open_file, split_path
 from shardload.jobs.consistency import State, check_same_file, check_unchanged
-from shardload.jobs.copy_plan import CopyPlan
-from shardload.jobs.copy_request import CopyRequest, Found
-from shardload.jobs.copy_resume import Done
-from shardload.jobs.writing import KEPT_ROUNDS, Values
+from shardload.jobs.copying.plan import CopyPlan
+from shardload.jobs.copying.request import CopyRequest, Found
+from shardload.jobs.copying.resume import Done
+from shardload.jobs.writing.file import KEPT_ROUNDS, Values
 from shardload.options import INDEX
 from shardload.planning.blocks import aligned
 from shardload.planning.copying import Round

@@ -27,10 +27,10 @@ from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
-from shardload.jobs.save_arguments import SaveArguments
-from shardload.jobs.save_plan import SavePlan, plan_into, shards_of
-from shardload.jobs.saving import SaveReport, Saving, Steps, planned
-from shardload.jobs.writing import Values, Written
+from shardload.jobs.saving.arguments import SaveArguments
+from shardload.jobs.saving.plan import SavePlan, plan_into, shards_of
+from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
+from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
 
 __all__ = ["AppendReport", "append"]

@@ -21,9 +21,9 @@ from shardload.arrays.padding import Extent
 from shardload.arrays.sharding import devices_of_regions
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
-from shardload.jobs.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
-from shardload.jobs.picture import draw_shards
-from shardload.jobs.report import LoadReport
+from shardload.jobs.loading.describe import describe_plan, describe_plan_as_html, describe_plan_in_a_line
+from shardload.jobs.loading.picture import draw_shards
+from shardload.jobs.loading.report import LoadReport
 from shardload.planning.cost import Cost
 from shardload.planning.hops import MESSAGES, least_bundle_nbytes
 from shardload.planning.machine import WORKSTATION, Machine

@@ -29,9 +29,9 @@ from shardload.formats.lookup import file_of, open_file, open_source
 from shardload.formats.memory import MemorySource
 from shardload.formats.untrusted.source import UntrustedSource
 from shardload.jobs.consistency import State, check_same_file, check_unchanged, contents_of, is_open
-from shardload.jobs.plan import Layout, Plan
-from shardload.jobs.report import Phase
-from shardload.jobs.trees import in_array, naming_errors
+from shardload.jobs.loading.plan import Layout, Plan
+from shardload.jobs.loading.report import Phase
+from shardload.jobs.loading.trees import in_array, naming_errors
 from shardload.options import INDEX, Options, fill_value, pad_value
 from shardload.planning.halo import HaloShards
 from shardload.planning.hops import MESSAGES, Hops
