@@ -78,7 +78,7 @@ _INSTEAD = (
     ),
 )
 _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
-_EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?\(?([\d, ]+?),?\)?'?(?=$|[\s.;)])")
+_EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
 _FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
 
 
@@ -92,7 +92,7 @@ def copy_as_typed(message: str) -> str:
     """
     for before, after in _INSTEAD:
         message = message.replace(before, after)
-    message = _EXAMPLE.sub(lambda found: f"Type --chunks {found[1].replace(' ', '')}", message)
+    message = _EXAMPLE.sub(lambda found: f"Type --chunks {(found[1] or found[2]).replace(' ', '')}", message)
     message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)
     message = _WORDS.sub(lambda found: f"--{found[1]} {found[2].strip('()').replace(' ', '').strip(chr(39))}".rstrip(), message)
     return as_typed(message)

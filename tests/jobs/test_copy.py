@@ -25,7 +25,7 @@ atexit.register(lambda: print("peak", resource.getrusage(resource.RUSAGE_SELF).r
 # Runs the command; then says what each rank has imported. A rank may be killed when it is asked for a round.
 PROGRAM = """
 import atexit, os, signal, sys
-from shardload.jobs.copying import plan as copy_plan, copy_reading
+from shardload.jobs.copying import plan as copy_plan, reading as copy_reading
 
 copy_plan._LEAST_READING_NBYTES = 1 << 14
 rank, at, who = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", 0))), *map(int, sys.argv[1:3])

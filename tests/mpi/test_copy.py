@@ -16,8 +16,8 @@ import zarr
 
 from shardload import ConfigError, SourceError
 from shardload.formats.leftovers import find_leftover
-from shardload.jobs.copying import copy_reading
 from shardload.jobs.copying import plan as copy_plan
+from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file
 from shardload.jobs.copying.request import CopyRequest
 from tests.mpi.support import on_root, ramp, same_error
