@@ -190,7 +190,7 @@ def patched(module: str, name: str, value: Any, call: Callable[[], object], rank
         setattr(where, name, before)
 
 
-def gone(*_: Any) -> None:
+def gone(*_: Any, **__: Any) -> None:
     raise PermissionError("the disk went away")
 
 

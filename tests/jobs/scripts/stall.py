@@ -47,7 +47,7 @@ def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
-def hold(*_: Any) -> Any:
+def hold(*_: Any, **__: Any) -> Any:
     """What a file system that does not answer does."""
     say(held=comm.rank)
     threading.Event().wait()
