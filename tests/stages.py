@@ -1,9 +1,8 @@
 """How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program.
 
-Stages in lanes: those of a lane run one after the other, lanes beside each other, and groups of lanes one after the other.
-What a stage prints is kept in a file and shown whole when it has ended, so that stages do not mix their lines. The quick
-checks come first, and end everything if one of them fails; after them all stages run, whatever fails, and those that failed
-are named at the end.
+Stages in lanes: those of a lane run one after the other, lanes beside each other. What a stage prints is kept in a file and
+shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one
+of them fails; after them all stages run, whatever fails, and those that failed are named at the end.
 
 At the end: the seconds of each stage, the slowest tests of all stages together, and how many passed.
 """
@@ -20,7 +19,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,22 +55,19 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# Groups of lanes, one after the other; the lanes of a group beside each other. A job on 4 ranks has most of two cores, for
-# ranks that wait for each other take turns on a core with what runs beside them: what waits more than it works, as a cluster
-# does.
-GROUPS = (
+# Two lanes that end at about the same time. In the first what starts jobs of its own, several at a time, and then what waits
+# more than it works, as a cluster does; in the second one job after the other, the largest last, when it has most of two cores.
+LANES = (
     (
-        (make("pytest: 1 process and the jobs it starts", "test-plain"),),
-        (
-            tool("mypy", "mypy"),
-            make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
-            make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
-            make("doctests", "test-doctests"),
-        ),
+        make("pytest: 1 process and the jobs it starts", "test-plain"),
+        make("pytest: slurm", "test-slurm"),
     ),
     (
-        (make("pytest: 4 ranks", "test-mpi", "N=4"),),
-        (make("pytest: slurm", "test-slurm"),),
+        tool("mypy", "mypy"),
+        make("doctests", "test-doctests"),
+        make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
+        make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
+        make("pytest: 4 ranks", "test-mpi", "N=4"),
     ),
 )
 
@@ -181,17 +176,16 @@ def main() -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         quick = all([run.run(stage) for stage in QUICK])
-        for group in GROUPS if quick else ():
-            lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in group]
-            for thread in lanes:
-                thread.start()
-            for thread in lanes:
-                thread.join()
+        lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in (LANES if quick else ())]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
     except KeyboardInterrupt:
         run.end()
         print(f"\n*** interrupted; what the stages printed so far is in {LOGS}", flush=True)
         return 130
-    planned = [stage.name for lane in (QUICK, *chain.from_iterable(GROUPS if quick else ())) for stage in lane]
+    planned = [stage.name for lane in (QUICK, *(LANES if quick else ())) for stage in lane]
     run.failed += [name for name in planned if name not in run.seconds]  # a lane that broke off
     report(run, tally, time.time() - began)
     return int(bool(run.failed))
