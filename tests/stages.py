@@ -55,19 +55,20 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# Two lanes that end at about the same time. In the first what starts jobs of its own, several at a time, and then what waits
-# more than it works, as a cluster does; in the second one job after the other, the largest last, when it has most of two cores.
+# Two lanes that end at about the same time. The largest job comes last in the first one, when it has most of two cores: ranks
+# that wait for each other take turns on a core with what runs beside them. In the second lane one job after the other, and at
+# its end what waits more than it works, as a Slurm cluster does.
 LANES = (
     (
         make("pytest: 1 process and the jobs it starts", "test-plain"),
-        make("pytest: slurm", "test-slurm"),
+        make("pytest: 4 ranks", "test-mpi", "N=4"),
     ),
     (
         tool("mypy", "mypy"),
-        make("doctests", "test-doctests"),
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
-        make("pytest: 4 ranks", "test-mpi", "N=4"),
+        make("doctests", "test-doctests"),
+        make("pytest: slurm", "test-slurm"),
     ),
 )
 
