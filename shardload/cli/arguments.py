@@ -5,15 +5,19 @@ The ``complete`` functions say what a flag may go on with, to shells.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import EllipsisType
+from typing import IO
 
 import typer
 
+from shardload.errors import ShardloadError
 from shardload.options import OPTIONS
+from shardload.system.terminal import say_error
 
 __all__ = [
     "as_typed",
@@ -27,6 +31,7 @@ __all__ = [
     "parse_readers",
     "parse_select",
     "parse_spec",
+    "show_error",
     "wrong",
 ]
 
@@ -215,3 +220,11 @@ def _flag(name: str, value: str) -> str:
 def wrong(flag: str, message: str) -> typer.BadParameter:
     """The error of a flag that cannot be read."""
     return typer.BadParameter(message, param_hint=flag)
+
+
+def show_error(error: ShardloadError, message: str, out: IO[str], as_json: bool) -> None:
+    """Say on stderr what went wrong, as `message`; with `as_json` also as one JSON document on `out`."""
+    if as_json:
+        told = {"ok": False, "error": type(error).__name__, "message": message}
+        print(json.dumps(told, indent=2), file=out, flush=True)
+    say_error(message)

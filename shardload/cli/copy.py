@@ -8,12 +8,12 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from shardload.cli.arguments import as_typed, wrong
+from shardload.cli.arguments import as_typed, show_error, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ShardloadError, printable
 from shardload.jobs.copying.copy import CopyReport, copy_file
 from shardload.jobs.copying.request import CopyRequest
-from shardload.system.terminal import own_stdout, say_error, width_of, wrap
+from shardload.system.terminal import own_stdout, width_of, wrap
 from shardload.units import format_nbytes
 
 __all__ = ["copy_as_typed", "parse_compression", "parse_sizes", "run"]
@@ -123,11 +123,7 @@ def _run(out: IO[str], request: CopyRequest, only_plan: bool, as_json: bool, how
         report = copy_file(request, only_plan=only_plan, **how)
     except ShardloadError as error:  # the same on every rank
         if rank == 0:
-            message = copy_as_typed(str(error))
-            if as_json:
-                told = {"ok": False, "error": type(error).__name__, "message": message}
-                print(json.dumps(told, indent=2), file=out, flush=True)
-            say_error(message)
+            show_error(error, copy_as_typed(str(error)), out, as_json)
         return 1
     if rank == 0:
         for note in report.notes if not as_json else ():

@@ -13,14 +13,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardload.api import plan
-from shardload.cli.arguments import as_typed
+from shardload.cli.arguments import as_typed, show_error
 from shardload.comm.group import group_of
 from shardload.comm.launch import initialize
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.system.terminal import own_stdout, say_error, width_of, wrap, wrap_parts
+from shardload.system.terminal import own_stdout, width_of, wrap, wrap_parts
 
 __all__ = ["run"]
 
@@ -64,11 +64,7 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
         made.execute()
     except ShardloadError as error:  # the same on every rank
         if rank == 0:
-            message = as_typed(str(error))
-            if as_json:
-                told = {"ok": False, "error": type(error).__name__, "message": message}
-                print(json.dumps(told, indent=2), file=out, flush=True)
-            say_error(message)
+            show_error(error, as_typed(str(error)), out, as_json)
         return 1
     if rank == 0:
         if isinstance(made, TreePlan):

@@ -108,8 +108,30 @@ def _next_cut(cell: Sequence[int], is_cut: Sequence[bool]) -> tuple[int, int]:
     return max(range(len(cell)), key=lambda k: cell[k]), 2
 
 
+class _InRounds:
+    """What is written in rounds of so many bytes, unit by unit."""
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of the largest unit."""
+        raise NotImplementedError
+
+    @property
+    def most_units(self) -> int:
+        """Units of the rank that has most, or an upper bound."""
+        raise NotImplementedError
+
+    def per_round(self, round_nbytes: int) -> int:
+        """Units of a rank in a round."""
+        return max(1, round_nbytes // max(1, self.unit_nbytes))
+
+    def n_rounds(self, round_nbytes: int) -> int:
+        """Rounds; the same on all ranks."""
+        return -(-self.most_units // self.per_round(round_nbytes))
+
+
 @dataclass(frozen=True, eq=False)
-class Held:
+class Held(_InRounds):
     """An array of which each unit lies in one shard: a holder of that shard writes it.
 
     Attributes
@@ -166,14 +188,6 @@ class Held:
     def _held(self, shard: int) -> Region | None:
         return self.shards.region(shard).intersect(Region.whole(self.units.shape))
 
-    def per_round(self, round_nbytes: int) -> int:
-        """Units of a rank in a round."""
-        return max(1, round_nbytes // max(1, self.unit_nbytes))
-
-    def n_rounds(self, round_nbytes: int) -> int:
-        """Rounds; the same on all ranks."""
-        return -(-self.most_units // self.per_round(round_nbytes))
-
     @property
     def travels(self) -> bool:
         """False: what a rank writes it holds."""
@@ -181,7 +195,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Sent:
+class Sent(_InRounds):
     """An array of which parts travel to the owners of blocks.
 
     Attributes
@@ -212,14 +226,6 @@ class Sent:
     def most_units(self) -> int:
         """Blocks of the rank that has most."""
         return -(-self.schedule.blocks.n_cells // self.schedule.strategy.n_owners_of(self.schedule.n_ranks))
-
-    def per_round(self, round_nbytes: int) -> int:
-        """Blocks of a rank in a round."""
-        return max(1, round_nbytes // max(1, self.unit_nbytes))
-
-    def n_rounds(self, round_nbytes: int) -> int:
-        """Rounds; the same on all ranks."""
-        return -(-self.most_units // self.per_round(round_nbytes))
 
     @property
     def travels(self) -> bool:
