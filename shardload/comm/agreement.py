@@ -25,7 +25,7 @@ from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "digest_of"]
+__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "ArgumentsOfOne", "Invocation", "Texts", "compact", "digest_of"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -84,6 +84,46 @@ class Arguments(Mapping[str, str]):
 
     def __len__(self) -> int:
         return len(self._flat)
+
+
+class Texts(dict[str, str]):
+    """Texts that many calls have, as they are for each of them. They must not be changed."""
+
+    @cached_property
+    def compact(self) -> str:
+        """All of it as one text."""
+        return json.dumps([*self.items()])
+
+
+class ArgumentsOfOne(Arguments):
+    """The arguments of a call about one array, as text: its own, then those that the next call may have too.
+
+    Parameters
+    ----------
+    first : mapping of str to str
+        Those of this call.
+    shared : Texts
+        The others, which are put together once for all calls that have them.
+    more : mapping of str to str
+        What comes after them.
+    """
+
+    def __init__(self, first: Mapping[str, str], shared: Texts, more: Mapping[str, str] | None = None) -> None:
+        super().__init__(shared, (), more)
+        self._first, self._texts = first, shared
+
+    @cached_property
+    def _flat(self) -> dict[str, str]:
+        return {**self._first, **self._texts, **self._more}
+
+    @cached_property
+    def compact(self) -> str:
+        """All of it as one text: equal for equal arguments, and for no others."""
+        return f"{json.dumps([*self._first.items()])}{self._texts.compact}{json.dumps([*self._more.items()])}"
+
+    def also(self, more: Mapping[str, str]) -> ArgumentsOfOne:
+        """A copy with more values."""
+        return ArgumentsOfOne(self._first, self._texts, {**self._more, **more})
 
 
 def compact(values: Mapping[str, str]) -> str:
@@ -189,7 +229,8 @@ class Agreement:
         total = np.array(values, dtype=np.int64)
         if self.size > 1:
             total = self._collectives.reduce(total, "sum")
-        return [int(v) for v in total]
+        found: list[int] = total.tolist()
+        return found
 
     def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The minimum of each value over the ranks. Collective."""

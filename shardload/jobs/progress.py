@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
 from importlib import import_module
 from typing import Any
@@ -25,8 +25,7 @@ _WORTH_SHOWING_NBYTES = 256 << 20
 _REDRAWN_SECONDS = 0.1
 
 
-@contextmanager
-def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> Iterator[Callable[[int], None]]:
+def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> AbstractContextManager[Callable[[int], None]]:
     """Give the function to call with the bytes of each part that has arrived.
 
     Parameters
@@ -41,6 +40,20 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
     rank : int
         Only rank 0 shows a bar.
     """
+    if not callable(progress) and (rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)):
+        return _UNSEEN
+    return _shown(progress, name, total_nbytes)
+
+
+def _ignore(nbytes: int) -> None:
+    """Progress that nobody sees."""
+
+
+_UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(_ignore)
+
+
+@contextmanager
+def _shown(progress: Progress, name: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     done = 0
     if callable(progress):
 
@@ -53,9 +66,8 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
         return
     is_notebook = _is_notebook()
     is_seen = is_notebook or (sys.stderr is not None and sys.stderr.isatty())
-    wanted = is_seen and total_nbytes >= _WORTH_SHOWING_NBYTES if progress is None else progress
-    if rank != 0 or not wanted:
-        yield lambda nbytes: None
+    if progress is None and not is_seen:
+        yield _ignore
         return
     name = printable(name)
     if is_notebook:

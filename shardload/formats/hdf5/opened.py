@@ -12,9 +12,9 @@ from typing import Any
 
 import h5py
 
-from shardload.formats.hdf5.raw_file import RawFile, file_number, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 
-__all__ = ["OpenDataset", "OpenFacts", "creation_of", "kind_of", "raw_of"]
+__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "kind_of", "raw_of"]
 
 _MOST_GROUPS = 64
 
@@ -25,12 +25,12 @@ class OpenFacts:
     Parameters
     ----------
     file : h5py.File
-        The file. It stays the caller's; `close` ends what this object has opened besides.
+        The file, from `open_to_read`. It stays the caller's; `close` ends what this object has opened besides.
     """
 
     def __init__(self, file: h5py.File) -> None:
         self.file = file
-        self.descriptor = plain_descriptor(file)
+        self.descriptor = own_descriptor(file)
         self._groups: dict[bytes, Any] = {}
         self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
 
@@ -50,9 +50,14 @@ class OpenFacts:
         self._groups[name] = group
 
     @functools.cached_property
+    def about_root(self) -> Any:
+        """What HDF5 says of the root group as an object."""
+        return h5py.h5o.get_info(self.file.id)
+
+    @property
     def number(self) -> Any:
         """HDF5's number for this file, which all objects in it have."""
-        return file_number(self.file.id)
+        return self.about_root.fileno
 
     @functools.cached_property
     def raw(self) -> RawFile | None:
@@ -93,6 +98,16 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         """The type of its values in the file."""
         return self.id.get_type()
 
+    @functools.cached_property
+    def about(self) -> Any:
+        """What HDF5 says of it as an object: where it is, and how much its attributes take."""
+        return h5py.h5o.get_info(self.id)
+
+
+def about(owner: h5py.Dataset | h5py.File) -> Any:
+    """What HDF5 says of a dataset, or of a file's root group, as an object."""
+    return owner.about if isinstance(owner, OpenDataset) else h5py.h5o.get_info(owner.id)
+
 
 def creation_of(dataset: h5py.Dataset) -> Any:
     """The creation properties of a dataset."""
@@ -111,4 +126,4 @@ def raw_of(dataset: h5py.Dataset) -> RawFile | None:
     """
     if not isinstance(dataset, OpenDataset):
         return RawFile.open(dataset)
-    return dataset.facts.raw if file_number(dataset.id) == dataset.facts.number else None
+    return dataset.facts.raw if dataset.about.fileno == dataset.facts.number else None

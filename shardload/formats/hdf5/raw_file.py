@@ -23,9 +23,27 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "file_number", "plain_descriptor", "swap_size"]
+__all__ = ["RawFile", "file_number", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+@functools.cache
+def _to_read() -> tuple[Any, bool]:
+    """The properties with which h5py opens a file by default, and True if they make HDF5 read a plain file as it is."""
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    properties.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
+    return properties, properties.get_driver() == h5py.h5fd.SEC2
+
+
+def open_to_read(path: str) -> h5py.File:
+    """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does."""
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+
+
+def own_descriptor(file: h5py.File) -> int | None:
+    """`plain_descriptor` of a file that `open_to_read` opened."""
+    return int(file.id.get_vfd_handle()) if _to_read()[1] else None
 
 
 def plain_descriptor(file: h5py.File) -> int | None:
