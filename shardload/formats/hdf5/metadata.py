@@ -16,7 +16,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
-from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_of, nbytes_stored_of
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
@@ -80,7 +80,7 @@ def describe(
         dtype=dtype,
         chunks=chunks,
         codec=_codec(filters),
-        nbytes_stored=None if is_virtual else dataset.id.get_storage_size(),
+        nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
         is_coordinate=has_attributes and _has(dataset, "CLASS") and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
         attributes=attributes,

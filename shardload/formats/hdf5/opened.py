@@ -14,7 +14,7 @@ import h5py
 
 from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 
-__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "kind_of", "raw_of"]
+__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "kind_of", "nbytes_stored_of", "raw_of"]
 
 _MOST_GROUPS = 64
 
@@ -64,6 +64,12 @@ class OpenFacts:
         """The bytes of the file; None if only the HDF5 library may read them."""
         return RawFile.of_file(self.file, self.descriptor)
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of an address, and of a length, in the file."""
+        offset, length = self.file.id.get_create_plist().get_sizes()
+        return int(offset), int(length)
+
     def state_descriptor(self) -> int | None:
         """The descriptor of the file, if it is a plain one and still open."""
         return self.descriptor if self.descriptor is not None and self.file.id.valid else None
@@ -99,6 +105,11 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         return self.id.get_type()
 
     @functools.cached_property
+    def nbytes_stored(self) -> int:
+        """Bytes that its values take in the file: HDF5 goes through the index of its chunks for that."""
+        return int(self.id.get_storage_size())
+
+    @functools.cached_property
     def about(self) -> Any:
         """What HDF5 says of it as an object: where it is, and how much its attributes take."""
         return h5py.h5o.get_info(self.id)
@@ -112,6 +123,11 @@ def about(owner: h5py.Dataset | h5py.File) -> Any:
 def creation_of(dataset: h5py.Dataset) -> Any:
     """The creation properties of a dataset."""
     return dataset.creation if isinstance(dataset, OpenDataset) else dataset.id.get_create_plist()
+
+
+def nbytes_stored_of(dataset: h5py.Dataset) -> int:
+    """Bytes that a dataset's values take in the file."""
+    return dataset.nbytes_stored if isinstance(dataset, OpenDataset) else int(dataset.id.get_storage_size())
 
 
 def kind_of(dataset: h5py.Dataset) -> Any:

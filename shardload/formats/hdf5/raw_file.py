@@ -109,6 +109,10 @@ class RawFile:
         if read_at(self._alive(), out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
+    def read_at_most(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
+        return os.pread(self._alive(), nbytes, offset)
+
     def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
         """Several pieces of the file, in `room`. OSError as for `read_into`."""
         return spans.read(self._alive(), room)
