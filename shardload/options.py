@@ -443,7 +443,7 @@ def key_of(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
     for value in given.values():
         kind = type(value)
         kinds.append(kind)
-        if kind not in _WORDS:  # as text: 0.0 and -0.0 are equal
+        if kind not in _WORDS and not (kind is float and value):  # as text: 0.0 and -0.0 are equal
             value = _exact_text(value)
             if value is None:
                 return None

@@ -94,6 +94,11 @@ class Texts(dict[str, str]):
         """All of it as one text."""
         return json.dumps([*self.items()])
 
+    @cached_property
+    def hashed(self) -> Any:
+        """A hash that has taken in `compact`, to copy and go on with."""
+        return blake2b(_to_bytes(self.compact), digest_size=8)
+
 
 class ArgumentsOfOne(Arguments):
     """The arguments of a call about one array, as text: its own, then those that the next call may have too.
@@ -119,7 +124,17 @@ class ArgumentsOfOne(Arguments):
     @cached_property
     def compact(self) -> str:
         """All of it as one text: equal for equal arguments, and for no others."""
-        return f"{json.dumps([*self._first.items()])}{self._texts.compact}{json.dumps([*self._more.items()])}"
+        return self._texts.compact + self._rest
+
+    @property
+    def _rest(self) -> str:
+        return json.dumps([*self._first.items(), None, *self._more.items()])
+
+    def digest(self, kind: str) -> int:
+        """`digest_of` all of it after the kind of the call, with little work for what is kept."""
+        hashed = self._texts.hashed.copy()
+        hashed.update(_to_bytes(f"{self._rest}{kind}"))
+        return int.from_bytes(hashed.digest(), "little")
 
     def also(self, more: Mapping[str, str]) -> ArgumentsOfOne:
         """A copy with more values."""
@@ -152,7 +167,12 @@ class Invocation:
     @cached_property
     def digest(self) -> int:
         """64-bit digest of kind and values."""
-        return digest_of(json.dumps(self.kind) + compact(self.values))
+        values = self.values
+        return (
+            values.digest(self.kind)
+            if isinstance(values, ArgumentsOfOne)
+            else digest_of(json.dumps(self.kind) + compact(values))
+        )
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""

@@ -40,7 +40,9 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
     rank : int
         Only rank 0 shows a bar.
     """
-    if not callable(progress) and (rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)):
+    if not callable(progress) and (
+        rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)
+    ):
         return _UNSEEN
     return _shown(progress, name, total_nbytes)
 

@@ -5,7 +5,8 @@ The index of most files is a version 1 B-tree: nodes of some 60 entries, which N
 time.
 
 1. Read the object header of the dataset, and find the message that says where its B-tree is.
-2. Read the nodes level by level, down to the leaves. A leaf has an entry for each chunk: size, filter mask, coordinates, address.
+2. Read the nodes level by level, down to the leaves. A leaf has an entry for each chunk: size, filter mask, coordinates and
+   address.
 3. Refuse whatever is not exactly as expected. Then HDF5 lists the chunks (`chunks`), or says what is damaged.
 
 Source: HDF5 File Format Specification, version 3.0, sections III.A.1 (version 1 B-trees) and IV.A (object headers, layout
@@ -114,13 +115,13 @@ def _messages(read: Read, header: int) -> Iterator[tuple[int, int, bytes]]:
 def _leaves(read: Read, root: int, ndim: int, most: int) -> np.ndarray[Any, Any]:
     """The entries of all leaves below a node, in the order of the tree."""
     entry = np.dtype([("size", "<u4"), ("mask", "<u4"), ("at", "<u8", (ndim + 1,)), ("address", "<u8")])
-    usual, level, nodes = _HEAD.size + _USUAL_ENTRIES * entry.itemsize, None, [root]
+    usual, nodes = _HEAD.size + _USUAL_ENTRIES * entry.itemsize, [root]
+    level = int(_HEAD.unpack_from(read(root, _HEAD.size))[2])
     for _ in range(_MOST_LEVELS):
         parts = []
         for node in nodes:
             data = read(node, usual)
             mark, kind, its_level, n, _, _ = _HEAD.unpack_from(data)
-            level = its_level if level is None else level
             if (mark, kind, its_level) != (b"TREE", 1, level) or not n:
                 raise _OtherError
             stop = _HEAD.size + n * entry.itemsize

@@ -4,9 +4,10 @@
 2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is. It reads the bytes without HDF5 and without its lock.
 3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. The values of a missing chunk are the fill value.
 
-To find a chunk: the index of most files can be read without HDF5 (`chunk_index`). HDF5 lists all chunks in a microsecond each, but walks the same list to find one
-(``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon as that costs little compared with the chunks that were
-asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
+To find a chunk: the index of most files can be read without HDF5 (`chunk_index`). Of the others, HDF5 lists all chunks in a
+microsecond each, but walks the same list to find one (``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon as
+that costs little compared with the chunks that were asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in
+the index directly, but copies it under the lock.
 """
 
 from __future__ import annotations

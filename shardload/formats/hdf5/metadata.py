@@ -82,7 +82,10 @@ def describe(
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
-        is_coordinate=has_attributes and _has(dataset, "CLASS") and _is_plain(dataset, "CLASS") and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        is_coordinate=has_attributes
+        and _has(dataset, "CLASS")
+        and _is_plain(dataset, "CLASS")
+        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
         attributes=attributes,
         packing=packing,
     )

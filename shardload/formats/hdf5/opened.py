@@ -62,12 +62,18 @@ class OpenFacts:
     @functools.cached_property
     def raw(self) -> RawFile | None:
         """The bytes of the file; None if only the HDF5 library may read them."""
-        return RawFile.of_file(self.file, self.descriptor)
+        has_block = self.descriptor is None or self.creation.get_userblock()
+        return None if has_block or self.descriptor is None else RawFile.of_plain(self.descriptor)
+
+    @functools.cached_property
+    def creation(self) -> Any:
+        """The properties with which the file was made."""
+        return self.file.id.get_create_plist()
 
     @functools.cached_property
     def sizes(self) -> tuple[int, int]:
         """Bytes of an address, and of a length, in the file."""
-        offset, length = self.file.id.get_create_plist().get_sizes()
+        offset, length = self.creation.get_sizes()
         return int(offset), int(length)
 
     def state_descriptor(self) -> int | None:

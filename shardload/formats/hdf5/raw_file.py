@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import weakref
 from typing import Any
 
 import h5py
@@ -69,8 +68,8 @@ class RawFile:
     """
 
     def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = None  # if there is none to be had
         self._descriptor = os.dup(descriptor)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
     def open(cls, dataset: h5py.Dataset) -> RawFile | None:
@@ -82,8 +81,11 @@ class RawFile:
     @classmethod
     def of_file(cls, file: h5py.File, descriptor: int | None) -> RawFile | None:
         """The same, for an open file and its `plain_descriptor`."""
-        if descriptor is None or file.userblock_size:
-            return None
+        return None if descriptor is None or file.userblock_size else cls.of_plain(descriptor)
+
+    @classmethod
+    def of_plain(cls, descriptor: int) -> RawFile | None:
+        """The same, for the descriptor of a plain file without a user block."""
         raw = cls(descriptor)
         mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
         if raw.nbytes >= len(mark):
@@ -96,7 +98,7 @@ class RawFile:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._alive()).st_size
 
     def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
         """Fill `out`, a C-contiguous array of bytes, from the file at `offset`.
@@ -119,10 +121,14 @@ class RawFile:
 
     def close(self) -> None:
         """Close the descriptor."""
-        self._close()
+        found, self._descriptor = self._descriptor, None
+        if found is not None:
+            os.close(found)
+
+    __del__ = close
 
     def _alive(self) -> int:
-        if not self._close.alive:
+        if self._descriptor is None:
             raise OSError("the file was closed")  # its number may mean another file by now
         return self._descriptor
 

@@ -88,7 +88,14 @@ class Call:
     def by(self, group: Group) -> Call:
         """A copy for the ranks that make this call."""
         return Call(
-            self.sharding, self.options, self.tuning, group, self.devices_per_rank, self.ranks_per_node, self.machine, self.known
+            self.sharding,
+            self.options,
+            self.tuning,
+            group,
+            self.devices_per_rank,
+            self.ranks_per_node,
+            self.machine,
+            self.known,
         )
 
     @property
