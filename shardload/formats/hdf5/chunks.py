@@ -5,9 +5,9 @@
 3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. The values of a missing chunk are the fill value.
 
 To find a chunk: the index of most files can be read without HDF5 (`chunk_index`). Of the others, HDF5 lists all chunks in a
-microsecond each, but walks the same list to find one (``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon as
-that costs little compared with the chunks that were asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in
-the index directly, but copies it under the lock.
+microsecond each, but walks the same list to find one (``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon
+as that costs little compared with the chunks that were asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds
+it in the index directly, but copies it under the lock.
 """
 
 from __future__ import annotations
