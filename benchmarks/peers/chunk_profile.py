@@ -2,7 +2,8 @@
 
 CPU time of all threads of a rank, in user mode and in the kernel, as the system counts it (`getrusage`; by samples, so many
 loads are summed up). From the first the decoder's own time is taken away: the same stored chunks are decoded by the library
-alone, in a list comprehension, by all ranks at once. What is left is Python, NumPy's copies into the pieces among it.
+alone, in a list comprehension, by all ranks at once; and so are NumPy's copies: out of the batch, and for other ranks once more
+out of the staging buffer. What is left is Python.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from shardload.formats.codecs import unshuffle
 from shardload.formats.lookup import open_source
 from shardload.planning.batches import cut_box
+from shardload.transfer.chunk_batches import copy_rows
 
 _BATCH, _MOST = 64, 2048  # chunks
 
@@ -43,6 +45,22 @@ def decoder_seconds(path: str, dataset: str, repeats: int = 3) -> float:
         return min(_timed(decode, stored) for _ in range(repeats)) / len(stored)
     finally:
         source.close()
+
+
+def copy_seconds(chunk: tuple[int, ...], dtype: np.dtype[Any], repeats: int = 3) -> float:
+    """CPU seconds for moving the values of one chunk out of a batch into a larger array, and nothing else."""
+    n, ndim = 4, len(chunk)
+    batches = [np.ones((*(n,) * ndim, *chunk), dtype) for _ in range(2)]
+    wholes = [np.zeros([n * c for c in chunk], dtype) for _ in range(8)]
+    order = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
+    places = [one.reshape([size for c in chunk for size in (n, c)]).transpose(order) for one in wholes]
+    best = float("inf")
+    for _ in range(repeats):
+        began = time.thread_time()
+        for k, place in enumerate(places):
+            copy_rows(place, batches[k % 2])
+        best = min(best, time.thread_time() - began)
+    return best / len(places) / n**ndim
 
 
 def _timed(decode: Callable[[list[bytes]], Any], stored: list[bytes]) -> float:

@@ -25,7 +25,7 @@ import shardload
 from benchmarks.cases.cells import OURS, box, mesh_shape
 from benchmarks.cases.saves import SaveLayout
 from benchmarks.peers import savers
-from benchmarks.peers.chunk_profile import decoder_seconds, spent
+from benchmarks.peers.chunk_profile import copy_seconds, decoder_seconds, spent
 from benchmarks.peers.many import MANY
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
@@ -117,8 +117,10 @@ def chunk_profile(request: dict[str, Any]) -> dict[str, Any]:
         user, system = (total + now - then for total, now, then in zip((user, system), spent(), before, strict=True))
         del array
     comm.Barrier()
+    plan = shardload.plan(file["path"], sharding, dataset=file["dataset"] or None)
+    copies = (2 - 1 / comm.size) * copy_seconds(plan.chunks or (), plan.dtype)
     alone = decoder_seconds(file["path"], file["dataset"])
-    return {"user": user, "system": system, "decoder": alone, "chunks": last_report["chunks_decoded"]}
+    return {"user": user, "system": system, "decoder": alone, "copies": copies, "chunks": last_report["chunks_decoded"]}
 
 
 def scatter(request: dict[str, Any]) -> dict[str, Any]:

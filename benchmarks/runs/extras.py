@@ -107,13 +107,11 @@ def profile_chunks(files: dict[str, File], ranks: Sequence[int], spec: str, repe
                 found = jobs.ask(OURS, "chunk_profile", repeats=repeats, **request)
                 n_chunks = found[0]["chunks"]
                 user, system = (sum(one[part] for one in found) / repeats / n_chunks * 1e6 for part in ("user", "system"))
-                decoder = sum(one["decoder"] for one in found) / len(found) * 1e6
-                cell = {"layout": file.layout, "ranks": n, "chunks": n_chunks}
-                record["cells"].append({**cell, "user": user, "system": system, "decoder": decoder, "python": user - decoder})
-                say(
-                    f"{file.layout}, {n} ranks, CPU us for each chunk: {user + system:.1f}, of this decoder {decoder:.1f}, "
-                    f"kernel {system:.1f}, the rest {user - decoder:.1f}"
-                )
+                decoder, copies = (sum(one[part] for one in found) / n * 1e6 for part in ("decoder", "copies"))
+                parts = {"decoder": decoder, "copies": copies, "kernel": system, "python": user - decoder - copies}
+                record["cells"].append({"layout": file.layout, "ranks": n, "chunks": n_chunks, **parts})
+                told = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+                say(f"{file.layout}, {n} ranks, CPU us for each chunk: {user + system:.1f}: {told}")
             record["versions"] |= jobs.versions
     return record
 

@@ -25,7 +25,9 @@ _WORTH_SHOWING_NBYTES = 256 << 20
 _REDRAWN_SECONDS = 0.1
 
 
-def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> AbstractContextManager[Callable[[int], None]]:
+def progress_of(
+    progress: Progress, name: str | Callable[[], str], total_nbytes: int, rank: int
+) -> AbstractContextManager[Callable[[int], None]]:
     """Give the function to call with the bytes of each part that has arrived.
 
     Parameters
@@ -33,8 +35,8 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
     progress : bool, callable or None
         As given to `load`. True shows a bar, False shows none, None shows one for a large load in a terminal or notebook. A
         function gets ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
-    name : str
-        Name of the array that is loaded.
+    name : str or callable
+        Name of the array that is loaded, or what makes it if it is shown.
     total_nbytes : int
         Bytes of this rank's pieces.
     rank : int
@@ -44,7 +46,7 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
         rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)
     ):
         return _UNSEEN
-    return _shown(progress, name, total_nbytes)
+    return _shown(progress, name if isinstance(name, str) else name(), total_nbytes)
 
 
 def _ignore(nbytes: int) -> None:

@@ -34,7 +34,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
 
-__all__ = ["ChunkBatches"]
+__all__ = ["ChunkBatches", "copy_rows"]
 
 Array = np.ndarray[Any, Any]
 Box = tuple[range, ...]
@@ -250,10 +250,10 @@ class ChunkBatches:
             )
             target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in segment), ...)
             cut = out[target].reshape([size for one in segment for size in (one.n, one.length)])
-            _copy_rows(cut.transpose(order), values[source])
+            copy_rows(cut.transpose(order), values[source])
 
 
-def _copy_rows(out: Array, values: Array) -> None:
+def copy_rows(out: Array, values: Array) -> None:
     """Copy between arrays of one shape. Runs along the last axis are moved as one item each: that is faster for short runs."""
     if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
         itemsize = out.itemsize

@@ -268,7 +268,7 @@ class OwnArray:
 
     def take(self) -> None:
         """Take the source that has the values in memory already (`ArrayLoad.is_here`): there is nothing to open."""
-        if self.reads and isinstance(self.load.handle, MemorySource):
+        if isinstance(self.load.handle, MemorySource):
             self._source = self.load.handle
 
     @property

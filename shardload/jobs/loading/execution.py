@@ -243,10 +243,14 @@ class Job:
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Mapping[str, str], tuning: Tuning) -> None:
         self.group, self.loads, self.tuning = group, list(loads), tuning
         self._agreed, self._options = agreed, loads[0].options
-        more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
-        self.name = f"{loads[0].info}{more}"
         self.is_tree = any(load.where for load in loads)
         self._bundle_comm: Any = None
+
+    @cached_property
+    def name(self) -> str:
+        """What is loaded, for messages."""
+        more = f" and {len(self.loads) - 1} more" if len(self.loads) > 1 else ""
+        return f"{self.loads[0].info}{more}"
 
     def begin(self) -> None:
         """Tell the watchdog that this job has begun."""
@@ -268,7 +272,7 @@ class Job:
             _each(mine.arrays, OwnArray.take)
             _make_room(mine.arrays)
             total = sum(own.nbytes for own in mine.arrays)
-            with progress_of(self._options.progress, self.name, total, self.group.rank) as advance:
+            with progress_of(self._options.progress, lambda: self.name, total, self.group.rank) as advance:
 
                 def fill(own: OwnArray) -> None:
                     own.fill()
@@ -468,7 +472,7 @@ class Job:
         )
         _each(arrays, lambda own: own.make_reader(opened, resources, self.tuning))
         total = sum(own.nbytes for own in arrays)
-        return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
+        return opened.enter_context(progress_of(self._options.progress, lambda: self.name, total, self.group.rank))
 
     def _fill(
         self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
