@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.base import BatchReader, settle_bools
+from shardload.formats.codecs import has_missing
 from shardload.planning.batches import cut_box, segments
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
@@ -140,9 +141,11 @@ class ChunkBatches:
         counters.copy_seconds += time.perf_counter() - decoded
         counters.chunks_decoded += len(stored)
         counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
-        counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
-        is_missing = [one is None for one in stored]
-        if any(is_missing):
+        if not has_missing(stored):
+            counters.nbytes_stored += sum(map(len, stored))
+        else:
+            counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
+            is_missing = [one is None for one in stored]
             numbers = self.numbers(box)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True

@@ -38,6 +38,7 @@ __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
 _LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
 _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
+_FASTER_BY_INDEX = 8  # if batches are asked for, so many times more chunks may be listed in that way
 _MOST_BY_INDEX = 1 << 17  # chunks: the entries of the index take 50 bytes for each, twice
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
 _LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
@@ -148,6 +149,7 @@ class Hdf5Chunks:
         self._listing = threading.Lock()
         self._listed: _Listed | None = None
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
+        self._may_have_index = self._header is not None
         self._n_fetched = 0
 
     @functools.cached_property
@@ -340,22 +342,20 @@ class Hdf5Chunks:
             return self._listed
         with self._listing:
             self._n_fetched += n
-            worth = math.prod(self._grid) <= _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
-            if self._listed is None and self._may_list and worth:
-                self._listed = self._list()
+            cells, worth = math.prod(self._grid), _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
+            if self._listed is None and self._may_have_index and cells <= (worth if n == 1 else _FASTER_BY_INDEX * worth):
+                self._listed, self._may_have_index = self._list_by_index(), False
+            if self._listed is None and self._may_list and cells <= worth:
+                self._listed = self._list_by_hdf5()
                 self._may_list = self._listed is not None
             return self._listed
-
-    def _list(self) -> _Listed | None:
-        """Offset, size and filter mask of every chunk; None if HDF5 contradicts itself."""
-        return self._list_by_index() or self._list_by_hdf5()
 
     def _empty_list(self) -> _Listed:
         n = math.prod(self._grid)
         return np.full(n, _NOWHERE, dtype=np.uint64), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.uint32)
 
     def _list_by_index(self) -> _Listed | None:
-        """The same from the file's own index, without HDF5; None if only HDF5 can say it.
+        """Offset, size and filter mask of every chunk, from the file's own index; None if only HDF5 can say it.
 
         The number of chunks and of their bytes must be what HDF5 has counted, in the same index.
         """
@@ -381,7 +381,7 @@ class Hdf5Chunks:
         return None if is_twice or cells[:, -1].any() else found
 
     def _list_by_hdf5(self) -> _Listed | None:
-        """The same as HDF5 says it."""
+        """The same as HDF5 says it; None if it contradicts itself."""
         n, found = math.prod(self._grid), self._empty_list()
         told: list[Any] = []
 
