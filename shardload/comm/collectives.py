@@ -24,8 +24,8 @@ from shardload.system.interruption import let_interruption_pass
 __all__ = ["Collectives", "JaxCollectives", "Lately", "MpiCollectives", "duplicate", "jax_processes"]
 
 _log = logging.getLogger("shardload")
-_BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=8)
-_WORTH_A_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-4, 1e-3
+_BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
+_WORTH_A_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-4, 4e-3
 _NOTICE_SECONDS = 20.0
 _PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
