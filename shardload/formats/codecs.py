@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import struct
 import sys
 import threading
@@ -22,7 +21,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import is_
 from typing import Any
 
 import deflate
@@ -30,6 +28,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
+from shardload.formats.base import has_missing
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "decode_many",
     "fletcher32",
     "gunzip",
-    "has_missing",
     "inflate",
     "swap_bytes",
     "unshuffle",
@@ -216,11 +214,6 @@ class Chain:
             return self.nbytes + sum(n for n in more if n is not None)
         own = stages[k].n_more
         return None if own is None else max(len(data) - own, 0)
-
-
-def has_missing(stored: Many) -> bool:
-    """True if one of them is None. Without a step of Python for each, as all that is done for small chunks."""
-    return any(map(is_, stored, itertools.repeat(None)))
 
 
 def _have_other_sizes(data: Many, nbytes: int) -> bool:

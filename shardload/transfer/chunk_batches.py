@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import BatchReader, settle_bools
-from shardload.formats.codecs import has_missing
+from shardload.formats.base import BatchReader, has_missing, settle_bools
 from shardload.planning.batches import cut_box, segments
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
