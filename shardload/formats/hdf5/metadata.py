@@ -36,6 +36,7 @@ _REFUSED_CLASSES = {
 }
 # HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
 _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
+_MOST_LISTED = 64  # attributes: listing their names takes a microsecond for each, asking for one 2
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 _READ = tuple(dict.fromkeys((*_TOLD, *ATTRIBUTES)))
 
@@ -223,8 +224,11 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
     told: dict[str, Any] = {}
     packing: dict[str, Any] = {}
     names: list[bytes] = []
-    h5py.h5a.iterate(dataset.id, names.append)  # one call of HDF5 for all names
-    here = set(names)
+    if h5py.h5a.get_num_attrs(dataset.id) <= _MOST_LISTED:
+        h5py.h5a.iterate(dataset.id, names.append)
+        here = set(names)
+    else:
+        here = {key.encode() for key in _READ if _has(dataset, key)}
     for key in _READ:
         if key.encode() not in here:
             continue
