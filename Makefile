@@ -58,7 +58,7 @@ NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,decode.py tree_values.py labe
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,$(addprefix values.py::test_,type_is_kept 64_bits cast_is selection_is_numpys))
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,verify.py::test_types scatter.py::test_memory_layout)
 # A disk that fails, what a file looks like and what a journal says are the same, too; how parts get to the ranks that write is not.
-NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,copy.py writing.py)
+NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,copy.py writing.py programs.py)
 NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_save.py::test_,a_disk_that_fails_on_one_rank types_that_need_care like_another_array others_open_it)
 # MPICH alone has few communicators to give.
 NOT_OF_MPI += --deselect tests/mpi/test_calls.py::test_communicators_are_given_back
@@ -96,6 +96,7 @@ packages: ## the Debian packages that the tests need, as root
 test: setup ## all checks and tests, as CI runs them
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
+	@for program in h5dump ncdump; do command -v $$program >/dev/null || printf '*** NOT RUN: tests with %s\n' $$program; done
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,ruff check,$(VENV)/bin/ruff check .)
@@ -131,7 +132,7 @@ test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on 
 
 # What is kept for each chunk of a file, or for a communicator, is the same in every version.
 NOT_OF_VERSIONS := $(addprefix --deselect tests/mpi/test_,memory.py::test_chunks_of_one_byte calls.py::test_communicators_are_given_back)
-NOT_OF_VERSIONS += --deselect tests/mpi/test_save.py::test_a_disk_that_fails_on_one_rank
+NOT_OF_VERSIONS += --deselect tests/mpi/test_save.py::test_a_disk_that_fails_on_one_rank --ignore tests/mpi/test_programs.py
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)

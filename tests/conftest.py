@@ -149,6 +149,7 @@ def _examples_write_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "programs(name, ...): needs these programs; left out without them, fails in CI")
     # Under MPI all ranks must try the same examples, and none may give up on its own because it is slow.
     together: dict[str, Any] = {"database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
     hypothesis.settings.register_profile(
@@ -209,6 +210,9 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "left to runs with more ranks"
     if _folder(item) == "mpi" and not _is_shared_to_us(item):
         return "left to the other stages"
+    wanted = [name for mark in item.iter_markers("programs") for name in mark.args if shutil.which(name) is None]
+    if wanted and not os.environ.get("CI"):  # in CI they run, and fail
+        return f"NOT RUN: {', '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} not installed (.ci/debian-packages.txt)"
     return None
 
 
