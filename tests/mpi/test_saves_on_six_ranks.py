@@ -1,10 +1,10 @@
 """Is what six ranks save read back bit for bit by the format's own library: types x shardings x layouts x meshes?
 
-Six is the first number of ranks that two primes divide: the axes of a mesh differ, so that rows taken for columns show. No axis of
-the array is divided by 2, 3, 4 or 6, so that every shard at the end has padding, and every chunk there is short.
+Six is the first number of ranks that two primes divide: the axes of a mesh differ, so that rows taken for columns show. No axis
+of the array is divided by 2, 3, 4 or 6, so that every shard at the end has padding, and every chunk there is short.
 
-`test_ways_of_travelling.py` runs this in its job of six ranks, which are on five nodes of different sizes. Smaller numbers of ranks
-are those of `test_save.py`.
+`test_ways_of_travelling.py` runs this in its job of six ranks, which are on five nodes of different sizes. Smaller numbers of
+ranks are those of `test_save.py`.
 """
 
 from __future__ import annotations
