@@ -1,4 +1,4 @@
-"""Does a load stay under its pieces and `staging`, whatever is asked of it? And a save? By Python's own tracer, which NumPy tells.
+"""Does a load stay under its pieces and `staging`, and does a save? Counted by Python's own tracer, which NumPy tells.
 
 Shared memory is not traced: it is counted where it is made.
 """

@@ -38,11 +38,9 @@ N_ARRAYS = 4  # of each file: other shardings and types in each
 
 
 def cells() -> list[tuple[str, str, int]]:
-    """Each layout with one mesh of two axes and, every second, with that of one axis; a number that says which shardings and types
-    come next."""
-    pairs = [(("2 x 3", "3 x 2")[k // 2 % 2], kind) for k, kind in enumerate(KINDS)] + [
-        ("6", kind) for kind in list(KINDS)[::2]
-    ]
+    """Each layout with a mesh of two axes, every second with that of one axis; a number that says which arrays come next."""
+    pairs = [(("2 x 3", "3 x 2")[k // 2 % 2], kind) for k, kind in enumerate(KINDS)]
+    pairs += [("6", kind) for kind in list(KINDS)[::2]]
     return [(mesh, kind, N_ARRAYS * k) for k, (mesh, kind) in enumerate(pairs)]
 
 
