@@ -14,10 +14,10 @@ from benchmarks.cases.layouts import default_folder, field, make, many, referenc
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
-from benchmarks.reports.saves import plot_saves, put_section, save_section
+from benchmarks.reports.saves import copy_section, plot_saves, put_section, save_section
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import grid as g
-from benchmarks.runs import saves
+from benchmarks.runs import rechunking, saves
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
@@ -318,10 +318,40 @@ def save_command(
 
 
 def _show_saves(records: dict[str, Any]) -> None:
-    """The table and the figure of the page for users."""
+    """The tables and the figure of the page for users."""
     if records.get("save", {}).get("cells"):
-        put_section(DOCS / "save.md", save_section(records["save"]))
+        put_section(DOCS / "save.md", "save", save_section(records["save"]))
         plot_saves(records["save"], DOCS / "figures" / "save.svg")
+    if records.get("copy", {}).get("cells"):
+        put_section(DOCS / "save.md", "copy", copy_section(records["copy"]))
+
+
+@app.command("copy")
+def copy_command(
+    size: Size = 512,
+    ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(rechunking.COPY_WAYS)}.")] = "all",
+    ranks: int = 4,
+    staging: Annotated[str, typer.Option(help="Of each rank of shardload.")] = "128MiB",
+    repeats: Repeats = 3,
+    data: Data = DATA_FOLDER,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where files are written, and removed again.  [default: in memory, /dev/shm]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "copy.json",
+) -> None:
+    """Time copies of gzip planes to cubes: shardload, h5repack, nccopy, dask, and loops; and their memory."""
+    chosen = _known(list(rechunking.COPY_WAYS) if ways == "all" else ways.split(","), tuple(rechunking.COPY_WAYS))
+    for way in chosen:
+        if why := rechunking.missing(way):
+            say(f"without {way}: {why}")
+    (file,) = make(data, size, ["hdf5-gzip-planes"], say).values()
+    target = folder or saves.default_folder(data, 4 * size**3)
+    there = [way for way in chosen if not rechunking.missing(way)]
+    record = rechunking.measure_copies(file, target, there, ranks=ranks, staging=staging, repeats=repeats, out=out, say=say)
+    write_record(out, record)
+    typer.echo("\n".join(rechunking.copy_table(record)))
+    if out.parent == RESULTS:
+        _show_saves(read_records(RESULTS))
 
 
 @app.command()

@@ -14,9 +14,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from benchmarks.cases.cells import FLOOR, OURS, spec_text
 from benchmarks.cases.saves import SAVE_LAYOUTS, SAVE_PEERS
 from benchmarks.reports.tables import ratio, seconds
+from benchmarks.runs.rechunking import copy_table
 from benchmarks.runs.saves import MIB, in_order, peak_nbytes, save_musts
 
-BEGIN, END = "<!-- made by python -m benchmarks report -->\n", "<!-- end of what was made -->\n"
+BEGIN, END = "<!-- made by python -m benchmarks report: {} -->\n", "<!-- end of what was made -->\n"
 NAMES = {
     "gather": "gather to rank 0, h5py or zarr-python",
     "parallel-hdf5": "parallel HDF5, collective",
@@ -80,13 +81,26 @@ def _mib(nbytes: int | None) -> str:
     return "" if nbytes is None else f"{nbytes / MIB:.0f}"
 
 
-def put_section(page: Path, text: str) -> None:
+def section_of(page: Path, name: str) -> str:
+    """What stands between the marks of a page. ValueError if there are none."""
+    _, begin, rest = page.read_text().partition(BEGIN.format(name))
+    text, end, _ = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no place for {name}: expected {BEGIN.format(name)!r} and {END!r}")
+    return text
+
+
+def put_section(page: Path, name: str, text: str) -> None:
     """Replace what stands between the marks of a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        raise ValueError(f"{page} has no place for the table: expected {BEGIN!r} and {END!r}")
-    page.write_text(before + BEGIN + text + END + after)
+    before, begin = page.read_text(), BEGIN.format(name)
+    page.write_text(before.replace(f"{begin}{section_of(page, name)}{END}", f"{begin}{text}{END}"))
+
+
+def copy_section(record: Record | None) -> str:
+    """The table of copies. In Markdown."""
+    if record is None or not record["cells"]:
+        return "Not measured yet: `python -m benchmarks copy`.\n"
+    return "\n".join(copy_table(record)[2:]).rstrip() + "\n"
 
 
 def plot_saves(record: Record, path: Path) -> None:

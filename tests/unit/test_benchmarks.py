@@ -22,9 +22,9 @@ from benchmarks.cases import saves
 from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
-from benchmarks.reports.saves import BEGIN, END, plot_saves, put_section, save_section
+from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_section, save_section, section_of
 from benchmarks.reports.tables import must_table, read_records
-from benchmarks.runs import grid
+from benchmarks.runs import grid, rechunking
 from benchmarks.runs.saves import Clock, measure_saves, save_memory_table, save_musts, save_table
 
 SIZE = 16
@@ -253,16 +253,34 @@ def test_the_page_on_saving_has_what_the_record_says(tmp_path: Path) -> None:
     )
     assert "1.5x gather" not in text
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}old\n{END}after\n")
-    put_section(page, text)
-    assert page.read_text() == f"before\n{BEGIN}{text}{END}after\n"
-    with pytest.raises(ValueError, match="has no place for the table"):
-        put_section(Path(__file__), text)
+    begin = [BEGIN.format(name) for name in ("save", "copy")]
+    page.write_text(f"before\n{begin[0]}old\n{END}between\n{begin[1]}old\n{END}after\n")
+    put_section(page, "save", text)
+    assert page.read_text() == f"before\n{begin[0]}{text}{END}between\n{begin[1]}old\n{END}after\n"
+    with pytest.raises(ValueError, match="has no place for other"):
+        put_section(tmp_path / "page.md", "other", text)
     plot_saves(record, tmp_path / "save.svg")
     assert "hdf5-contiguous" in (tmp_path / "save.svg").read_text()
     folder = Path(saves.__file__).parents[1]
-    told = (folder.parent / "docs" / "save.md").read_text().partition(BEGIN)[2].partition(END)[0]
-    assert told == save_section(read_records(folder / "results").get("save"))
+    page, records = folder.parent / "docs" / "save.md", read_records(folder / "results")
+    assert section_of(page, "save") == save_section(records.get("save"))
+    assert section_of(page, "copy") == copy_section(records.get("copy"))
+
+
+def test_copies_are_compared_and_told(tmp_path: Path) -> None:
+    """Wrong if a way that writes wrong values, or fails, were timed; or if the memory were that of another process."""
+    (file,) = make(tmp_path / "data", SIZE, ["hdf5-gzip-planes"]).values()
+    ways = ["h5py"]  # the others are as slow to start
+    record = rechunking.measure_copies(file, tmp_path / "out", ways, ranks=1, staging="8MiB", repeats=1)
+    for cell in record["cells"]:
+        assert "error" not in cell and len(cell["seconds"]) == 1
+        assert 20 << 20 < cell["peaks_nbytes"][0][0] < 1 << 30
+    assert list((tmp_path / "out").iterdir()) == []
+    assert not rechunking.missing("h5py")
+    np.save(file.reference, np.load(file.reference) + 1)
+    record = rechunking.measure_copies(file, tmp_path / "out", ways, ranks=1, staging="8MiB", repeats=1)
+    assert "does not hold the values" in record["cells"][0]["error"] and not record["cells"][0]["seconds"]
+    assert "failed: " in copy_section(record)
 
 
 def test_a_rank_that_takes_too_much_memory_is_told() -> None:
