@@ -27,7 +27,7 @@ SAVE_MODES = {f"{OURS}-unread": "shardload without reading back (verify='index')
 SAVE_WAYS = (OURS, *SAVE_MODES, *SAVE_PEERS, FLOOR)
 NAME = "x"  # of the array in a file
 GZIP_LEVEL = 4  # h5py's, and HDF5's own
-SLOW_SECONDS = 2.5  # a peer whose first save takes longer is timed once
+SLOW_SECONDS = 5.0  # a peer whose first save takes longer is timed once
 VERY_SLOW_SECONDS = 10.0  # ... and of one that takes so long that first save counts
 MEMORY_STAGING_NBYTES = 64 << 20  # small compared with the array, so that exceeding it shows
 AT_LEAST = {
