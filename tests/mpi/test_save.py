@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.comm.collectives import MpiCollectives
 from shardload.comm.shared_memory import Segment
 from shardload.jobs.saving import save as saving
 from shardload.planning.saving import Held
@@ -135,6 +136,26 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
     assert plan.n_rounds >= 6 and (any(plan.travels) or comm.size < 4), plan
     shardload.save(path, tree, staging="96KiB", **how)
     compare(comm, path, {str(k): values + k for k in range(3)})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("kind", "most"), [("HDF5 in one piece", 13), ("Zarr", 13), ("HDF5 gzip, auto", 17)])
+def test_how_often_ranks_wait_for_each_other(
+    comm: Any, shared_tmp_path: Path, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a save of one small array agreed once more than it must: each time costs what the latest rank costs."""
+    (path, how), x = file_at(shared_tmp_path, kind), put(ramp(cube()), mesh_of(), P("a", "b"))
+    shardload.save(path, x, **how)
+    waits, finish = 0, MpiCollectives._finish
+
+    def count(self: Any, *given: Any) -> None:
+        nonlocal waits
+        waits += 1
+        finish(self, *given)
+
+    monkeypatch.setattr(MpiCollectives, "_finish", count)
+    shardload.save(path, x, mode="w", **how)
+    assert max(comm.allgather(waits)) <= most, comm.allgather(waits)
 
 
 def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
