@@ -20,6 +20,8 @@ import shardload
 from tests.mpi.support import cube, mesh_of, on_root, ramp
 from tests.mpi.test_save import put
 
+pytestmark = [pytest.mark.any_library, pytest.mark.any_version]
+
 DIMS = ("z", "y", "x")
 CHUNKS = (3, 5, 7)  # divide no axis
 # Of each name: its type in JAX, in h5dump, and in ncdump (netCDF4 has neither bool nor complex).
