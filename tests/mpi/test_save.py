@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from shardload.comm.collectives import MpiCollectives
 from shardload.comm.shared_memory import Segment
 from shardload.jobs.saving import save as saving
 from shardload.planning.saving import Held
+from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (
     DECOMPOSITIONS,
@@ -141,9 +143,10 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("kind", "most"), [("HDF5 in one piece", 13), ("Zarr", 13), ("HDF5 gzip, auto", 17)])
 def test_how_often_ranks_wait_for_each_other(
-    comm: Any, shared_tmp_path: Path, kind: str, most: int, monkeypatch: pytest.MonkeyPatch
+    comm: Any, shared_tmp_path: Path, kind: str, most: int, tune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong if a save of one small array agreed once more than it must: each time costs what the latest rank costs."""
+    tune(**asdict(Tuning()))  # small arrays travel as small ones do
     (path, how), x = file_at(shared_tmp_path, kind), put(ramp(cube()), mesh_of(), P("a", "b"))
     shardload.save(path, x, **how)
     waits, finish = 0, MpiCollectives._finish
