@@ -26,7 +26,9 @@ import shardload
 from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.shared_memory import Segment
+from shardload.formats.sink import Encoder
 from shardload.jobs.saving import save as saving
+from shardload.jobs.writing.read_back import ReadBack
 from shardload.planning.saving import Held
 from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
@@ -529,6 +531,34 @@ def test_a_disk_that_fails_on_one_rank(
         monkeypatch.undo()
         compare(comm, path, {"data": np.arange(3)})
     assert on_disk(comm, shared_tmp_path) == [path.name]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, auto", "Zarr"])
+@pytest.mark.parametrize("what", ["writing", "encoding", "reading back"])
+def test_what_fails_in_the_only_round(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
+) -> None:
+    """Wrong if the ranks, who agree less often then, missed an error of one, or did not end together."""
+    n = unit()
+    values = ramp((16 * n, 32, 8 * n))
+    (path, how), x = file_at(shared_tmp_path, kind), put(values, mesh_of(), P(("a", "b")))
+    how = how if "piece" in kind else {**how, "chunks": (16 * n // comm.size, 32, 8 * n)}  # one for each rank
+    assert shardload.plan_save(path, x, **how).n_rounds == 1
+    places: dict[str, tuple[Any, str]] = {"writing": (os, "pwrite"), "encoding": (Encoder, "encode")}
+    places["reading back"] = ReadBack, "_compare_stored"
+
+    def fails(*_: Any) -> Any:
+        raise OSError(5, os.strerror(5))
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(*places[what], fails)
+    expected = (SourceError, "(EIO)") if what == "writing" else (PeerError, "Input/output error")
+    same_error(comm, lambda: shardload.save(path, x, **how), *expected)
+    monkeypatch.undo()
+    assert on_disk(comm, shared_tmp_path) == []
+    shardload.save(path, x, **how)  # in step again
+    compare(comm, path, {"data": values})
 
 
 # --- who writes
