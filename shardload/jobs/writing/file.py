@@ -151,7 +151,8 @@ def write_file(
     resumed : Resumed, optional
         What another job has written of this file. `rounds` have only the rest.
     is_single : bool
-        Whether all ranks have one round, and know it. Then they need not ask each other whether there is more.
+        Whether all ranks have one round, and know it. Then they need not ask each other whether there is more. If rank 0 places
+        chunks (`Encoder.is_asked`), a rank may have more rounds all the same, of chunks that it has without the others.
 
     Returns
     -------
