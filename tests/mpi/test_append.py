@@ -21,7 +21,7 @@ from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import _GrowthEncoder
+from shardload.formats.zarr.growth import GrowthEncoder
 from shardload.jobs.saving.append import _Appending
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import on_disk, put, turned
@@ -261,7 +261,7 @@ def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, 
     for holder, name, wrong in (
         (_Appending, "_stored", _fill),
         (_Appending, "_stored", lambda self, name, region, opened: np.full(region.shape, 3, self._grows[name].spec.dtype)),
-        (_GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
+        (GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
     ):
         on_root(ranks, lambda: make(path, values[:5]))
         with monkeypatch.context() as patch:
@@ -275,7 +275,7 @@ def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, 
         on_root(ranks, differs)
 
 
-_right = _GrowthEncoder.files
+_right = GrowthEncoder.files
 
 
 def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,8 @@ def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(ranks, lambda: make(path, values[:5]))
     before = files(path)
-    right = _GrowthEncoder._encode
-    monkeypatch.setattr(_GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
+    right = GrowthEncoder._encode
+    monkeypatch.setattr(GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
     assert on_root(ranks, lambda: files(path)) == before
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.formats.zarr.growth import _GrowthCatalog
+from shardload.formats.zarr.growth import GrowthCatalog
 from shardload.jobs.writing.read_back import ReadBack
 
 
@@ -42,13 +42,13 @@ def main(folder: Path, phase: str) -> None:
     phases: dict[str, tuple[int, Any, str, int, str]] = {
         "put": (n - 1, os, "pwrite", 1, ""),
         "read back": (n - 1, ReadBack, "_compare_stored", 1, ""),
-        "commit": (0, _GrowthCatalog, "commit", 1, ""),
+        "commit": (0, GrowthCatalog, "commit", 1, ""),
         "first new chunk": (0, os, "replace", 2, ""),
-        "edge": (0, _GrowthCatalog, "_publish", 1, ""),
+        "edge": (0, GrowthCatalog, "_publish", 1, ""),
         "metadata": (0, os, "replace", 1, "zarr.json"),
         "second metadata": (0, os, "replace", 2, "zarr.json"),
         "consolidated": (0, os, "replace", 3, "zarr.json"),
-        "end": (0, _GrowthCatalog, "abandon", 1, ""),
+        "end": (0, GrowthCatalog, "abandon", 1, ""),
     }
     victim, holder, name, which, words = phases[phase]
     if rank == victim:
