@@ -92,6 +92,8 @@ class ChunkTree:
         UnknownError
             If the old tree is damaged.
         """
+        if np.any(new["at"][:, axis] < base):
+            raise ValueError(f"a new chunk lies before element {base} of axis {axis}")
         first = [0] * (len(self.chunks) + 1)
         first[axis] = base
         path = _Path(self, read, root, tuple(first))

@@ -7,8 +7,8 @@ Nothing that the old metadata lead to is changed before the new metadata are who
 3. `finish` writes the new nodes of each index of chunks behind them (`chunk_tree`), and notes which few bytes are to be changed
    in place (`on_disk`). It has the HDF5 library read the file as it will be: the same bytes, with these on top (`Overlay`).
 4. `commit` changes them, each by one write that cannot be cut: the end of the file; then where each index is (an index with
-   more chunks than the old shape has means nothing to a reader); then the shapes, those of coordinates last. Between these
-   three it waits for the disk. So a kill at any moment leaves each array with its old length, or with its new one.
+   more chunks than the old shape has means nothing to a reader); then the shapes, those of coordinates last. Between these it
+   waits for the disk. So a kill at any moment leaves each array with its old length, or with its new one.
 
 Nobody else may write meanwhile: `AppendLock` keeps other appends away, the lock that HDF5 itself takes (`FileLock`) others.
 docs/design/save.md says what is on disk after a kill.
@@ -21,8 +21,8 @@ import io
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -39,10 +39,14 @@ from shardload.formats.hdf5.on_disk import (
     LAYOUT,
     PAGE,
     UNDEFINED,
+    Message,
+    Move,
     Patch,
+    Read,
     Spot,
     Superblock,
     UnknownError,
+    check_moves,
     read_header,
     read_superblock,
 )
@@ -59,6 +63,7 @@ __all__ = ["GrowthSink", "Overlay", "read_file"]
 
 Json = dict[str, Any]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_KINDS = ("end", "move", "index", "shape")  # of writes that change the file, in order
 _INDEXES = {
     1: "a single chunk",
     2: "an implicit index",
@@ -111,7 +116,7 @@ def _state(descriptor: int) -> list[int]:
     return [found.st_size, found.st_mtime_ns]
 
 
-def _superblock(path: str, read: Callable[[int, int], bytes]) -> Superblock:
+def _superblock(path: str, read: Read) -> Superblock:
     try:
         found = read_superblock(read)
     except UnknownError as error:
@@ -121,7 +126,7 @@ def _superblock(path: str, read: Callable[[int, int], bytes]) -> Superblock:
 
 def _unfit(where: str, what: object) -> ConfigError:
     return ConfigError(
-        f"{where} cannot grow safely: it has {what}. Make a file that can: `shardload copy OLD NEW`, or `h5repack OLD NEW`; or "
+        f"{where} cannot grow safely: it has {what}. Make a file that can: `shardload copy OLD NEW`; or "
         "append with h5py, where a kill may cost the file"
     )
 
@@ -169,7 +174,7 @@ def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str]) -> lis
     return found
 
 
-def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Callable[[int, int], bytes]) -> Json:
+def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Read) -> Json:
     """How one array is stored. ConfigError if nothing can be appended to it."""
     where = f"'{dataset.name}' in '{path}'"
     if dataset.chunks is None:
@@ -180,7 +185,8 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Cal
     if dataset.dtype.kind not in "biufc" or not create_type(dataset.name, dataset.dtype).equal(dataset.id.get_type()):
         raise ConfigError(f"{where} holds {dataset.dtype} in a form that append does not write; append with h5py")
     try:
-        spots = find_spots(read, dataset, superblock)
+        facts = Facts.of(dataset, superblock)
+        facts.spots(read)
         if file_number(dataset.id) != file_number(dataset.file.id):
             raise UnknownError("a link to another file")
     except UnknownError as error:
@@ -196,7 +202,7 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Cal
         "checksum": found.checksum,
         "fill": fill.tobytes().hex(),
         "format": "netCDF4" if "_NCProperties" in dataset.file.attrs else "HDF5",
-        "cut": [next((one.range for one in spots.of(axis) if not one.is_in_one_page), None) for axis in range(len(spots.dims))],
+        "why_not": [facts.why_not(read, axis) for axis in range(dataset.ndim)],
     }
     _check_filters(where, dataset, known)
     return known
@@ -243,45 +249,67 @@ def _filters(creation: Any) -> list[tuple[int, tuple[int, ...]]]:
 
 
 @dataclass(frozen=True)
-class _Spots:
+class Spots:
     """Where a dataset's header says what changes."""
 
     index: Spot
     root: int
     dims: tuple[Spot, ...]
     tree: ChunkTree
+    header: tuple[Message, ...]
 
     def of(self, axis: int) -> tuple[Spot, Spot]:
         """What changes if it grows along an axis."""
         return self.index, self.dims[axis]
 
 
-def find_spots(read: Callable[[int, int], bytes], dataset: h5py.Dataset, superblock: Superblock) -> _Spots:
-    """UnknownError if the header says something else than HDF5, or something that append does not change."""
-    messages = read_header(read, h5py.h5o.get_info(dataset.id).addr)
-    spaces, layouts = ([one for one in messages if one.kind == kind] for kind in (DATASPACE, LAYOUT))
-    if len(spaces) != 1 or len(layouts) != 1 or spaces[0].is_shared or layouts[0].is_shared:
-        raise UnknownError("a shape that is stored elsewhere than in its header")
-    space, layout = spaces[0], layouts[0]
-    if layout.data[0] != 3:
-        kind = (
-            _INDEXES.get(layout.data[5 + layout.data[3] * layout.data[4]], "another one")
-            if layout.data[0] > 3
-            else "an old one"
-        )
-        raise UnknownError(f"another index of chunks than a B-tree of version 1: {kind} (layout of version {layout.data[0]})")
-    n = len(dataset.shape)
-    at = {1: 8, 2: 4}.get(space.data[0], 0)
-    numbers = np.frombuffer(space.data[at : at + 16 * n], "<u8").tolist() if at else []
-    most = [UNDEFINED if one is None else one for one in dataset.maxshape]
-    sizes = np.frombuffer(layout.data[11 : 11 + 4 * (n + 1)], "<u4").tolist()
-    chunks = tuple(dataset.chunks or ())
-    itemsize = dataset.id.get_type().get_size()
-    if numbers != [*dataset.shape, *most] or layout.data[1:3] != bytes([2, n + 1]) or sizes != [*chunks, itemsize]:
-        raise UnknownError("a header that says something else than HDF5 does")
-    root = int.from_bytes(layout.data[3:11], "little")
-    dims = tuple(space.spot(at + 8 * axis) for axis in range(n))
-    return _Spots(layout.spot(3), root, dims, ChunkTree(chunks, itemsize, superblock.n_children))
+@dataclass(frozen=True)
+class Facts:
+    """What HDF5 says of a dataset, and the address of its header."""
+
+    address: int
+    shape: tuple[int, ...]
+    maxshape: tuple[int | None, ...]
+    chunks: tuple[int, ...]
+    itemsize: int
+    n_children: int
+
+    @classmethod
+    def of(cls, dataset: h5py.Dataset, superblock: Superblock) -> Facts:
+        """Of an open dataset."""
+        address = h5py.h5o.get_info(dataset.id).addr
+        itemsize = dataset.id.get_type().get_size()
+        return cls(address, dataset.shape, dataset.maxshape, tuple(dataset.chunks or ()), itemsize, superblock.n_children)
+
+    def spots(self, read: Read) -> Spots:
+        """UnknownError if the header says something else than HDF5, or something that append does not change."""
+        messages = read_header(read, self.address)
+        spaces, layouts = ([one for one in messages if one.kind == kind] for kind in (DATASPACE, LAYOUT))
+        if len(spaces) != 1 or len(layouts) != 1 or spaces[0].is_shared or layouts[0].is_shared:
+            raise UnknownError("a shape that is stored elsewhere than in its header")
+        space, layout = spaces[0].data, layouts[0].data
+        if layout[0] != 3:
+            kind = _INDEXES.get(layout[5 + layout[3] * layout[4]], "another one") if layout[0] > 3 else "an old one"
+            raise UnknownError(f"another index of chunks than a B-tree of version 1: {kind} (layout of version {layout[0]})")
+        n = len(self.shape)
+        at = {1: 8, 2: 4}.get(space[0], 0)
+        numbers = np.frombuffer(space[at : at + 16 * n], "<u8").tolist() if at else []
+        most = [UNDEFINED if one is None else one for one in self.maxshape]
+        sizes = np.frombuffer(layout[11 : 11 + 4 * (n + 1)], "<u4").tolist()
+        if numbers != [*self.shape, *most] or layout[1:3] != bytes([2, n + 1]) or sizes != [*self.chunks, self.itemsize]:
+            raise UnknownError("a header that says something else than HDF5 does")
+        dims = tuple(spaces[0].spot(at + 8 * axis) for axis in range(n))
+        tree = ChunkTree(self.chunks, self.itemsize, self.n_children)
+        return Spots(layouts[0].spot(3), int.from_bytes(layout[3:11], "little"), dims, tree, tuple(messages))
+
+    def why_not(self, read: Read, axis: int) -> str | None:
+        """Why it cannot grow safely along an axis; None if it can."""
+        try:
+            for spot in self.spots(read).of(axis):
+                check_moves(read, self.address, spot)
+        except UnknownError as error:
+            return str(error)
+        return None
 
 
 class Overlay(io.RawIOBase):
@@ -365,12 +393,8 @@ class GrowthEncoder(Hdf5Encoder, Growing):
     """See `Encoder` and `Growing`."""
 
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
-        if known["cut"][axis]:
-            start, stop = known["cut"][axis]
-            raise _unfit(
-                f"'{name}' in '{path}'",
-                f"a part of its header, bytes {start} to {stop}, in two pages of {PAGE} bytes: a kill could leave half of it",
-            )
+        if known["why_not"][axis] is not None:
+            raise _unfit(f"'{name}' in '{path}'", known["why_not"][axis])
         shape = self.begin(tuple(known["shape"]), axis, known["chunks"][axis], n_new)
         super().__init__(path, name, _spec(known, shape), known["format"])
 
@@ -472,10 +496,11 @@ class _GrowthWriter(Hdf5Writer):
 class _Change:
     """What changes in one dataset: its header's numbers and its index."""
 
-    spots: _Spots
+    facts: Facts
+    spots: Spots
+    axis: int
     attrs: list[str]
     tree: Grown | None = None
-    patches: list[Patch] = field(default_factory=list)
 
 
 class GrowthCatalog(Catalog):
@@ -487,7 +512,7 @@ class GrowthCatalog(Catalog):
         self._size: int | None = None
         self._target = Target(self._path, "w")
         self._lock = AppendLock(self._path)
-        self._patches: dict[str, list[Patch]] = {"index": [], "shape": [], "links": []}
+        self._patches: dict[str, list[Patch]] = {kind: [] for kind in (*_KINDS, "links")}
         try:
             with named(sink.path):
                 self._descriptor = os.open(self._path, os.O_RDWR)
@@ -512,21 +537,24 @@ class GrowthCatalog(Catalog):
         self._end = _aligned(superblock.end, max(8, self._sink.alignment))
         self._noted = {name: Noted(one.spec) for name, one in self._sink.arrays.items()}
         self._changes: dict[str, _Change] = {}
-        ranges = [superblock.end_spot.range]
+        start, stop = superblock.end_spot.range
+        self._before = {start: read(start, stop - start)}
         with self._opened() as file:
             shapes = {name: one.old_shape for name, one in self._sink.arrays.items()}
             for name in (*shapes, *self._sink.dimensions):
                 dataset = file[name]
+                facts = Facts.of(dataset, superblock)
+                axis = self._sink.arrays[name].axis if name in shapes else 0
                 try:
-                    spots = find_spots(read, dataset, superblock)
+                    spots = facts.spots(read)
+                    for spot in spots.of(axis):
+                        check_moves(read, facts.address, spot)
                 except UnknownError as error:
                     raise _unfit(f"'{name}' in '{self._sink.path}'", error) from error
                 if dataset.shape != shapes.get(name, dataset.shape):
                     raise self._changed()
-                self._changes[name] = _Change(spots, sorted(dataset.attrs))
-                axis = self._sink.arrays[name].axis if name in shapes else 0
-                ranges += [spot.range for spot in spots.of(axis)]
-        self._before = {start: read(start, stop - start) for start, stop in ranges}
+                self._changes[name] = _Change(facts, spots, axis, sorted(dataset.attrs))
+                self._before |= {one.offset: one.data for one in spots.header}
 
     @contextlib.contextmanager
     def _opened(self, patches: Sequence[Patch] = ()) -> Iterator[h5py.File]:
@@ -579,10 +607,10 @@ class GrowthCatalog(Catalog):
                 self._changes[name].tree = tree = self._grown(view, name, one, end)
                 tree.write(lambda data, offset: put_at(self._descriptor, data, offset))
                 end = _aligned(tree.end, 8)
+            end = self._plan(view, end)
             os.ftruncate(self._descriptor, max(end, os.fstat(self._descriptor).st_size))
             os.fsync(self._descriptor)
-            self._plan(view, end)
-            self._note(self._of("end", "index", "shape"))
+            self._note(self._of(*_KINDS))
             sync_folder(self._target.folder)
         self._check()
         self._end, self._is_finished = end, True
@@ -600,13 +628,17 @@ class GrowthCatalog(Catalog):
         except UnknownError as error:
             raise _unfit(f"'{name}' in '{self._sink.path}'", error) from error
 
-    def _plan(self, view: Overlay, end: int) -> None:
-        """The writes that change the file, in order. Two of them may meet in a block that has a checksum."""
+    def _plan(self, view: Overlay, end: int) -> int:
+        """The writes that change the file, in order. Two of them may meet in a block that has a checksum. Blocks that must move
+        are written; returns where they end.
+        """
+        for name, found in self._changes.items():
+            end = self._make_whole(view, found, end, f"'{name}' in '{self._sink.path}'")
 
         def change(what: str, spot: Spot, value: int) -> None:
             patch = spot.changed(view.piece, value)
             view.add(patch)
-            self._patches.setdefault(what, []).append(patch)
+            self._patches[what].append(patch)
 
         change("end", self._superblock.end_spot, end)
         order = self._sink.order
@@ -620,9 +652,30 @@ class GrowthCatalog(Catalog):
             change("shape", self._changes[name].spots.dims[one.axis], one.new_shape[one.axis])
         for name, length in self._sink.dimensions.items():
             change("shape", self._changes[name].spots.dims[0], length)
+        return end
+
+    def _make_whole(self, view: Overlay, one: _Change, end: int, where: str) -> int:
+        """Have the blocks of a header that change in one page each. Returns the end."""
+        try:
+            for which in (0, 1):
+                while not (spot := one.spots.of(one.axis)[which]).is_in_one_page:
+                    block = spot.block
+                    while block is not None:
+                        nbytes = block[1] + 4 - block[0]
+                        place = end if end // PAGE == (end + nbytes) // PAGE else _aligned(end, PAGE)
+                        move = Move.of(view.piece, one.facts.address, block, place)
+                        block = move.first
+                    put_at(self._descriptor, move.data, place)
+                    view.add(move.patch)
+                    self._patches["move"].append(move.patch)
+                    end = _aligned(place + len(move.data), 8)
+                    one.spots = one.facts.spots(view.piece)
+        except UnknownError as error:
+            raise _unfit(where, error) from error
+        return end
 
     def _of(self, *kinds: str) -> list[Patch]:
-        return [one for kind in kinds for one in self._patches.get(kind, ())]
+        return [one for kind in kinds for one in self._patches[kind]]
 
     def _check(self) -> None:
         """Have the HDF5 library read the file as it will be, and compare with what was planned. The values of what is new are
@@ -632,7 +685,7 @@ class GrowthCatalog(Catalog):
         with self._opened() as file:
             for name, one in self._sink.arrays.items():
                 old[name] = self._told(file[name], name, one, is_new=False)
-        with self._opened(self._of("end", "index", "shape")) as file:
+        with self._opened(self._of(*_KINDS)) as file:
             for name, change in self._changes.items():
                 dataset = file[name]
                 is_array = name in self._sink.arrays
@@ -658,6 +711,9 @@ class GrowthCatalog(Catalog):
             rows = rows[is_here]
             index = rows[:, : len(chunk)] // chunk
             index[:, one.axis] -= one.base // chunk[one.axis]
+            outside = np.flatnonzero(np.any(index >= one.spec.grid, axis=1))
+            if len(outside):
+                raise self._misread(name, f"a chunk outside of it, at {tuple(rows[outside[0], : len(chunk)].tolist())}")
             which = np.ravel_multi_index(tuple(index.T), one.spec.grid) if len(rows) else np.zeros(0, np.int64)
             expected = np.stack([noted.offsets[which], noted.sizes[which].astype(np.int64), noted.masks_of(which)], axis=-1)
             wrong = np.flatnonzero(np.any(rows[:, len(chunk) :] != expected, axis=1))
@@ -689,11 +745,12 @@ class GrowthCatalog(Catalog):
             done: list[Patch] = []
             self._is_begun = True
             try:
-                for kind in ("end", "index", "shape"):
+                for kind in _KINDS:
                     for one in self._of(kind):
                         done.append(one)
                         put_at(self._descriptor, one.new, one.offset)
-                    os.fsync(self._descriptor)
+                    if self._patches[kind]:
+                        os.fsync(self._descriptor)
             except BaseException:
                 with contextlib.suppress(OSError):
                     for one in reversed(done[1:]):  # the end may stay: the file is that long

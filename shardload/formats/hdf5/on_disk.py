@@ -6,6 +6,9 @@ They are few, and each can be changed by one small write:
 2. `read_header`: the messages of an object header, of version 1 or 2, in all its blocks.
 3. `Spot.changed`: the write that changes a number. Version 2 has a checksum behind each block of messages, and behind the
    superblock; then the write goes from the number to the checksum.
+4. `Move`: if number and checksum are in two pages, that write could be cut in two by a kill. So the block moves first, to where
+   it is in one page. The write that leads there changes nothing that a header says. The first block of a header has no other
+   address; it is made so short that it only leads to the next. The address of another block is changed.
 
 What is read here is compared with what the HDF5 library says of the same dataset before anything is written (`growth`).
 
@@ -21,13 +24,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = [
+    "CONTINUATION",
+    "DATASPACE",
+    "LAYOUT",
     "PAGE",
     "UNDEFINED",
     "Message",
+    "Move",
     "Patch",
+    "Read",
     "Spot",
     "Superblock",
     "UnknownError",
+    "check_moves",
     "lookup3",
     "read_header",
     "read_superblock",
@@ -98,6 +107,10 @@ def _words(data: bytes) -> list[int]:
 # --- numbers that can be changed
 
 
+def _is_in_one_page(offset: int, nbytes: int) -> bool:
+    return offset // PAGE == (offset + nbytes - 1) // PAGE
+
+
 @dataclass(frozen=True)
 class Patch:
     """One write: where, what is there, and what will be."""
@@ -131,7 +144,7 @@ class Spot:
     def is_in_one_page(self) -> bool:
         """True if the write of the number cannot be done by half."""
         start, stop = self.range
-        return start // PAGE == (stop - 1) // PAGE
+        return _is_in_one_page(start, stop - start)
 
     def changed(self, read: Read, value: int) -> Patch:
         """The write that gives it another value."""
@@ -285,7 +298,7 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
     flags = head[5]
     if head[4] != 2:
         raise UnknownError(f"an object header of version {head[4]}")
-    at = 6 + (16 if flags & 32 else 0) + (4 if flags & 16 else 0)
+    at = _size_at(head)
     width = 1 << (flags & 3)
     nbytes = _int(read(address + at, width), 0, width)
     prefix = 4 + (2 if flags & 4 else 0)
@@ -309,6 +322,65 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
                 todo.append((_int(content, 0), 4, _int(content, 8)))
             at += prefix + size
     return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """A block of messages somewhere else.
+
+    Attributes
+    ----------
+    data : bytes
+        The block.
+    patch : Patch
+        The write that leads to it.
+    first : tuple of int or None
+        The block that must be moved before, because that write would not be in one page.
+    """
+
+    data: bytes
+    patch: Patch
+    first: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, read: Read, address: int, block: tuple[int, int], place: int) -> Move:
+        """Move a block of the header at an address (of version 2) to `place`. UnknownError if that cannot be done safely."""
+        data = read(block[0], block[1] + 4 - block[0])
+        if data.startswith(b"OCHK"):
+            leads = (one for one in read_header(read, address) if one.kind == CONTINUATION and _int(one.data, 0) == block[0])
+            spot = next(leads).spot(0)
+            return cls(data, spot.changed(read, place), None if spot.is_in_one_page else spot.block)
+        at = _size_at(data)
+        width = 1 << (data[5] & 3)
+        moved = b"OCHK" + data[at + width : -4]
+        moved += lookup3(moved).to_bytes(4, "little")
+        numbers = place.to_bytes(8, "little") + len(moved).to_bytes(8, "little")
+        message = bytes([CONTINUATION, len(numbers), 0, 0]) + bytes(2 if data[5] & 4 else 0) + numbers
+        short = data[:at] + len(message).to_bytes(width, "little") + message
+        short += lookup3(short).to_bytes(4, "little")
+        patch = Patch(block[0] + at, data[at : len(short)], short[at:])
+        if len(short) > len(data) or len(moved) > PAGE or not _is_in_one_page(patch.offset, len(patch.new)):
+            where = f"bytes {block[0]} to {block[1] + 4}"
+            raise UnknownError(f"a header, {where}, in two pages of {PAGE} bytes, so that a kill could change half of it")
+        return cls(moved, patch, None)
+
+
+def _size_at(header: bytes) -> int:
+    """Where a header of version 2 has the size of its first block."""
+    return 6 + (16 if header[5] & 32 else 0) + (4 if header[5] & 16 else 0)
+
+
+def check_moves(read: Read, address: int, spot: Spot) -> None:
+    """UnknownError if a number cannot be changed safely, also if its block is moved."""
+    block = None if spot.is_in_one_page else spot.block
+    if block is None and not spot.is_in_one_page:
+        raise UnknownError(f"a number in two pages of {PAGE} bytes, at {spot.offset}")
+    while block is not None:
+        if block[1] + 4 - block[0] > PAGE:
+            raise UnknownError(
+                f"a header with a block of {block[1] + 4 - block[0]} bytes, which a kill could leave half changed"
+            )
+        block = Move.of(read, address, block, 0).first
 
 
 def _block(read: Read, start: int, nbytes: int, k: int) -> bytes:

@@ -38,6 +38,7 @@ __all__ = ["AppendReport", "append"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8
+_HOW_TO_GROW = "Make it with maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, or unlimited_dims= in xarray"
 
 Array = np.ndarray[Any, Any]
 
@@ -196,8 +197,7 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
         if most is not None and shape[axis] + one.shape[axis] > most:
             raise ConfigError(
                 f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that "
-                f"{one.shape[axis]} cannot be appended. Make it with maxshape=(None, ...) in h5py, with an unlimited dimension in netCDF4 or "
-                "unlimited_dims= in xarray"
+                f"{one.shape[axis]} cannot be appended. {_HOW_TO_GROW}"
             )
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
