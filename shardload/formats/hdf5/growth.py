@@ -96,7 +96,15 @@ def read_file(path: str, names: Iterable[str]) -> Json:
         raise SourceError(f"'{path}' cannot be read: {error.strerror or error}", path=path) from error
     try:
         view = Overlay(descriptor)
-        superblock = _superblock(path, view.piece)
+        try:
+            superblock = read_superblock(view.piece)
+        except UnknownError as error:
+            if not h5py.is_hdf5(path):
+                raise ConfigError(
+                    f"'{path}' is a file, but neither HDF5 nor netCDF4; append writes to these, and to Zarr stores in folders. "
+                    "A netCDF-3 file becomes netCDF4 by `nccopy -k nc4 OLD NEW`"
+                ) from error
+            raise _unfit(f"'{path}'", error) from error
         state = _state(descriptor)
         try:
             with h5py.File(view, "r") as file:

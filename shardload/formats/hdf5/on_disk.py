@@ -47,6 +47,7 @@ PAGE = 4096  # bytes that the system changes at once: a write within one cannot 
 DATASPACE, LAYOUT, CONTINUATION = 0x01, 0x08, 0x10
 _B_TREE_KS, _DRIVER, _FILE_SPACE, _SHARED_TABLE, _CACHE_IMAGE = 0x13, 0x14, 0x17, 0x0F, 0x18
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_MOST_USER_BLOCKS = 24  # lengths that are looked at
 _SHARED = 2  # a bit of a message's flags: its content is elsewhere
 _MOST_BLOCKS = 4096
 _MOST_NBYTES = 1 << 24
@@ -189,7 +190,9 @@ def read_superblock(read: Read) -> Superblock:
     """Raises UnknownError if the file is of a kind that is not changed here."""
     head = read(0, 128)
     if not head.startswith(_SIGNATURE):
-        raise UnknownError("a user block, or is no HDF5 file: it does not begin with HDF5's signature")
+        places = (512 << k for k in range(_MOST_USER_BLOCKS))
+        before = next((at for at in places if read(at, len(_SIGNATURE)) == _SIGNATURE), None)
+        raise UnknownError("no HDF5 signature" if before is None else f"a user block of {before} bytes")
     version = head[8]
     if version > 3:
         raise UnknownError(f"a superblock of version {version}")
@@ -198,7 +201,7 @@ def read_superblock(read: Read) -> Superblock:
         raise UnknownError(f"addresses of {widths[0]} and lengths of {widths[1]} bytes in place of 8")
     base = 24 if version == 0 else 28 if version == 1 else 12
     if _int(head, base) != 0:
-        raise UnknownError(f"a user block of {_int(head, base)} bytes")
+        raise UnknownError(f"addresses that are counted from byte {_int(head, base)}")
     if version < 2:
         n_children = 64 if version == 0 else 2 * _int(head, 24, 2)
         if _int(head, base + 24) != UNDEFINED:

@@ -201,10 +201,10 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
             )
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
-        if native_dtype(one.dtype) != np.dtype(found[one.name]["dtype"]):
+        held = native_dtype(np.dtype(found[one.name]["dtype"]))
+        if native_dtype(one.dtype) != held:
             raise ConfigError(
-                f"{where} holds {np.dtype(found[one.name]['dtype'])}, what is to be appended is {native_dtype(one.dtype)}. "
-                f"Cast it: x.astype('{np.dtype(found[one.name]['dtype'])}')"
+                f"{where} holds {held}, what is to be appended is {native_dtype(one.dtype)}. Cast it: x.astype('{held}')"
             )
     return axes, _check_lengths(asked, found, axes)
 

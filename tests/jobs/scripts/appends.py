@@ -1,4 +1,4 @@
-"""An append to a store, in which one rank is killed, or two jobs append at once: ``appends.py FOLDER PHASE``."""
+"""An append to a store or a file, in which one rank is killed: ``appends.py FOLDER PHASE``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
+from shardload.formats.hdf5 import growth as hdf5
 from shardload.formats.zarr.growth import GrowthCatalog
 from shardload.jobs.writing.read_back import ReadBack
 
@@ -50,10 +51,13 @@ def main(folder: Path, phase: str) -> None:
         "consolidated": (0, os, "replace", 3, "zarr.json"),
         "end": (0, GrowthCatalog, "abandon", 1, ""),
     }
+    file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
+    # What rank 0 writes in `growth`: notes, nodes of two indexes, notes; then in place the end, two indexes, two lengths.
+    phases["second length"] = (0, hdf5, "put_at", 9, "")
     victim, holder, name, which, words = phases[phase]
     if rank == victim:
         kill_before(holder, name, which, words)
-    shardload.append(folder / "run.zarr", {"rho": x, "time": np.arange(5.0, 9.0)})
+    shardload.append(folder / file, {"rho": x, "time": np.arange(5.0, 9.0)})
 
 
 if __name__ == "__main__":
