@@ -171,8 +171,8 @@ def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind:
 def test_every_file_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind: str) -> None:
     """Wrong if the chunk at the edge lost its old rows, or another rank's chunk came into its place."""
     path = shared_tmp_path / ("run.h5" if kind.startswith("HDF5") else "run.nc")
-    specs = (P(None, "a", "b"), P(None, ("b", "a")), P(None, None, "a"))
-    for (old, new), spec, mesh in zip(LENGTHS, specs, (mesh_of(), turned(), turned()), strict=True):
+    specs = (P(None, "a", "b"), P(None, ("b", "a")))
+    for (old, new), spec, mesh in zip(LENGTHS[1:], specs, (mesh_of(), turned()), strict=True):
         values = ramp((old + new, Y, X), "float32")
         on_root(ranks, lambda n=old, values=values: make_file(path, values[:n], kind))  # type: ignore[misc]
         report = shardload.append(path, tree_of(values, old, spec, mesh), verify="full", staging="8MiB")
@@ -203,6 +203,8 @@ def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: P
     on_root(ranks, begin)
     for k in range(1, 5):
         shardload.append(path, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="x")
+        x = shardload.load(path, mesh_of(), P(None, None, "a"), dataset="x")  # and leaves no lock
+        assert x.shape == (7, k + 1, X)
     more = put(values[:, :1], mesh_of(), P(None, None, "a"))
     same_error(ranks, lambda: shardload.append(path, more, dim=1, dataset="x"), ConfigError, "may have 5", "maxshape=(None")
     rho = put(values[3:, 0], mesh_of(), P(None, "a"))
