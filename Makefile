@@ -45,23 +45,11 @@ SUITE := -m pytest --with-mpi tests
 WAYS := -p tests.jobs.scripts.ways
 # $(call must,NOTES|MESSAGES|BOTH,RANKS): asked only of all tests.
 must = $(if $(ARGS),,$(if $(filter $(2),$(N)),WAYS_MUST=$(1)))
-# $(call share,0|1,RANKS): these too. What a test tries in a loop, and the combinations of its parameters, are shared out: half of them
-# here, the other half in the other stages.
-share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1)/2))
-# $(call share_of_one,0|1,RANKS): of a single parameter, too, each stage takes half of the values: the first on 4 ranks one half, the
-# other stages on several ranks the other.
-share_of_one = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE_OF_ONE=$(1)/2))
-# What differs from file to file, and JAX's own exchange, are the same whichever MPI library there is.
-NOT_OF_MPI := $(addprefix --ignore tests/mpi/test_,sources.py pencil_fft.py memory.py climate.py many_arrays_example.py)
-# So is what a type, a cast, a packing or a selection makes of values; the other stages send them in notes, and in messages.
-NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,decode.py tree_values.py labels.py)
-NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,$(addprefix values.py::test_,type_is_kept 64_bits cast_is selection_is_numpys))
-NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_,verify.py::test_types scatter.py::test_memory_layout)
-# A disk that fails, what a file looks like and what a journal says are the same, too; how parts get to the ranks that write is not.
-NOT_OF_MPI += $(addprefix --ignore tests/mpi/test_,copy.py writing.py)
-NOT_OF_MPI += $(addprefix --deselect tests/mpi/test_save.py::test_,a_disk_that_fails_on_one_rank types_that_need_care like_another_array others_open_it)
-# MPICH alone has few communicators to give.
-NOT_OF_MPI += --deselect tests/mpi/test_calls.py::test_communicators_are_given_back
+# $(call share,0/2|1/4|3/4,RANKS): these too. The values of parameters of tests are shared out: half of them here, a quarter in each of
+# two other stages; of each test at least one value is in each stage. What a test tries in a loop: half, and the other half in both.
+share = $(if $(ARGS),,$(if $(filter $(2),$(N)),TESTS_SHARE=$(1) TESTS_SHARE_OF_ONE=$(1)))
+# What the marks mean: ALIKE in tests/conftest.py.
+without = $(if $(ARGS),,-m 'not $(1)')
 
 # $(call stage,NAME,COMMAND): says its name first, and again if it fails.
 define stage
@@ -117,25 +105,18 @@ test-doctests: $(VENV)/.test-$(KEY) ## the examples in docstrings
 
 # Several files at a time, because a job of 4 ranks waits more than it works: for its own start, for MPI, for what must time out.
 test-plain: setup ## plain pytest: tests/unit, tests/mpi on one process, tests/jobs
-	@$(if $(ARGS),,TESTS_SHARE=0/2 TESTS_SHARE_OF_ONE=0/2) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
-
-# Each rank starts helper processes: few ranks are enough.
-NOT_OF_RANKS := --deselect tests/mpi/test_copy.py::test_an_untrusted_file
+	@$(if $(ARGS),,TESTS_SHARE=0/4 TESTS_SHARE_OF_ONE=0/4) $(PY) -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 test-mpi: $(VENV)/.test-$(KEY) ## tests/mpi on N ranks (MPICH; in shared memory)
-	@$(call must,notes,4) $(call share,0,4) $(call share_of_one,0,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(if $(ARGS),,$(NOT_OF_RANKS)) $(WAYS) $(ARGS)
+	@$(call must,notes,4) $(call share,0/2,4) $(PY) $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,few_ranks) $(WAYS) $(ARGS)
 
 # As if ranks 0 and 1, and 2 and 3, were on one machine each.
 test-openmpi: $(VENV)/.test-$(KEY) $(OPENMPI)/.installed-$(KEY) ## tests/mpi on N ranks (Open MPI; in shared memory and as messages)
-	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1,4) $(call share_of_one,1,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(NOT_OF_MPI) $(WAYS) $(ARGS)
-
-# What is kept for each chunk of a file, or for a communicator, is the same in every version.
-NOT_OF_VERSIONS := $(addprefix --deselect tests/mpi/test_,memory.py::test_chunks_of_one_byte calls.py::test_communicators_are_given_back)
-NOT_OF_VERSIONS += --deselect tests/mpi/test_save.py::test_a_disk_that_fails_on_one_rank
+	@SHARDLOAD_RANKS_PER_NODE=2 $(call must,both,4) $(call share,1/4,4) $(PY) $(JOB) -n $(N) --timeout 900 --mpi openmpi -- $(SUITE) $(call without,any_library) $(WAYS) $(ARGS)
 
 # Old releases beside new neighbours warn of each other, which is no fault of ours.
 test-oldest: $(OLDEST)/.installed-$(KEY) ## tests/mpi on N ranks with the oldest supported versions (as messages)
-	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,1,2) $(call share_of_one,1,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(NOT_OF_VERSIONS) $(WAYS) -W ignore $(ARGS)
+	@SHARDLOAD_SHARED_MEMORY=0 WAYS_HALF=1 $(call must,messages,2) $(call share,3/4,2) $(OLDEST)/bin/python $(JOB) -n $(N) --timeout 900 -- $(SUITE) $(call without,any_version) $(WAYS) -W ignore $(ARGS)
 
 clean: ## remove what this Makefile and the tools made
 	rm -rf $(VENV) $(OLDEST) $(OPENMPI) .uv .venv-clients .venv-heat build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .test-logs

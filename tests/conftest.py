@@ -69,6 +69,14 @@ APART_IN_JOBS = (
     "test_verify_command",
 )
 
+# Marks of tests in `tests/mpi`: `make test` runs these in fewer stages, or shares them out otherwise (`_steps_to_our_share`).
+ALIKE = {
+    "any_library": "the same whichever MPI library there is: left out with Open MPI",
+    "any_version": "the same in every version of JAX and the others: left out with the oldest",
+    "by_ranks": "the number of ranks says which parameters there are, so that stages do not number them alike",
+    "few_ranks": "each rank starts processes of its own: left out on 4 ranks",
+}
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 atexit.register(gc.freeze)  # see jobs/site/sitecustomize.py
 gc.disable()  # until all is imported and collected: see pytest_collection_finish
@@ -159,6 +167,8 @@ def pytest_configure(config: pytest.Config) -> None:
         **(together if SIZE > 1 else {}),
     )
     hypothesis.settings.load_profile("shardload")
+    for name, why in ALIKE.items():
+        config.addinivalue_line("markers", f"{name}: {why}")
     # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
     # that name is the mark.
     config.option.with_mpi = True
@@ -179,8 +189,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept: list[pytest.Item] = []
     dropped: dict[str, list[pytest.Item]] = {}
+    reasons = {item: _elsewhere(item, config) for item in items}
+    ours = _shared_to_us([item for item in items if reasons[item] is None])
     for item in items:
-        reason = _elsewhere(item, config)
+        reason = reasons[item] or (None if item in ours else "left to the other stages")
         (dropped.setdefault(reason, []) if reason else kept).append(item)
         if _folder(item) in ("jobs", "slurm") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(JOB_SECONDS))
@@ -207,22 +219,41 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
-    if _folder(item) == "mpi" and not _is_shared_to_us(item):
-        return "left to the other stages"
     return None
 
 
-def _is_shared_to_us(item: pytest.Item) -> bool:
-    """Whether this stage of ``make test`` takes the item's parameters. Of several marks, as `tests.mpi.support.share` does."""
+def _shared_to_us(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items whose parameters this stage of ``make test`` takes; of each test with parameters at least one."""
+    steps = {item: _steps_to_our_share(item) if _folder(item) == "mpi" else 0 for item in items}
+    nearest: dict[str, pytest.Item] = {}
+    for item in items:
+        least = nearest.setdefault(_test(item), item)
+        if steps[item] < steps[least]:
+            nearest[_test(item)] = item
+    return {item for item in items if steps[item] == 0} | set(nearest.values())
+
+
+def _test(item: pytest.Item) -> str:
+    """Its name without parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def _steps_to_our_share(item: pytest.Item) -> int:
+    """How far the item's parameters are from those that this stage of ``make test`` takes; 0 if it is one of these."""
     if not isinstance(item, pytest.Function) or any(mark.kwargs.get("min_size", 2) > 2 for mark in item.iter_markers("mpi")):
-        return True
+        return 0
     names = (mark.args[0] for mark in item.iter_markers("parametrize"))
     axes = [(name.split(",") if isinstance(name, str) else name)[0].strip() for name in names]
     share = os.environ.get({0: "", 1: "TESTS_SHARE_OF_ONE"}.get(len(axes), "TESTS_SHARE"))
     if not share:
-        return True
+        return 0
     k, n = map(int, share.split("/"))
-    return (zlib.crc32(item.nodeid.partition("[")[0].encode()) + sum(item.callspec.indices[name] for name in axes)) % n == k
+    alike = [name for name in ALIKE if item.get_closest_marker(name)]
+    if {"any_library", "any_version"} <= {*alike}:
+        return 0  # one stage on several ranks has it
+    if alike:
+        k, n = k % 2, 2
+    return (zlib.crc32(_test(item).encode()) + sum(item.callspec.indices[name] for name in axes) - k) % n
 
 
 def _parameter(item: pytest.Item, name: str) -> object:

@@ -18,12 +18,13 @@ FEW = "(test_tiny_staging and chunks1) or test_open_array or test_selection_padd
 
 
 def run_suite(
-    folder: Path, which: str, n: int, env: Mapping[str, str], *, devices: int = 1, fresh: bool = True
+    folder: Path, which: str, n: int, more: Mapping[str, str], *, devices: int = 1, fresh: bool = True
 ) -> list[dict[str, int]]:
     """Run tests on `n` ranks; what each rank counted."""
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", "tests/mpi", "-k", which]
     command += ["-W", "ignore:Module already imported"]  # in a job that stays: a library whose plugin is not used here
-    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", "TESTS_SHARE_OF_ONE": "", **env}
+    env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **more}
+    env |= {"TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "0/2"}  # all combinations, and half of the single values
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices, fresh=fresh)
     assert job.returncode == 0, job.tail()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()

@@ -139,9 +139,10 @@ def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...
 
     ``TESTS_SHARE=0/2`` takes the black fields of a chessboard, and ``1/2`` the white ones. So each value is in each stage;
     of three axes, each pair of values too. Whether the first field is black (`first`, even) differs from test to test. Between
-    them, the stages on several ranks take all fields.
+    them, the stages on several ranks take all fields. ``3/4``, a quarter of what is parametrized, is the half ``1/2`` here.
     """
-    k, n = map(int, os.environ.get("TESTS_SHARE", "0/1").split("/"))
+    k, n = map(int, (os.environ.get("TESTS_SHARE") or "0/1").split("/"))
+    k, n = k % 2, min(n, 2)
     if first is None:
         first = crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode())  # the same on every rank, and in every stage
     fields = itertools.product(*(enumerate(axis) for axis in axes))

@@ -430,6 +430,8 @@ def test_communicator_is_duplicated_once(comm: Any, files: dict[str, str], monke
     shardload.load(files["chunked"], mesh_of(), P("a"), dataset=NAME)
 
 
+@pytest.mark.any_version
+@pytest.mark.any_library
 @pytest.mark.mpi(min_size=2)
 def test_communicators_are_given_back(comm: Any) -> None:
     """Wrong if a communicator's duplicate outlived it: MPICH has 2048. Each rank by itself, for ranks that wait take time."""

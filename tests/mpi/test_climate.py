@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import xarray as xr
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from tests.mpi.support import mesh_of, on_root
+
+pytestmark = pytest.mark.any_library
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "climate.py"
 

@@ -22,6 +22,8 @@ from shardload.jobs.copying.copy import CopyReport, copy_file
 from shardload.jobs.copying.request import CopyRequest
 from tests.mpi.support import on_root, ramp, same_error
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 
 SHAPE = (13, 22, 17)
@@ -175,6 +177,7 @@ def test_xarray_reads_the_same(comm: Any, shared_tmp_path: Path, source: str, ta
                 assert second.encoding["unlimited_dims"] == {"time"}
 
 
+@pytest.mark.few_ranks
 def test_an_untrusted_file(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if names of axes, types or missing data were lost because helpers read the file."""
     before, after = shared_tmp_path / "in.nc", shared_tmp_path / "out.nc"

@@ -20,6 +20,8 @@ from tests.mpi.support import READERS, check, cube, mesh_of, on_root, padded, ra
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 
 PACKED = {"scale_factor": np.float32(0.25), "add_offset": np.float32(-7), "_FillValue": np.int16(11)}

@@ -16,6 +16,8 @@ from shardload import ConfigError, between, near
 from shardload.formats.lookup import Labeller
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, unit
 
+pytestmark = pytest.mark.any_library
+
 
 def climate() -> xr.Dataset:
     n = 2 * unit(), 3 * unit(), unit() + 1

@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from tests.mpi.support import on_root
 
+pytestmark = pytest.mark.any_library
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_arrays.py"
 
 

@@ -23,6 +23,8 @@ from shardload import ConfigError
 from shardload.comm.group import group_of
 from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
 
+pytestmark = pytest.mark.any_library
+
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py and zarr-python make for themselves: 90 KiB are usual
 
 
@@ -70,6 +72,7 @@ def test_peak(
     comm.Free()
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("readers", ["root", "parallel", "direct"])
 def test_chunks_of_one_byte(comm: Any, shared_tmp_path: Path, readers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if what is kept for each chunk, written or not, were kept for all chunks of a block of so many bytes."""

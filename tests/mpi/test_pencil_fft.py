@@ -15,6 +15,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.any_library
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pencil_fft.py"
 TOLERANCE: dict[type, float] = {np.float32: 2e-6, np.float64: 2e-15}  # of the largest mode
 

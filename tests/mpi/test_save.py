@@ -137,6 +137,7 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
     compare(comm, path, {str(k): values + k for k in range(3)})
 
 
+@pytest.mark.any_library
 def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if bfloat16 lost bits, or the other byte order were a name only; or a type were stored as another one."""
     values = {
@@ -162,6 +163,7 @@ def test_types_that_need_care(comm: Any, shared_tmp_path: Path) -> None:
     assert on_disk(comm, shared_tmp_path) == ["types.h5"]
 
 
+@pytest.mark.any_library
 def test_others_open_it(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if xarray, netCDF4, TensorStore or zarr found other names, coordinates, attributes or values."""
     nz, ny, nx = cube()
@@ -254,6 +256,7 @@ def test_empty_scalar_and_numpy_arrays(comm: Any, shared_tmp_path: Path) -> None
         compare(comm, shared_tmp_path / name, values)
 
 
+@pytest.mark.any_library
 def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if the new array had another layout, lost a coordinate, or what the caller passes did not count."""
     shape, values = cube(), ramp(cube())
@@ -474,6 +477,8 @@ class Disk:
         self.fsync(descriptor)
 
 
+@pytest.mark.any_version
+@pytest.mark.any_library
 @pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, odd chunks", "Zarr", "Zarr shards"])
 @pytest.mark.parametrize("what", ["ENOSPC", "EDQUOT", "EIO", "fsync", "short"])
 def test_a_disk_that_fails_on_one_rank(

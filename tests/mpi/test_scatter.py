@@ -95,6 +95,7 @@ LAYOUTS: tuple[Callable[[Array], Array], ...] = (
 SENT = ("float32", ">f4", "bool", "int8", "complex64", "float16")
 
 
+@pytest.mark.by_ranks
 @pytest.mark.parametrize("spec", distinct(DECOMPOSITIONS).values(), ids=distinct(DECOMPOSITIONS))
 def test_decomposition(comm: Any, spec: Any) -> None:
     """Wrong in the table of this decomposition, or if views were cut wrongly."""
@@ -104,6 +105,7 @@ def test_decomposition(comm: Any, spec: Any) -> None:
         check(x, values, mesh, spec, (root, verify))
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_layout(comm: Any, layout: Callable[[Array], Array], dtype: str) -> None:

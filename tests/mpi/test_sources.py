@@ -21,6 +21,8 @@ from tests.mpi.sources import NAME, SOURCES, read_part
 from tests.mpi.support import DECOMPOSITIONS, READERS, VERIFY, check, cube, distinct, mesh_of, on_root, ramp, same_error
 from tests.unit.files import spoiled
 
+pytestmark = pytest.mark.any_library
+
 # Both ways of verifying where parts travel; elsewhere the stricter one, and the default one for "auto".
 WAYS = (
     *itertools.product(("root", "parallel"), VERIFY),

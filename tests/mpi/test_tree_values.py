@@ -27,6 +27,8 @@ from tests.mpi.test_halo import with_halos
 from tests.mpi.test_values import X64
 from tests.packed import VARIABLES, by_netcdf4, by_to_zarr, open_by_xarray
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 
 

@@ -46,6 +46,7 @@ def write(comm: Any, folder: Path, values: Array, *, chunks: tuple[int, ...] | N
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "int16", "int32", "uint8", "uint32", "float16", "float32", "complex64", ">i2", ">u4", ">c8"]
 )
@@ -82,6 +83,7 @@ def test_a_shape_that_nothing_can_hold(comm: Any, shared_tmp_path: Path) -> None
     same_error(comm, lambda: shardload.load(path, mesh_of(), P("a", "b")), SourceError, "more than any machine", "pass select=")
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128", ">f8", ">i8", ">c16"])
 @pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
 def test_64_bits_arrive_exactly_where_jax_has_them(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:
@@ -97,6 +99,7 @@ def test_64_bits_arrive_exactly_where_jax_has_them(comm: Any, shared_tmp_path: P
         check(shardload.scatter(values, mesh_of(), P("a", "b")), values, mesh_of(), P("a", "b"))
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("dtype", "loss", "named"),
     [
@@ -128,6 +131,7 @@ def test_64_bits_are_refused_where_jax_would_cut_them(
         assert not re.search(r"\bu?int32\b", text)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize(
     ("dtype", "to"),
     [
@@ -287,6 +291,7 @@ SELECTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("case", SELECTIONS)
 def test_selection_is_numpys(comm: Any, shared_tmp_path: Path, case: str) -> None:
     """Wrong if an offset inside a chunk were lost, a dropped axis kept, or a block read outside of the selection."""

@@ -53,6 +53,7 @@ def test_every_source_is_read_again(files: dict[str, str], source: str) -> None:
             assert (again.n_elements, again.n_boxes, again.digest) == (found.n_elements, found.n_boxes, found.digest)
 
 
+@pytest.mark.by_ranks
 @pytest.mark.parametrize("name", distinct(DECOMPOSITIONS))
 def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], name: str) -> None:
     """Wrong if replicas counted twice, or a shard's place did not count."""
@@ -64,6 +65,7 @@ def test_the_digest_is_of_the_array_not_of_the_sharding(files: dict[str, str], n
     assert f"{zlib.crc32(values):08x}" in str(found)
 
 
+@pytest.mark.any_library
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64", ">f8", ">c16", ">i2"])
 @pytest.mark.parametrize("name", ["x.h5", "x.zarr"])
 def test_types(comm: Any, shared_tmp_path: Path, dtype: str, name: str) -> None:

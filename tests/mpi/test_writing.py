@@ -23,6 +23,8 @@ from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.planning.region import Region
 from tests.mpi.support import ramp, same_error
 
+pytestmark = pytest.mark.any_library
+
 Array = np.ndarray[Any, Any]
 GZIP = Compression.of("gzip")
 SPECS = {
