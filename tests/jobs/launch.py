@@ -181,7 +181,9 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
             "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
             "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
         }
-    elif n > (os.cpu_count() or 1) or {"PYTEST_CURRENT_TEST", "SHARDLOAD_STAGE"} & os.environ.keys():  # other jobs beside this one
+    elif (
+        n > (os.cpu_count() or 1) or {"PYTEST_CURRENT_TEST", "SHARDLOAD_STAGE"} & os.environ.keys()
+    ):  # other jobs beside this one
         # A waiting rank of MPICH spins, and takes its share of the core from those that work. This makes it sleep: on
         # 2 cores, 1.4 s of work on one rank took 6.4 s with 7 others waiting, 1.8 s so. It costs 0.3 ms a collective.
         env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"

@@ -12,6 +12,7 @@ from typing import Any
 import h5py
 import hdf5plugin
 import jax
+import netCDF4
 import numpy as np
 import pytest
 import xarray
@@ -227,6 +228,10 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
         make_file(path, values[:5], "HDF5")
         with h5py.File(shared_tmp_path / "new.h5", "w", libver="latest") as file:
             file.create_dataset("rho", data=values[:5], chunks=(4, 5, 7), maxshape=(None, Y, X))
+        with netCDF4.Dataset(shared_tmp_path / "run.nc", "w") as file:  # two groups with one dimension
+            file.createDimension("time", None)
+            for group in (file, file.createGroup("g")):
+                group.createVariable("x", "f8", ("time",))[:] = np.arange(5)
 
     on_root(ranks, begin)
     before = on_root(ranks, lambda: files(shared_tmp_path))
@@ -236,6 +241,8 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     same_error(ranks, lambda: shardload.append(path, {"g/rho": rho}), ConfigError, "'/g/time'", "its length would differ")
     same_error(ranks, lambda: shardload.append(path, whole | {"g/time": time[:1]}), ConfigError, "from 5 to 6", "equally long")
     same_error(ranks, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
+    nc = shared_tmp_path / "run.nc"
+    same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "its length would differ", "Pass 'x'")
     same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "an extensible array", "shardload copy")
     assert on_root(ranks, lambda: files(shared_tmp_path)) == before
     copy = shared_tmp_path / "copy.h5"

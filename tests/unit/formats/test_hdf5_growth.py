@@ -407,6 +407,19 @@ def test_a_file_that_somebody_else_changes(tmp_path: Path) -> None:
             catalog.commit()
     assert path.read_bytes()[: len(data)] == data[: os.path.getsize(path)]
     assert [one.name for one in tmp_path.iterdir()] == ["x.h5"]
+    by_h5py(path)
+    sink = sink_of(path, VALUES)
+    with sink.create() as catalog:
+        write_all(sink, catalog, come)
+        catalog.finish()
+        data, _, spots = _spots(path, "time")  # a program that changes one number, and nothing else
+        with path.open("r+b") as file:
+            file.seek(spots.dims[0].offset)
+            file.write((4).to_bytes(8, "little"))
+        with pytest.raises(ConfigError, match="changed by somebody else"):
+            catalog.commit()
+    with h5py.File(path) as file:
+        assert (len(file["time"]), len(file["g/rho"])) == (4, OLD)
 
 
 def test_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
