@@ -38,6 +38,7 @@ PATHS = f"{SITE}{os.pathsep}{ROOT}"  # PYTHONPATH of a process of its own that i
 STAND_IN = str(Path(__file__).resolve().with_name("rank.py"))  # what mpiexec sees of a rank that is a copy (`preloaded`)
 MARK = "SHARDLOAD_JOB"  # ids of the jobs that a process belongs to, joined by ':'
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH's hydra, Open MPI's prte
+IS_TEST = {"PYTEST_CURRENT_TEST", "SHARDLOAD_STAGE"}  # variables: there may be other jobs beside this one
 TAIL_LINES = 40
 GONE = (psutil.Error, OSError)  # a process may end, or be another user's, while it is looked at
 
@@ -181,9 +182,7 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
             "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
             "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
         }
-    elif (
-        n > (os.cpu_count() or 1) or {"PYTEST_CURRENT_TEST", "SHARDLOAD_STAGE"} & os.environ.keys()
-    ):  # other jobs beside this one
+    elif n > (os.cpu_count() or 1) or IS_TEST & os.environ.keys():
         # A waiting rank of MPICH spins, and takes its share of the core from those that work. This makes it sleep: on
         # 2 cores, 1.4 s of work on one rank took 6.4 s with 7 others waiting, 1.8 s so. It costs 0.3 ms a collective.
         env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
