@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardload.formats.hdf5.growth import GrowthSink, read_file
+from shardload.formats.hdf5.growable import read_file
+from shardload.formats.hdf5.growth import GrowthSink
 from tests.unit.saving import write_all
 
 Array = np.ndarray[Any, Any]

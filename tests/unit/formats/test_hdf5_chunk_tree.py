@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardload.formats.hdf5.chunk_tree import ChunkTree, Grown
-from shardload.formats.hdf5.growth import Facts
+from shardload.formats.hdf5.growable import Facts
 from shardload.formats.hdf5.on_disk import UNDEFINED, UnknownError, read_superblock
 
 Place = tuple[int, int, int]

@@ -19,8 +19,10 @@ import pytest
 import xarray as xr
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.hdf5 import growth, on_disk
-from shardload.formats.hdf5.growth import Facts, GrowthCatalog, read_file
+from shardload.formats.hdf5 import growable, growth, on_disk
+from shardload.formats.hdf5.chunk_tree import ChunkTree
+from shardload.formats.hdf5.growable import Facts, read_file
+from shardload.formats.hdf5.growth import GrowthCatalog
 from shardload.formats.hdf5.on_disk import PAGE, Patch, Spot, read_superblock
 from shardload.formats.leftovers import find_leftover
 from tests.unit.growing import Disk, grow, sink_of
@@ -323,7 +325,7 @@ def test_headers_in_two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
         if [_is_cut(spots.dims[0], n), _is_cut(spots.index, n)] == [block != "OCHK", block != "OHDR"]
         and address // n == (address + 45) // n  # its beginning is not cut
     )
-    for module in (on_disk, growth):  # as if the file lay otherwise
+    for module in (on_disk, growable, growth):  # as if the file lay otherwise
         monkeypatch.setattr(module, "PAGE", at)
     disk = Disk(path)
     with disk.watched():
@@ -352,7 +354,7 @@ def test_a_header_that_cannot_move(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "x.h5"
     by_h5py(path, libver=("v108", "v108"))
     before, address, _ = _spots(path, "g/rho")
-    for module in (on_disk, growth):
+    for module in (on_disk, growable, growth):
         monkeypatch.setattr(module, "PAGE", address + 20)
     with pytest.raises(ConfigError, match=r"in two pages of .*shardload copy"):
         sink_of(path, {"/g/rho": VALUES["/g/rho"]})
@@ -498,14 +500,14 @@ def _shifted(self: Any, index: Any, offsets: Any, nbytes: Any, masks: Any = 0) -
     return _entries(self, index, offsets, nbytes, masks)
 
 
-_entries = growth.ChunkTree.entries
+_entries = ChunkTree.entries
 
 
 @pytest.mark.parametrize(
     ("holder", "name", "wrong", "words"),
     [
-        (growth.ChunkTree, "entries", _swapped, "chunk"),
-        (growth.ChunkTree, "entries", _shifted, "outside"),
+        (ChunkTree, "entries", _swapped, "chunk"),
+        (ChunkTree, "entries", _shifted, "outside"),
         (growth.GrowthSink, "order", property(lambda self: ["/g/rho", "/g/rho", "/time"]), "shape"),
         (
             Spot,

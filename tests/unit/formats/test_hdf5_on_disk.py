@@ -11,7 +11,7 @@ import netCDF4
 import numpy as np
 import pytest
 
-from shardload.formats.hdf5.growth import Facts
+from shardload.formats.hdf5.growable import Facts
 from shardload.formats.hdf5.on_disk import PAGE, Spot, UnknownError, lookup3, read_header, read_superblock
 
 # Keywords of h5py.File; what must be in the file: version of its superblock, first byte of a dataset's header.
