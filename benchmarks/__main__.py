@@ -21,7 +21,7 @@ from benchmarks.runs import rechunking, saves
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
-from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
+from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small, profile_chunks
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
 from benchmarks.throttle.links import why_not
@@ -112,11 +112,17 @@ def small_chunks(
     repeats: Repeats = 5,
     data: Data = DATA_FOLDER,
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "chunks.json",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where the CPU time of a chunk goes, and write no record.")
+    ] = False,
 ) -> None:
     """Time files in chunks of 16^3 and 32^3, of which there are so many that what is done for each of them counts."""
     wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), [int(n) for n in ranks.split(",")])
     chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
+    if profile:
+        profile_chunks(files, sorted({cell.ranks for cell in wanted}), wanted[0].spec, repeats, typer.echo)
+        return
     measure(wanted, files, chosen, repeats=repeats, out=out, say=say, kind="chunks")
 
 

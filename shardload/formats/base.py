@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -43,6 +44,7 @@ __all__ = [
     "a_few_chunks",
     "check_request",
     "fresh",
+    "has_missing",
     "json_value",
     "native_dtype",
     "nbytes_of",
@@ -418,6 +420,15 @@ class PlainReader(Protocol):
         False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
         """
         ...
+
+
+def has_missing(stored: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
+    """True if a chunk that `BatchReader.fetch_many` returned is missing. It takes no step of Python for each chunk.
+
+    >>> has_missing([b"", None]), has_missing([b"", b"1"])
+    (True, False)
+    """
+    return any(map(is_, stored, itertools.repeat(None)))
 
 
 class Spans:
