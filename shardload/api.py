@@ -6,7 +6,7 @@
 3. `scatter` is a load from the memory of one rank instead of a file.
 4. `verify` plans the load that would give the array, then compares the array with the file instead of loading it again.
 5. `save` writes arrays into one new file; `plan_save` says what it would do.
-6. `append` adds rows to arrays of a Zarr store.
+6. `append` adds rows to arrays of a Zarr store, or of an HDF5 or netCDF4 file.
 7. `mask` says which elements of a loaded array are the file's; `unpad` returns these alone.
 
 Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo, edge), may be trees: docs/many-arrays.md.
@@ -556,22 +556,23 @@ def append(
     progress: Progress = _APPEND.progress,
     comm: Any = _APPEND.comm,
 ) -> AppendReport:
-    """Append sharded arrays to those of a Zarr store (format 3 or 2, also with shards) along one axis, by all ranks.
+    """Append sharded arrays to those of a Zarr store, an HDF5 or a netCDF4 file along one axis, by all ranks.
 
-    Chunks, compression, types and names are those of the store. The new rows are written and read back beside the store; then
-    their files get their names in it, and at last the arrays their new lengths. A failed or killed append leaves the old length
-    and the old values.
+    Chunks, compression, types and names are those of the store. The new rows are written and read back where no reader looks:
+    beside a store, behind the end of a file. At last the arrays get their new lengths. A failed or killed append leaves the old
+    values, and each array its old length (or, if the kill came among the last few writes, its new one).
 
     Collective: yes, over `comm`. Every rank passes the same arguments, and all return or all raise the same error.
 
     Parameters
     ----------
     path : str or PathLike
-        A Zarr store in a folder that all nodes see. HDF5 and netCDF4 files are refused.
+        A Zarr store (format 3 or 2), an HDF5 or a netCDF4 file in a folder that all nodes see. In a file the axis must be one
+        that can grow: ``maxshape=(None, ...)`` in h5py, an unlimited dimension in netCDF4, ``unlimited_dims=`` in xarray.
     tree : jax.Array or dict of them
         The rows to append by the names of their arrays in the store, as in `save`. Each has the shape and type of the stored
-        array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays of a group that
-        have the axis `dim`, its coordinate too.
+        array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays that share the axis
+        `dim`, its coordinate too.
     dim : str or int
         The axis: its name in the store, or its number if the axes have no names.
     dataset : str
@@ -591,8 +592,8 @@ def append(
     Raises
     ------
     ConfigError
-        The arguments are wrong or do not fit the store, its chunks are stored in a way that append does not write, or another
-        append has the store.
+        The arguments are wrong or do not fit the store, its chunks are stored in a way that append does not write, another
+        append has it, or another program has the file open.
     SourceError, VerifyError, PeerError, StallError
         As `save` does.
 

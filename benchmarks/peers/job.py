@@ -189,7 +189,8 @@ def save(request: dict[str, Any]) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     comm.Barrier()
     start, cpu = time.perf_counter(), time.process_time()
-    savers.SAVES[way](kept["array"], request["path"], layout, request["spec"], comm)
+    save_it = savers.shardload_way(staging=request["staging"]) if request.get("staging") else savers.SAVES[way]
+    save_it(kept["array"], request["path"], layout, request["spec"], comm)
     end, cpu = time.perf_counter(), time.process_time() - cpu
     peak = _resident_nbytes("VmHWM") - before
     comm.Barrier()

@@ -154,10 +154,15 @@ class MpiCollectives:
 
     def pass_on(self, mine: Integers, to: int, source: int) -> Integers:
         """See `Collectives`."""
-        size = np.empty(1, dtype=np.int64)
-        self._pass_on(np.array([len(mine)], dtype=np.int64), size, to, source)
+        self._look()
+        told, size = np.array([len(mine)], dtype=np.int64), np.empty(1, dtype=np.int64)
+        # Both at once: who receives them knows the order.
+        sent = [self._comm.Isend(one, to, _PASS_ON_TAG) for one in (told, mine)]
+        self._finish(lambda: self._comm.Irecv(size, source, _PASS_ON_TAG), size, told, mine, sent)
         found = np.empty(int(size[0]), dtype=np.int64)
-        self._pass_on(mine, found, to, source)
+        self._finish(lambda: self._comm.Irecv(found, source, _PASS_ON_TAG), found, told, mine, sent)
+        for request in sent:
+            self._finish(lambda request=request: request, told, mine, sent)  # type: ignore[misc]
         return found
 
     def send(self, data: Bytes, to: int) -> None:
@@ -171,11 +176,6 @@ class MpiCollectives:
         for at in range(0, len(into), _MOST_NBYTES):
             some = into[at : at + _MOST_NBYTES]
             self._finish(lambda some=some: self._comm.Irecv(some, source, _PASS_ON_TAG), some)  # type: ignore[misc]
-
-    def _pass_on(self, mine: Integers, into: Integers, to: int, source: int) -> None:
-        arriving = self._comm.Irecv(into, source, _PASS_ON_TAG)
-        self._finish(lambda: self._comm.Isend(mine, to, _PASS_ON_TAG), mine, into, arriving)
-        self._finish(lambda: arriving, mine, into)
 
     def _finish(self, start: Callable[[], Any], *buffers: Any, lately: Lately | None = None) -> None:
         self._look()  # raises if the group has stalled, before another collective is started

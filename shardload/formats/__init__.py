@@ -9,7 +9,8 @@ diagnosis    the errors about files that no format claims, and names that are no
 hdf5, zarr, memory   our own formats
 codecs       decodes chunks
 sink, saving the opposite direction: a new file, written by many (docs/design/save.md). `encoding` encodes chunks, `target`
-             renames, `leftovers` says what a save that was killed left, `locks` that one append runs at a time
+             renames, `leftovers` says what a save that was killed left. `growing` is what an append adds to, `locks` that one
+             runs at a time
 containment  which other files may a file refer to? Refuses the rest
 untrusted    opens a file in helper processes, which run `untrusted_process`
 

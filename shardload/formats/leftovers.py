@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from shardload.errors import SourceError
 from shardload.formats.containment import NotAFileError, open_file
 from shardload.formats.locks import locked_path
-from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, temporary_of
+from shardload.formats.target import FOLDER_MARK, MARK_BEGINS, MARK_NBYTES, temporary_of
 
 __all__ = ["GROWTH_MARK", "ROOTS", "Leftover", "find_leftover", "refuse_leftover"]
 
 ROOTS = ("zarr.json", ".zgroup", ".zarray")  # one of them makes a folder a Zarr store
 
-GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store
+GROWTH_MARK = "shardload-append"  # is in a temporary folder that has what will be appended to a store, or in that of a file
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Leftover:
         if self.what == "appending":
             return f"says that '{self.target}' is being appended to; if that was killed, no other append can begin"
         if self.what == "appended":
-            return f"holds rows of an append to '{self.target}' that has not ended"
+            return f"belongs to an append to '{self.target}' that has not ended"
         if self.is_link:
             return f"is a second name of '{self.target}', which was saved as a whole"
         if self.what == "replaced":
@@ -65,8 +65,14 @@ class Leftover:
         return f"is what a save to '{self.target}' has written so far: no whole file"
 
     @property
+    def condition(self) -> str:
+        """When `commands` may be typed."""
+        call = "append" if self.what.startswith("append") else "copy" if os.path.exists(f"{self.path}.journal") else "save"
+        return f"If no {call} runs there any more"
+
+    @property
     def commands(self) -> list[tuple[str, str]]:
-        """What to do if no save runs there any more: in words, and what to type."""
+        """What to do under this `condition`: in words, and what to type."""
         journal = f"{self.path}.journal"
         has_journal = os.path.exists(journal)
         paths = " ".join(shlex.quote(path) for path in ([self.path, journal] if has_journal else [self.path]))
@@ -83,7 +89,7 @@ class Leftover:
 
     def __str__(self) -> str:
         commands = ", or ".join(f"{what}: `{command}`" for what, command in self.commands)
-        return f"'{self.path}' {self.told}. If no save runs there any more, {commands}."
+        return f"'{self.path}' {self.told}. {self.condition}, {commands}."
 
 
 def find_leftover(path: str) -> Leftover | None:
@@ -108,6 +114,9 @@ def find_leftover(path: str) -> Leftover | None:
     try:
         with os.fdopen(open_file(path), "rb") as file:
             head = file.read(len(MARK_BEGINS))
+            file.seek(MARK_NBYTES)
+            if file.read(len(GROWTH_MARK)) == GROWTH_MARK.encode():
+                return Leftover(path, target, "appended", False)
     except (OSError, NotAFileError):
         return None
     is_link = what == "unfinished" and os.path.exists(target) and os.path.samefile(path, target)

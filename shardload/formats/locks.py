@@ -2,11 +2,15 @@
 
 ``NAME.appending`` is made with O_EXCL, so that of two appends at once one finds it. A killed append leaves it behind; then the
 next one says so, and what to type when nothing is at work there any more. Nothing of others is deleted.
+
+Programs that know nothing of that file are kept away from an HDF5 file as HDF5 itself does it: `FileLock`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import shlex
@@ -15,7 +19,7 @@ import socket
 from shardload.errors import ConfigError
 from shardload.formats.target import named, put_at
 
-__all__ = ["LOCK_BEGINS", "LOCK_SUFFIX", "AppendLock", "locked_path"]
+__all__ = ["LOCK_BEGINS", "LOCK_SUFFIX", "AppendLock", "FileLock", "locked_path"]
 
 LOCK_SUFFIX = ".appending"
 LOCK_BEGINS = b"shardload append "
@@ -81,3 +85,60 @@ class AppendLock:
             self._is_mine = False
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
+
+
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}  # of a file system
+
+
+class FileLock:
+    """The lock that the HDF5 library takes of a file that it opens: shared to read, alone to write. It ends with the
+    descriptor.
+
+    File systems without such locks have none here either, nor if HDF5 is told to take none (HDF5_USE_FILE_LOCKING=FALSE).
+
+    Parameters
+    ----------
+    descriptor : int
+        The open file.
+    path : str
+        Its path, for messages.
+
+    Raises
+    ------
+    ConfigError
+        If another program has the file open.
+    """
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor, self._path = descriptor, path
+        self._is_used = os.environ.get("HDF5_USE_FILE_LOCKING", "").upper() not in ("FALSE", "0")
+        if not self._taken(fcntl.LOCK_EX):
+            raise ConfigError(
+                f"'{path}' is open in another program, or in this one (a file of h5py, netCDF4 or xarray that was not closed): "
+                "it holds HDF5's lock. Close it there, and append again"
+            )
+
+    def share(self) -> None:
+        """Let others read, and keep away who would write."""
+        self._taken(fcntl.LOCK_SH)
+
+    def exclude(self) -> None:
+        """Let nobody open it. If somebody reads it, go on: a reader loses nothing, and who would write is still kept away."""
+        if not self._taken(fcntl.LOCK_EX) and not self._taken(fcntl.LOCK_SH):
+            raise ConfigError(
+                f"'{self._path}' was opened for writing by another program during this append. Nothing was appended; "
+                "run it again"
+            )
+
+    def _taken(self, kind: int) -> bool:
+        """False if another has it."""
+        if not self._is_used:
+            return True
+        try:
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return True

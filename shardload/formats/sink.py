@@ -14,7 +14,8 @@ from __future__ import annotations
 import abc
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ __all__ = [
     "ArraySpec",
     "Catalog",
     "Compression",
+    "Decode",
     "Encoder",
     "Placed",
     "Places",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
+Decode = Callable[[Region], np.ndarray[Any, Any]]
 _KEYS = {"name", "level", "shuffle", "options"}
 
 
@@ -533,3 +536,9 @@ class Sink(abc.ABC):
     @abc.abstractmethod
     def file_of(self, ticket: Ticket, name: str, number: int) -> str:
         """Path of the file that has a chunk, before `Catalog.commit`: its offset is counted from the beginning of that file."""
+
+    def decoding(self, ticket: Ticket, name: str) -> AbstractContextManager[Decode] | None:
+        """How the format's library reads values of an array after `Catalog.finish`, and before `Catalog.commit`; None if it
+        simply opens ``ticket.temporary``.
+        """
+        return None

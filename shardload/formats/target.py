@@ -26,6 +26,7 @@ from shardload.errors import ConfigError, SourceError
 __all__ = [
     "FOLDER_MARK",
     "MARK_BEGINS",
+    "MARK_NBYTES",
     "MODES",
     "Target",
     "mark",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 MODES = ("w-", "w")
+MARK_NBYTES = 64
 MARK_BEGINS = b"shardload unfinished "  # a temporary file, until its own first bytes are written
 FOLDER_MARK = "shardload-unfinished"  # is in a temporary folder, until all of it is written
 _NAME = re.compile(r"(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.(?P<what>unfinished|replaced)")
@@ -67,7 +69,7 @@ def temporary_of(path: str) -> tuple[str, str] | None:
 
 def mark(token: str, path: str) -> bytes:
     """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
-    return (MARK_BEGINS + f"{token} {os.path.basename(path)}".encode())[:63].ljust(63) + b"\n"
+    return (MARK_BEGINS + f"{token} {os.path.basename(path)}".encode())[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
 def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:

@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of an append: the store has its old length and values, and what is left names itself."""
+"""A rank is killed in the middle of an append: what it grows has its old length and values, and what is left names itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import xarray
@@ -59,4 +60,28 @@ def test_a_rank_that_is_killed(tmp_path: Path, phase: str, expected: tuple[int, 
     assert lengths(path) == expected
     left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
     assert sorted(one.what for one in left.values() if one) in (["appended", "appending"], ["appending", "unfinished"])
+    assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left
+
+
+def test_a_rank_that_is_killed_at_a_file(tmp_path: Path) -> None:
+    """Before the last write. Wrong if plain h5py could not read the file, or found a row without its values.
+
+    tests/unit/formats/test_hdf5_growth.py looks at every state of the file; here a real process ends.
+    """
+    path = tmp_path / "run.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("rho", data=VALUES[:5], chunks=(2, 3, 5), maxshape=(None, 8, 5), compression="gzip")
+        file.create_dataset("time", data=np.arange(5.0), chunks=(3,), maxshape=(None,)).make_scale("time")
+        for name in ("rho", "time"):
+            file[name].dims[0].label = "time"
+    job = run_job([SCRIPT, tmp_path, "second length"], 2, timeout=240, env={"PYTHONPATH": str(ROOT)})
+    assert job.returncode != 0, job.tail()
+    assert "Traceback" not in job.stderr, job.tail()
+    with h5py.File(path) as file:
+        rho, time = file["rho"][...], file["time"][...]
+    assert (len(rho), len(time)) == (9, 5)
+    np.testing.assert_array_equal(rho, VALUES[: len(rho)])
+    np.testing.assert_array_equal(time, np.arange(float(len(time))))
+    left = {one.name: find_leftover(str(one)) for one in tmp_path.iterdir() if one != path}
+    assert sorted(one.what for one in left.values() if one) == ["appended", "appending"]
     assert all(one is not None and one.target == str(path) and not one.is_whole for one in left.values()), left

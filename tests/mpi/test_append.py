@@ -1,4 +1,4 @@
-"""What does an append give? What numpy.concatenate gives, bit for bit, for zarr-python and xarray; or the old store."""
+"""What does an append give? What numpy.concatenate gives, bit for bit, for the format's libraries; or what was there before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import hdf5plugin
 import jax
+import netCDF4
 import numpy as np
 import pytest
 import xarray
@@ -21,7 +24,9 @@ from shardload import ConfigError, SourceError, VerifyError
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
-from shardload.formats.zarr.growth import _GrowthEncoder
+from shardload.formats.zarr.growth import GrowthEncoder
+from shardload.jobs.copying.copy import copy_file
+from shardload.jobs.copying.request import CopyRequest
 from shardload.jobs.saving.append import _Appending
 from tests.mpi.support import mesh_of, on_root, padded, ramp, same_error
 from tests.mpi.test_save import on_disk, put, turned
@@ -37,6 +42,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "v3 shards": {"chunks": (2, 5, 8), "shards": (6, 10, 16)},
     "v2": {"zarr_format": 2, "chunks": (4, 10, 7)},
     "v2 plain": {"zarr_format": 2, "chunks": (5, 9, 11), "compressors": None, "fill_value": 1},
+}
+# The same for files, by h5py and xarray.
+FILES: dict[str, dict[str, Any]] = {
+    "HDF5": {"chunks": (4, 5, 7)},
+    "HDF5 gzip, shuffle": {"chunks": (3, 24, 5), "compression": "gzip", "shuffle": True},
+    "HDF5 zstd, 1.8": {"chunks": (5, 9, 11), "libver": ("v108", "v108"), **hdf5plugin.Zstd()},
+    "HDF5 big-endian, checksums": {"chunks": (2, 7, 12), "dtype": ">f4", "fletcher32": True},
+    "netCDF4": {"chunks": (4, 5, 7), "compression": "zlib"},
 }
 # Old and new rows: an edge that is full and one that is not (for chunks of 2, 3, 4, 5, 6, 9), few and many rows, none before.
 LENGTHS = ((12, 5), (7, 12), (5, 1))
@@ -60,6 +73,39 @@ def make(path: Path, old: Array, *, version: int = 3, is_consolidated: bool = Tr
     if is_consolidated:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # not in the specification of format 3
             zarr.consolidate_metadata(str(path))
+
+
+def make_file(path: Path, old: Array, kind: str) -> None:
+    """The same as an HDF5 or netCDF4 file, as others make it."""
+    how = dict(FILES[kind])
+    chunks = how.pop("chunks")
+    if kind.startswith("HDF5"):
+        with h5py.File(path, "w", libver=how.pop("libver", None)) as file:
+            file.attrs["title"] = "a run"
+            for group in (file, file.create_group("g")):
+                time = group.create_dataset("time", data=_times(len(old)), chunks=(4,), maxshape=(None,))
+                time.make_scale("time")
+                rho = group.create_dataset("rho", data=old, chunks=chunks, maxshape=(None, Y, X), **how)
+                rho.dims[0].attach_scale(time)
+        return
+    rho, time = (("time", "y", "x"), old), ("time", _times(len(old)))
+    rho_of = {"rho": {"chunksizes": tuple(map(min, chunks, old.shape)), **how}}
+    # In a group alone: a dimension of the root would be that of the group, too.
+    made = xarray.Dataset({"rho": rho}, {"time": time, "y": np.arange(Y)}, {"title": "a run"})
+    made.to_netcdf(path, group="g", engine="netcdf4", encoding=rho_of, unlimited_dims=["time"])
+
+
+def look_file(path: Path, values: Array, group: str = "g") -> None:
+    """Raise unless h5py, and of netCDF4 xarray with both of its libraries, read these values."""
+    with h5py.File(path) as file:
+        assert file.attrs.get("title", file["g"].attrs.get("title")) in ("a run", b"a run")
+        np.testing.assert_array_equal(file[f"{group}/rho"][...], values)
+        np.testing.assert_array_equal(file[f"{group}/time"][...], _times(len(values)))
+        assert file[f"{group}/rho"].dims[0][0] == file[f"{group}/time"]
+    for engine in ("netcdf4", "h5netcdf") if path.suffix == ".nc" else ():
+        with xarray.open_dataset(path, group=group or None, engine=engine) as found:
+            assert dict(found.sizes) == {"time": len(values), "y": Y, "x": X}
+            np.testing.assert_array_equal(found.rho.values, values)
 
 
 def _times(n: int) -> Array:
@@ -118,6 +164,98 @@ def test_every_layout_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind:
             assert zarr.open_group(str(path), mode="r").attrs["title"] == "a run"
 
         on_root(ranks, check)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_every_file_sharding_and_edge(ranks: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if the chunk at the edge lost its old rows, or another rank's chunk came into its place."""
+    path = shared_tmp_path / ("run.h5" if kind.startswith("HDF5") else "run.nc")
+    specs = (P(None, "a", "b"), P(None, ("b", "a")))
+    for (old, new), spec, mesh in zip(LENGTHS[1:], specs, (mesh_of(), turned()), strict=True):
+        values = ramp((old + new, Y, X), "float32")
+        on_root(ranks, lambda n=old, values=values: make_file(path, values[:n], kind))  # type: ignore[misc]
+        report = shardload.append(path, tree_of(values, old, spec, mesh), verify="full", staging="8MiB")
+        assert report.grown == {"/g/rho": (old, old + new), "/g/time": (old, old + new)}
+        assert report.n_read_back == report.n_decoded == report.n_chunks
+        assert report.format == kind.split()[0]
+        assert on_disk(ranks, shared_tmp_path) == [path.name]
+
+        def check(values: Array = values, n: int = old) -> None:
+            look_file(path, values)
+            if path.suffix == ".h5":
+                look_file(path, values[:n], "")  # the other group is as it was
+
+        on_root(ranks, check)
+
+
+@pytest.mark.any_library
+@pytest.mark.any_version
+def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an axis in the middle, or one with a limit, could not grow; or a dimension without values stayed behind."""
+    path, values = shared_tmp_path / "run.h5", ramp((7, 5, X), "int16")
+
+    def begin() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("x", data=values[:, :1], chunks=(3, 2, 16), maxshape=(7, 5, None))
+        xarray.Dataset({"rho": (("time", "x"), values[:3, 0])}).to_netcdf(
+            shared_tmp_path / "run.nc", engine="h5netcdf", unlimited_dims=["time"]
+        )
+
+    on_root(ranks, begin)
+    for k in range(1, 5):
+        shardload.append(path, put(values[:, k : k + 1], mesh_of(), P(None, None, "a")), dim=-2, dataset="x")
+        x = shardload.load(path, mesh_of(), P(None, None, "a"), dataset="x")  # and leaves no lock
+        assert x.shape == (7, k + 1, X)
+    more = put(values[:, :1], mesh_of(), P(None, None, "a"))
+    same_error(ranks, lambda: shardload.append(path, more, dim=1, dataset="x"), ConfigError, "may have 5", "maxshape=(None")
+    rho = put(values[3:, 0], mesh_of(), P(None, "a"))
+    assert shardload.append(shared_tmp_path / "run.nc", {"rho": rho}).grown == {"/rho": (3, 7)}
+
+    def look() -> None:
+        with h5py.File(path) as file, h5py.File(shared_tmp_path / "run.nc") as other:
+            np.testing.assert_array_equal(file["x"][...], values)
+            np.testing.assert_array_equal(other["rho"][...], values[:, 0])
+            assert other["time"].shape == (7,)
+
+    on_root(ranks, look)
+
+
+@pytest.mark.any_library
+@pytest.mark.any_version
+def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a file changed although there was an error; or the copy that the error advises could not grow."""
+    path, values = shared_tmp_path / "run.h5", ramp((7, Y, X), "float32")
+
+    def begin() -> None:
+        make_file(path, values[:5], "HDF5")
+        with h5py.File(shared_tmp_path / "new.h5", "w", libver="latest") as file:
+            file.create_dataset("rho", data=values[:5], chunks=(4, 5, 7), maxshape=(None, Y, X))
+        with netCDF4.Dataset(shared_tmp_path / "run.nc", "w") as file:  # two groups with one dimension
+            file.createDimension("time", None)
+            for group in (file, file.createGroup("g")):
+                group.createVariable("x", "f8", ("time",))[:] = np.arange(5)
+
+    on_root(ranks, begin)
+    before = on_root(ranks, lambda: files(shared_tmp_path))
+    rho, time = put(values[5:], mesh_of(), P(None, "a")), _times(7)[5:]
+    whole = {"g/rho": rho, "g/time": time}
+    new, one = shared_tmp_path / "new.h5", {"rho": rho}
+    same_error(ranks, lambda: shardload.append(path, {"g/rho": rho}), ConfigError, "'/g/time'", "its length would differ")
+    same_error(ranks, lambda: shardload.append(path, whole | {"g/time": time[:1]}), ConfigError, "from 5 to 6", "equally long")
+    same_error(ranks, lambda: shardload.append(path, whole, dim="t"), ConfigError, "no such axis", "('time', None, None)")
+    nc = shared_tmp_path / "run.nc"
+    same_error(ranks, lambda: shardload.append(nc, {"g/x": time}), ConfigError, "'/x'", "its length would differ", "Pass 'x'")
+    same_error(ranks, lambda: shardload.append(new, one, dim=0), ConfigError, "an extensible array", "shardload copy")
+    assert on_root(ranks, lambda: files(shared_tmp_path)) == before
+    copy = shared_tmp_path / "copy.h5"
+    copy_file(CopyRequest(str(new), str(copy), timeout=60.0), comm=ranks, progress=False)
+    shardload.append(copy, one, dim=0)
+
+    def look() -> None:
+        with h5py.File(copy) as file:
+            np.testing.assert_array_equal(file["rho"][...], values)
+
+    on_root(ranks, look)
 
 
 def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path) -> None:
@@ -190,7 +328,7 @@ def test_what_does_not_fit(ranks: Any, shared_tmp_path: Path) -> None:
     refused({"g/rho": rho.astype("int32"), "g/time": time}, "holds float32", "x.astype('float32')")
     refused({"g/rho": rho[:0], "g/time": time[:0]}, "no elements")
     refused({"rho": rho, "time": time}, "part of the Zarr store", at=path / "g")
-    refused(whole, "HDF5 changes its metadata in place", "shardload.save('run.zarr'", at=shared_tmp_path / "file.h5")
+    refused(whole, "neither HDF5 nor netCDF4", "Zarr stores in folders", at=shared_tmp_path / "file.h5")
     refused(whole, "does not exist", at=shared_tmp_path / "none.zarr", error=SourceError)
     refused(whole, "no Zarr store", at=shared_tmp_path, error=SourceError)
     refused(rho, "'transpose'", "append does not write", at=shared_tmp_path / "t.zarr", dataset="/", dim=0)
@@ -261,7 +399,7 @@ def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, 
     for holder, name, wrong in (
         (_Appending, "_stored", _fill),
         (_Appending, "_stored", lambda self, name, region, opened: np.full(region.shape, 3, self._grows[name].spec.dtype)),
-        (_GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
+        (GrowthEncoder, "files", lambda self: ((a, a, edge) for a, _, edge in _right(self))),
     ):
         on_root(ranks, lambda: make(path, values[:5]))
         with monkeypatch.context() as patch:
@@ -275,7 +413,7 @@ def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, 
         on_root(ranks, differs)
 
 
-_right = _GrowthEncoder.files
+_right = GrowthEncoder.files
 
 
 def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +421,8 @@ def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")
     on_root(ranks, lambda: make(path, values[:5]))
     before = files(path)
-    right = _GrowthEncoder._encode
-    monkeypatch.setattr(_GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
+    right = GrowthEncoder._encode
+    monkeypatch.setattr(GrowthEncoder, "_encode", lambda self, values: right(self, values + 1))
     same_error(ranks, lambda: shardload.append(path, tree_of(values, 5, P(None, "a"))), VerifyError, "other values")
     assert on_root(ranks, lambda: files(path)) == before
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]

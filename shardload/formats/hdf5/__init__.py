@@ -13,4 +13,6 @@ making                         what must be known to make another dataset like o
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 sink, ledger                   write a new file: places of chunks, and metadata
 pipeline, dimensions           ... its filters and types, and the names of its axes
+growable, growth               add to a file: can it grow, what is new, what is changed in place
+on_disk, chunk_tree            ... which bytes these are, and the index of chunks
 """

@@ -3,7 +3,7 @@
 1. One rank creates the file on a `Ledger`: the HDF5 library writes its metadata there.
 2. For each filtered chunk the library is asked to write that many bytes, and the ledger notes where. Arrays in one piece and
    chunks without filters get their places when they are made, because their sizes are known.
-3. Any rank writes chunks at these offsets into the temporary file (`_Hdf5Writer`).
+3. Any rank writes chunks at these offsets into the temporary file (`Hdf5Writer`).
 4. `_Hdf5Catalog.finish` writes the metadata, the superblock last. Then it opens the file with the HDF5 library itself, and
    compares the place of every chunk with what was noted.
 
@@ -47,7 +47,7 @@ from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["Hdf5Sink"]
+__all__ = ["Hdf5Encoder", "Hdf5Sink", "Hdf5Writer", "Noted", "limit_cache", "tell_chunks"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _CACHE_NBYTES = 1 << 20  # of HDF5's cache, counted as in the file: in memory a node of the index takes six times as much
@@ -55,7 +55,7 @@ _AT_ONCE = 4096  # chunks
 _RENEWED_AFTER = 1 << 16  # chunks
 
 
-class _Hdf5Encoder(Encoder):
+class Hdf5Encoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, flavour: str) -> None:
@@ -73,10 +73,12 @@ class _Hdf5Encoder(Encoder):
 
     @property
     def info(self) -> ArrayInfo:
+        """See `Encoder`."""
         return self._info
 
     @property
     def is_asked(self) -> bool:
+        """See `Encoder`."""
         return self.pipeline.is_asked
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
@@ -135,7 +137,7 @@ class Hdf5Sink(Sink):
         if is_netcdf:
             checked = with_dims(checked)
         flavour = "netCDF4" if is_netcdf else "HDF5"
-        self.arrays: dict[str, _Hdf5Encoder] = {name: _Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
+        self.arrays: dict[str, Hdf5Encoder] = {name: Hdf5Encoder(path, name, spec, flavour) for name, spec in checked.items()}
         # All that the metadata can be wrong in is tried in memory, on every rank: before the first byte is on disk.
         with h5py.File("trial", "w", driver="core", backing_store=False, track_order=is_netcdf or None) as file:
             self.describe(file, is_trial=True)
@@ -150,7 +152,7 @@ class Hdf5Sink(Sink):
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
-        return _Hdf5Writer(self, ticket)
+        return Hdf5Writer(self, ticket)
 
     def file_of(self, ticket: Ticket, name: str, number: int) -> str:
         """See `Sink`."""
@@ -175,7 +177,7 @@ class Hdf5Sink(Sink):
                 write_attrs(file[name], name, found, is_netcdf=self._is_netcdf)
         name_axes(file, specs, is_netcdf=self._is_netcdf)
 
-    def _make(self, file: h5py.File, name: str, one: _Hdf5Encoder, is_trial: bool) -> None:
+    def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         group, _, last = name.strip("/").rpartition("/")
         try:
             parent = file.require_group(group) if group else file
@@ -211,7 +213,7 @@ class _Hdf5Catalog(Catalog):
             with self._library():
                 self._file = self._opened("w")
                 sink.describe(self._file)
-                self._chunks = {name: _Noted(one.spec) for name, one in sink.arrays.items()}
+                self._chunks = {name: Noted(one.spec) for name, one in sink.arrays.items()}
                 places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
         except BaseException:
             if resumed is None:
@@ -247,7 +249,7 @@ class _Hdf5Catalog(Catalog):
             alignment_interval=alignment,
             meta_block_size=max(alignment, 2048),
         )
-        _limit_cache(file)
+        limit_cache(file)
         return file
 
     @contextlib.contextmanager
@@ -276,7 +278,7 @@ class _Hdf5Catalog(Catalog):
         def note(which: Int64s, offsets: Int64s, sizes: Int64s, _: Int64s) -> None:
             noted.offsets[which], noted.sizes[which] = offsets, sizes
 
-        _tell_chunks(dataset, self._sink.arrays[name].spec, note)
+        _tell_numbers(dataset, self._sink.arrays[name].spec, note)
         return Places.of(noted.offsets)
 
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
@@ -301,9 +303,7 @@ class _Hdf5Catalog(Catalog):
                 some = order[at : at + _AT_ONCE]
                 self._place(name, some, which[some], sizes[some], kinds[some], offsets)
                 self._renew(len(some))
-        noted.offsets[which], noted.sizes[which] = offsets, sizes
-        if np.any(kinds):
-            noted.masks.update(zip(which[kinds != 0].tolist(), kinds[kinds != 0].tolist(), strict=True))
+        noted.place(which, offsets, sizes, kinds)
         return offsets
 
     def _place(self, name: str, at: Int64s, which: Int64s, sizes: Int64s, kinds: Int64s, out: Int64s) -> None:
@@ -363,7 +363,7 @@ class _Hdf5Catalog(Catalog):
     def _check(self) -> None:
         """Compare what the HDF5 library finds in the written file with what was noted."""
         with h5py.File(self.ticket.temporary, "r") as file:
-            _limit_cache(file)
+            limit_cache(file)
             for name, noted in self._chunks.items():
                 spec, dataset = self._sink.arrays[name].spec, file[name].id
                 if spec.chunks is None:
@@ -372,7 +372,7 @@ class _Hdf5Catalog(Catalog):
                     continue
                 self._check_chunks(name, spec, dataset, noted)
 
-    def _check_chunks(self, name: str, spec: ArraySpec, dataset: h5py.h5d.DatasetID, noted: _Noted) -> None:
+    def _check_chunks(self, name: str, spec: ArraySpec, dataset: h5py.h5d.DatasetID, noted: Noted) -> None:
         n_noted, n_found = int(np.count_nonzero(noted.sizes)), 0
         misplaced: list[tuple[int, int]] = []  # number and offset
 
@@ -381,10 +381,10 @@ class _Hdf5Catalog(Catalog):
             n_found += len(which)
             is_wrong = (offsets != noted.offsets[which]) | (sizes != noted.sizes[which])
             if noted.masks or np.any(masks):
-                is_wrong |= masks != np.array([noted.masks.get(k, 0) for k in which.tolist()])
+                is_wrong |= masks != noted.masks_of(which)
             misplaced.extend(zip(which[is_wrong][:1].tolist(), offsets[is_wrong][:1].tolist(), strict=True))
 
-        _tell_chunks(dataset, spec, compare)
+        _tell_numbers(dataset, spec, compare)
         if misplaced:
             number, found = min(misplaced)
             raise self._misplaced(name, unravel(number, spec.grid), found, int(noted.offsets[number]))
@@ -460,7 +460,7 @@ class _DirectWrite:
         self._dataset.write_direct_chunk(self._start, blank, self._mask)
 
 
-class _Noted:
+class Noted:
     """Where the chunks of one array are; a size of 0 if nowhere yet."""
 
     def __init__(self, spec: ArraySpec) -> None:
@@ -477,7 +477,18 @@ class _Noted:
         has_place = self.sizes > 0
         return (self.offsets, self.sizes) if np.all(has_place) else (self.offsets[has_place], self.sizes[has_place])
 
+    def place(self, which: Int64s, offsets: Int64s, sizes: Int64s, masks: Int64s) -> None:
+        """Note the places of chunks."""
+        self.offsets[which], self.sizes[which] = offsets, sizes
+        if np.any(masks):
+            self.masks.update(zip(which[masks != 0].tolist(), masks[masks != 0].tolist(), strict=True))
+
+    def masks_of(self, which: Int64s) -> Int64s:
+        """The filters that are left out of chunks."""
+        return np.array([self.masks.get(k, 0) for k in which.tolist()], dtype=np.int64)
+
     def check(self, name: str, which: Int64s, sizes: Int64s) -> None:
+        """ValueError unless these chunks can get a place of that size."""
         if not len(which):
             return
         if which.min() < 0 or which.max() >= len(self.sizes):
@@ -491,13 +502,14 @@ class _Noted:
             raise ValueError(f"chunk {unravel(number, self._grid)} of '{name}' has a place already")
 
     def check_complete(self, name: str) -> None:
+        """ValueError if a chunk has no place."""
         absent = np.flatnonzero(self.sizes == 0)
         if len(absent) and not self.is_whole:
             first = unravel(int(absent[0]), self._grid)
             raise ValueError(f"{len(absent)} of {len(self.sizes)} chunks of '{name}' have no place; the first is {first}")
 
 
-def _limit_cache(file: h5py.File) -> None:
+def limit_cache(file: h5py.File) -> None:
     """HDF5's cache of metadata may grow to 32 MiB, which are 180 in memory. The index is written and read in order."""
     config = file.id.get_mdc_config()
     config.max_size = _CACHE_NBYTES
@@ -506,17 +518,17 @@ def _limit_cache(file: h5py.File) -> None:
     file.id.set_mdc_config(config)
 
 
-def _tell_chunks(dataset: h5py.h5d.DatasetID, spec: ArraySpec, take: Callable[[Int64s, Int64s, Int64s, Int64s], None]) -> None:
-    """Give what HDF5 says of all stored chunks, some at a time: their numbers, offsets, sizes and masks."""
+def tell_chunks(dataset: h5py.h5d.DatasetID, ndim: int, take: Callable[[Int64s], None]) -> None:
+    """Give what HDF5 says of all stored chunks, some at a time: of each a row with its first element's position, its offset,
+    size and mask.
+    """
     found: list[Any] = []
-    shape = np.array(spec.chunks, dtype=np.int64)
 
     def hand_on() -> None:
-        at = np.array([one.chunk_offset for one in found], dtype=np.int64).reshape(-1, len(shape))
-        which = np.ravel_multi_index(tuple((at // shape).T), spec.grid)
+        at = np.array([one.chunk_offset for one in found], dtype=np.int64).reshape(-1, ndim)
         rest = np.array([(one.byte_offset, one.size, one.filter_mask) for one in found], dtype=np.int64).reshape(-1, 3)
         found.clear()
-        take(which, rest[:, 0], rest[:, 1], rest[:, 2])
+        take(np.concatenate([at, rest], axis=1))
 
     def note(one: Any) -> None:
         found.append(one)
@@ -525,6 +537,17 @@ def _tell_chunks(dataset: h5py.h5d.DatasetID, spec: ArraySpec, take: Callable[[I
 
     dataset.chunk_iter(note)
     hand_on()
+
+
+def _tell_numbers(dataset: h5py.h5d.DatasetID, spec: ArraySpec, take: Callable[[Int64s, Int64s, Int64s, Int64s], None]) -> None:
+    """The same with the numbers of chunks in place of positions."""
+    shape = np.array(spec.chunks, dtype=np.int64)
+
+    def hand_on(rows: Int64s) -> None:
+        which = np.ravel_multi_index(tuple((rows[:, : len(shape)] // shape).T), spec.grid)
+        take(which, *rows[:, len(shape) :].T)
+
+    tell_chunks(dataset, len(shape), hand_on)
 
 
 class _opened:
@@ -550,10 +573,10 @@ def _check_mark(descriptor: int, ticket: Ticket, path: str) -> None:
         )
 
 
-class _Hdf5Writer(Writer):
+class Hdf5Writer(Writer):
     """See `Writer`."""
 
-    def __init__(self, sink: Hdf5Sink, ticket: Ticket) -> None:
+    def __init__(self, sink: Sink, ticket: Ticket) -> None:
         self._sink, self._ticket = sink, ticket
         try:
             self._descriptor = os.open(ticket.temporary, os.O_RDWR)
@@ -572,13 +595,16 @@ class _Hdf5Writer(Writer):
                 raise
 
     def place(self, name: str, number: int) -> int:
+        """See `Writer`."""
         return self._ticket.places[name][number]
 
     def put(self, name: str, number: int, offset: int, stored: Stored) -> None:
+        """See `Writer`."""
         with named(self._sink.path, name, self._index(name, number)):
             put_at(self._alive(), stored.data, offset)
 
     def put_region(self, name: str, region: Region, stored: Stored) -> None:
+        """See `Writer`."""
         spec = self._sink.arrays[name].spec
         if spec.chunks is not None:
             raise ValueError(f"'{name}' has chunks: put them one by one")
@@ -600,9 +626,11 @@ class _Hdf5Writer(Writer):
         return self._descriptor
 
     def sync(self) -> None:
+        """See `Writer`."""
         with named(self._sink.path):
             os.fsync(self._alive())
 
     def close(self) -> None:
+        """See `Writer`."""
         with named(self._sink.path):
             self._close()

@@ -1,6 +1,6 @@
 """How does a Zarr store grow along an axis, so that a reader sees the old arrays or the new ones, never a part?
 
-1. `read_arrays` says how arrays of a store are stored: on one rank, which tells the others.
+1. `read_store` says how arrays of a store are stored: on one rank, which tells the others.
 2. The rows that come are written as a small store of their own (`GrowthSink`), with the metadata of the old arrays but for the
    shape. It is beside the old store and has everything that a save has: a mark, fsync, reading back by zarr-python. Its first
    row is that of a file of the old store: what a file at the old edge has already is written again, with the new rows.
@@ -19,7 +19,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,17 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype
 from shardload.formats.encoding import EncodeChain, Step
+from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
 from shardload.formats.target import named, sync_folder
 from shardload.formats.zarr.encodings import Layout
-from shardload.formats.zarr.sink import ZarrSink, _write_file, _ZarrCatalog, _ZarrEncoder
+from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
 from shardload.formats.zarr.store import check_metadata
 from shardload.planning.grid import unravel
 
-__all__ = ["GrowthSink", "details", "read_arrays"]
+__all__ = ["GrowthSink", "read_store"]
 
 Json = dict[str, Any]
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -50,14 +51,32 @@ _SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 # --- what there is
 
 
-def read_arrays(path: str) -> dict[str, Json]:
-    """All arrays of a store: the metadata, the names of the axes, and of those that may be appended to, type and fill value.
+def read_store(path: str, names: Iterable[str]) -> Json:
+    """How the arrays of a store are stored: ``"arrays"`` by name. Of each: shape, names of the axes, and for each axis a text
+    that others with the same axis have too (``"scopes"``). Of those in `names` also metadata, type and fill value.
 
     Raises
     ------
     ConfigError
-        If `path` is a part of a larger store, or its consolidated metadata differ from those of its arrays.
+        If `path` is a part of a larger store, its consolidated metadata differ from those of its arrays, or one of `names`
+        cannot grow.
     """
+    found, names = _read_arrays(path), set(names)
+    for name in names & set(found):
+        if "why" in found[name]:
+            raise ConfigError(f"'{name}' in '{path}' cannot grow: {found[name]['why']}. Append to that store itself")
+        found[name] |= _details(path, name)
+    for name, one in found.items():
+        group, metadata = name.rpartition("/")[0], one["metadata"]
+        one["shape"] = metadata["shape"]
+        one["scopes"] = [dim and f"{group}/:{dim}" for dim in one["dims"] or [None] * len(one["shape"])]
+        if name not in names:
+            del one["metadata"]
+    return {"arrays": found}
+
+
+def _read_arrays(path: str) -> dict[str, Json]:
+    """All arrays of a store: the metadata, and the names of the axes."""
     path = os.path.realpath(path)
     above = os.path.dirname(path)
     root = next((name for name in ROOTS if os.path.lexists(os.path.join(above, name))), None)
@@ -82,7 +101,7 @@ def read_arrays(path: str) -> dict[str, Json]:
     return found
 
 
-def details(path: str, name: str) -> Json:
+def _details(path: str, name: str) -> Json:
     """Type and fill value of one array, as zarr-python has them."""
     group: Any = zarr.open(os.path.realpath(path), mode="r")
     one = group if name == "/" else group[name.strip("/")]
@@ -269,23 +288,19 @@ def _unknown(where: str, what: str) -> ConfigError:
 # --- what comes
 
 
-class _GrowthEncoder(_ZarrEncoder):
-    """See `Encoder`. Its array begins at a file of the old one: `base` is that row, `old` the old length."""
+class GrowthEncoder(ZarrEncoder, Growing):
+    """See `Encoder` and `Growing`. Its array begins at a file of the old one."""
 
     def __init__(self, path: str, name: str, known: Json, axis: int, n_new: int) -> None:
         metadata, dtype = known["metadata"], np.dtype(known["dtype"])
         stored = _stored(f"'{name}' in '{path}'", metadata, dtype)
-        self.axis, self.old_shape = axis, tuple(int(n) for n in metadata["shape"])
-        self.old = self.old_shape[axis]
-        self._in_file = (stored.shards or stored.chunks)[axis]
-        self.base = self.old // self._in_file * self._in_file
-        shape = list(self.old_shape)
-        shape[axis] = self.old + n_new - self.base
+        self._per_file = (stored.shards or stored.chunks)[axis]
+        shape = self.begin(tuple(metadata["shape"]), axis, self._per_file, n_new)
         fill = np.frombuffer(bytes.fromhex(known["fill"]), dtype=dtype)[0]
         packed = Compression(stored.codec) if stored.steps else None
         self.name, self.path = name, path
-        self.spec = ArraySpec(tuple(shape), stored.dtype, stored.chunks, shards=stored.shards, compression=packed)
-        document = copy.deepcopy(metadata) | {"shape": shape}
+        self.spec = ArraySpec(shape, stored.dtype, stored.chunks, shards=stored.shards, compression=packed)
+        document = copy.deepcopy(metadata) | {"shape": list(shape)}
         per = None if stored.shards is None else tuple(s // c for s, c in zip(stored.shards, stored.chunks, strict=True))
         chain = EncodeChain(stored.steps, stored.chunks, stored.dtype, fill)
         self.layout = Layout(document, chain, stored.codec or "none", stored.prefix, stored.separator, per)
@@ -294,23 +309,29 @@ class _GrowthEncoder(_ZarrEncoder):
             path=path,
             dataset=name,
             format=f"Zarr v{metadata['zarr_format']}",
-            shape=tuple(shape),
+            shape=shape,
             dtype=native_dtype(dtype).name,
             chunks=stored.chunks,
             codec=self.layout.codec,
             shards=stored.shards,
         )
 
-    @property
-    def new_shape(self) -> tuple[int, ...]:
-        """The shape that the array will have."""
-        shape = list(self.spec.shape)
-        shape[self.axis] += self.base
-        return tuple(shape)
+    def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """See `Growing`: a shard is written as a whole."""
+        per = self.layout.per_shard
+        if per is None:
+            return []
+        others = [k % n if axis != self.axis else 0 for axis, (k, n) in enumerate(zip(index, per, strict=True))]
+        if any(others):
+            return []
+        counts = [min(n, m - k) for k, n, m in zip(index, per, self.spec.grid, strict=True)]
+        counts[self.axis] = index[self.axis]
+        start = [0 if axis == self.axis else k for axis, k in enumerate(index)]
+        return [tuple(a + b for a, b in zip(start, more, strict=True)) for more in np.ndindex(*counts)]
 
     def files(self) -> Iterator[tuple[str, str, bool]]:
         """Each file: its name here, its name in the old store, and whether that has one of this name with values."""
-        first = self.base // self._in_file
+        first = self.base // self._per_file
         for number in range(math.prod(self.shard_grid)):
             index = unravel(number, self.shard_grid)
             there = tuple(k + first * (axis == self.axis) for axis, k in enumerate(index))
@@ -318,7 +339,7 @@ class _GrowthEncoder(_ZarrEncoder):
             yield self.layout.key(index), self.layout.key(there), is_edge
 
 
-class GrowthSink(ZarrSink):
+class GrowthSink(ZarrSink, GrowingSink):
     """What is added to a store: see this module.
 
     Parameters
@@ -326,25 +347,26 @@ class GrowthSink(ZarrSink):
     path : str
         The store.
     known : mapping
-        By the names of arrays: what `read_arrays` and `details` say.
+        What `read_store` says.
     axes : mapping of str to int
         Along which axis each array grows.
     n_new : mapping of str to int
         By how much.
     """
 
-    arrays: dict[str, _GrowthEncoder]  # type: ignore[assignment]
+    arrays: dict[str, GrowthEncoder]  # type: ignore[assignment]
 
-    def __init__(self, path: str, known: Mapping[str, Json], axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
+    def __init__(self, path: str, known: Json, axes: Mapping[str, int], n_new: Mapping[str, int]) -> None:
+        arrays = {name: one for name, one in known["arrays"].items() if name in axes}
         self.path, self.mode, self.attrs = path, "w", {}
         self.group_attrs = {}
-        self.version = next(iter(known.values()))["metadata"]["zarr_format"]
-        self.arrays = {name: _GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in known.items()}
-        self.last = [name for name in known if known[name].get("is_coordinate")]
+        self.version = next(iter(arrays.values()))["metadata"]["zarr_format"]
+        self.arrays = {name: GrowthEncoder(path, name, one, axes[name], n_new[name]) for name, one in arrays.items()}
+        self.last = [name for name, one in arrays.items() if len(one["shape"]) == 1]  # coordinates
 
     def create(self) -> Catalog:
         """See `Sink`."""
-        return _GrowthCatalog(self)
+        return GrowthCatalog(self)
 
     def metadata_key(self, name: str) -> str:
         """The file of an array's metadata."""
@@ -356,7 +378,7 @@ def _is_same(first: Json, second: Json) -> bool:
     return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
 
 
-class _GrowthCatalog(_ZarrCatalog):
+class GrowthCatalog(ZarrCatalog):
     """See `Catalog`."""
 
     def __init__(self, sink: GrowthSink) -> None:
@@ -373,7 +395,7 @@ class _GrowthCatalog(_ZarrCatalog):
             raise
         try:
             with named(sink.path):
-                _write_file(os.path.join(self.ticket.temporary, GROWTH_MARK), b"")
+                write_file(os.path.join(self.ticket.temporary, GROWTH_MARK), b"")
         except BaseException:
             self.abandon()
             raise
@@ -452,7 +474,7 @@ class _GrowthCatalog(_ZarrCatalog):
         found = []
         for k, (key, document) in enumerate(made.items()):
             path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-{k}")
-            _write_file(path, json.dumps(document, indent=2).encode())
+            write_file(path, json.dumps(document, indent=2).encode())
             found.append((key, path))
         return found
 
@@ -467,7 +489,7 @@ class _GrowthCatalog(_ZarrCatalog):
             for key in reversed(done):
                 path = os.path.join(self.ticket.temporary, f"{GROWTH_MARK}-back")
                 with contextlib.suppress(OSError):
-                    _write_file(path, self._before[key])
+                    write_file(path, self._before[key])
                     os.replace(path, os.path.join(self._store, key))
             raise
         for folder in sorted({os.path.dirname(os.path.join(self._store, key)) for key in done}):

@@ -3,7 +3,7 @@
 1. Without shards a chunk is a file of its own: nobody is asked where it goes.
 2. The chunks of a shard are encoded by anyone. The catalog gives each its offset by a running sum, and at the end writes the
    index behind the last one, with its CRC-32C.
-3. The store is a folder with a temporary name, without metadata. `_ZarrCatalog.finish` writes that of the arrays, then that of
+3. The store is a folder with a temporary name, without metadata. `ZarrCatalog.finish` writes that of the arrays, then that of
    the groups, the root's last.
 """
 
@@ -42,7 +42,7 @@ from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["ZarrSink"]
+__all__ = ["ZarrCatalog", "ZarrEncoder", "ZarrSink", "write_file"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
@@ -50,7 +50,7 @@ _MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
 
-class _ZarrEncoder(Encoder):
+class ZarrEncoder(Encoder):
     """See `Encoder`."""
 
     def __init__(self, path: str, name: str, spec: ArraySpec, version: int) -> None:
@@ -68,10 +68,12 @@ class _ZarrEncoder(Encoder):
 
     @property
     def info(self) -> ArrayInfo:
+        """See `Encoder`."""
         return self._info
 
     @property
     def is_asked(self) -> bool:
+        """See `Encoder`."""
         return self.layout.per_shard is not None
 
     def _encode(self, values: np.ndarray[Any, Any]) -> Stored:
@@ -126,13 +128,13 @@ class ZarrSink(Sink):
         self.path, self.mode, self.version = path, mode, version
         self.attrs = plain_attrs("/", attrs or {})
         self.group_attrs = {name.strip("/"): plain_attrs(name, found) for name, found in (group_attrs or {}).items()}
-        self.arrays: dict[str, _ZarrEncoder] = {}
+        self.arrays: dict[str, ZarrEncoder] = {}
         for name, checked in with_dims({name: spec.checked(name) for name, spec in specs.items()}).items():
             if checked.chunks is None and checked.shape and 0 not in checked.shape:
                 _check_single(name, checked)
-                self.arrays[name] = _ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
+                self.arrays[name] = ZarrEncoder(path, name, replace(checked, chunks=checked.shape), version)  # one chunk
             else:
-                self.arrays[name] = _ZarrEncoder(path, name, checked, version)
+                self.arrays[name] = ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
             above = name
             while above.strip("/"):
@@ -144,11 +146,11 @@ class ZarrSink(Sink):
 
     def create(self) -> Catalog:
         """See `Sink`."""
-        return _ZarrCatalog(self)
+        return ZarrCatalog(self)
 
     def resume(self, temporary: str, token: str, placed: Iterable[Placed]) -> Catalog:
         """See `Sink`."""
-        return _ZarrCatalog(self, (temporary, token), placed)
+        return ZarrCatalog(self, (temporary, token), placed)
 
     def writer(self, ticket: Ticket) -> Writer:
         """See `Sink`."""
@@ -205,7 +207,7 @@ def _check_single(name: str, spec: ArraySpec) -> None:
         raise ConfigError(f"'{name}' has {spec.shape} elements and no chunks: one rank would have to hold it. Pass chunks=")
 
 
-class _ZarrCatalog(Catalog):
+class ZarrCatalog(Catalog):
     """See `Catalog`."""
 
     def __init__(self, sink: ZarrSink, resumed: tuple[str, str] | None = None, placed: Iterable[Placed] = ()) -> None:
@@ -220,7 +222,7 @@ class _ZarrCatalog(Catalog):
             with named(sink.path):
                 if resumed is not None:
                     self._remove_metadata(temporary)
-                _write_file(os.path.join(temporary, FOLDER_MARK), mark(self._target.token, sink.path))
+                write_file(os.path.join(temporary, FOLDER_MARK), mark(self._target.token, sink.path))
                 for name in sink.arrays:
                     os.makedirs(os.path.join(temporary, name.strip("/")), exist_ok=True)
             places = {n: Places([0], [0], 0) for n, e in sink.arrays.items() if not e.is_asked}
@@ -240,12 +242,14 @@ class _ZarrCatalog(Catalog):
                 os.unlink(os.path.join(temporary, name))
 
     def allocate(self, name: str, numbers: Sequence[int] | Int64s, nbytes: Sequence[int] | Int64s, masks: Any = 0) -> Int64s:
+        """See `Catalog`."""
         if name not in self._shards:
             raise ValueError(f"the chunks of '{name}' are files of their own")
         which = np.asarray(numbers, dtype=np.int64)
         return self._shards[name].allocate(name, which, np.broadcast_to(np.asarray(nbytes, dtype=np.int64), which.shape))
 
     def finish(self, *, allow_missing: bool = False) -> None:
+        """See `Catalog`."""
         if self._is_finished:
             raise ValueError("the catalog is finished")
         root = self.ticket.temporary
@@ -256,13 +260,13 @@ class _ZarrCatalog(Catalog):
                 elif not allow_missing:
                     self._check_files(name, one)
             for key, content in self._sink.documents():
-                _write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
+                write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
             os.unlink(os.path.join(root, FOLDER_MARK))
             for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):
                 sync_folder(folder)
         self._is_finished = True
 
-    def _write_indexes(self, name: str, one: _ZarrEncoder, allow_missing: bool) -> None:
+    def _write_indexes(self, name: str, one: ZarrEncoder, allow_missing: bool) -> None:
         shards, grid = self._shards[name], one.shard_grid
         absent = shards.absent()
         if len(absent) and not allow_missing:
@@ -281,7 +285,7 @@ class _ZarrCatalog(Catalog):
                 finally:
                     os.close(descriptor)
 
-    def _check_files(self, name: str, one: _ZarrEncoder) -> None:
+    def _check_files(self, name: str, one: ZarrEncoder) -> None:
         """ValueError unless each chunk has a file."""
         n = math.prod(one.spec.grid)
         folder = os.path.join(self.ticket.temporary, name.strip("/"))
@@ -294,11 +298,13 @@ class _ZarrCatalog(Catalog):
         raise ValueError(f"'{name}' has more files than its {n} chunks")
 
     def commit(self) -> None:
+        """See `Catalog`."""
         if not self._is_finished:
             raise ValueError("finish the catalog first")
         self._target.commit()
 
     def abandon(self) -> None:
+        """See `Catalog`."""
         if self._target.temporary is not None:  # first of all: a part of a store must not look like a whole one
             for name in ROOTS:
                 with contextlib.suppress(OSError):
@@ -320,7 +326,7 @@ def _count_files(folder: str, *, below: bool) -> int:
 class _Shards:
     """Where the chunks of one sharded array are in their shard files."""
 
-    def __init__(self, one: _ZarrEncoder) -> None:
+    def __init__(self, one: ZarrEncoder) -> None:
         self._one = one
         self.offsets = np.zeros(math.prod(one.spec.grid), dtype=np.int64)
         self.sizes = np.full(math.prod(one.spec.grid), -1, dtype=np.int64)
@@ -367,7 +373,7 @@ class _Shards:
         return data + int(google_crc32c.value(data)).to_bytes(4, "little")
 
 
-def _write_file(path: str, content: bytes) -> None:
+def write_file(path: str, content: bytes) -> None:
     """A small new file, on disk."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:

@@ -5,7 +5,7 @@
    have rows already (`AppendSteps.plan`).
 3. Rounds are those of a save. The owner of a chunk at the old edge reads the rows that it has, and writes it as a whole. A file
    of several chunks (a Zarr shard) is written again as a whole too (`_Appending`).
-4. The sink's `commit` puts what was written and read back into the file, its length last (`formats.zarr.growth`).
+4. The sink's `commit` puts what was written and read back into the file, its length last (`growth` of each format).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from shardload.comm.group import Group
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
+from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments
-from shardload.jobs.saving.plan import SavePlan, plan_into, shards_of
+from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
@@ -37,6 +38,7 @@ __all__ = ["AppendReport", "append"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8
+_HOW_TO_GROW = "Make it with maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, or unlimited_dims= in xarray"
 
 Array = np.ndarray[Any, Any]
 
@@ -93,20 +95,28 @@ class _Steps(Steps):
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         if not isinstance(asked, _Arguments):
             raise TypeError("these are no arguments of an append")
-        found = json.loads(told)
-        axes = _check(asked, found)
-        from shardload.formats.zarr.growth import GrowthSink  # here, because whoever loads HDF5 needs no zarr-python
-
-        known = {one.name: found[one.name] for one in asked.arrays}
-        for one in asked.arrays:
-            known[one.name]["is_coordinate"] = len(one.shape) == 1
-        sink = GrowthSink(asked.path, known, axes, {one.name: one.shape[axes[one.name]] for one in asked.arrays})
+        known = json.loads(told)
+        axes, dimensions = _check(asked, known["arrays"])
+        sink = _sink(asked, known, axes, dimensions, group)
         arrays = [replace(one, dtype=sink.arrays[one.name].spec.dtype) for one in asked.arrays]
         asked = replace(asked, arrays=arrays)
         first = {
             name: tuple(one.old * (k == one.axis) for k in range(len(one.spec.shape))) for name, one in sink.arrays.items()
         }
         return asked, plan_into(sink, asked, shards_of(asked, group), group, [False] * len(arrays), first)
+
+
+def _sink(asked: _Arguments, known: Any, axes: Mapping[str, int], dimensions: Mapping[str, int], group: Group) -> GrowingSink:
+    """What is added to the file."""
+    n_new = {one.name: one.shape[axes[one.name]] for one in asked.arrays}
+    # Here, because whoever loads needs neither the libraries nor their compressors.
+    if "state" not in known:
+        from shardload.formats.zarr.growth import GrowthSink as Zarr
+
+        return Zarr(asked.path, known, axes, n_new)
+    from shardload.formats.hdf5.growth import GrowthSink as Hdf5
+
+    return Hdf5(asked.path, known, axes, n_new, dimensions, alignment_of(group))
 
 
 # What a save may be asked for beyond: it is the file's.
@@ -148,33 +158,24 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     """
     path = asked.path
     if "://" in path:
-        raise ConfigError(f"'{path}' is a URL; append writes to folders only")
+        raise ConfigError(f"'{path}' is a URL; append writes to files and folders only")
     refuse_leftover(path)
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
+    names = [one.name for one in asked.arrays]
     if os.path.isfile(path):
-        raise ConfigError(
-            f"'{path}' is a file; append writes to Zarr stores in folders only. HDF5 changes its metadata in place, so that "
-            "a kill could leave a file that nobody reads. Keep what grows in a Zarr store (shardload.save('run.zarr', ...)), "
-            "or save each part as a file of its own"
-        )
+        from shardload.formats.hdf5.growable import read_file
+
+        return read_file(path, names)
     if not any(os.path.lexists(os.path.join(path, name)) for name in ROOTS):
         raise SourceError(f"'{path}' is no Zarr store: it has none of {', '.join(ROOTS)}", path=path)
-    from shardload.formats.zarr.growth import details, read_arrays
+    from shardload.formats.zarr.growth import read_store
 
-    found = read_arrays(path)
-    for one in asked.arrays:
-        if one.name not in found:
-            continue
-        if "why" in found[one.name]:
-            raise ConfigError(f"'{one.name}' in '{path}' cannot grow: {found[one.name]['why']}. Append to that store itself")
-        found[one.name] |= details(path, one.name)
-    names = {one.name for one in asked.arrays}
-    return {name: one if name in names else {"dims": one["dims"]} for name, one in found.items()}
+    return read_store(path, names)
 
 
-def _check(asked: _Arguments, found: Mapping[str, Any]) -> dict[str, int]:
-    """The axis of each array. ConfigError if an array does not fit that of the file."""
+def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """The axis of each array, and the new lengths of dimensions without values. ConfigError if an array does not fit."""
     axes: dict[str, int] = {}
     for one in asked.arrays:
         where = f"'{one.name}' in '{asked.path}'"
@@ -183,7 +184,7 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> dict[str, int]:
             raise ConfigError(
                 f"there is no array '{one.name}' in '{asked.path}'; it has {some}. Append to an array that exists"
             )
-        shape = tuple(found[one.name]["metadata"]["shape"])
+        shape = tuple(found[one.name]["shape"])
         axis = axes[one.name] = _axis(where, asked.dim, found[one.name]["dims"], shape)
         others = [n for k, n in enumerate(one.shape) if k != axis], [n for k, n in enumerate(shape) if k != axis]
         if len(one.shape) != len(shape) or others[0] != others[1]:
@@ -192,15 +193,20 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> dict[str, int]:
                 f"{where} has the shape {shape} and can grow along axis {axis} only; what is to be appended has {one.shape}. "
                 f"Expected ({', '.join(map(str, expected))}{',' * (len(shape) == 1)})"
             )
+        most = found[one.name].get("maxshape", [None] * len(shape))[axis]
+        if most is not None and shape[axis] + one.shape[axis] > most:
+            raise ConfigError(
+                f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that "
+                f"{one.shape[axis]} cannot be appended. {_HOW_TO_GROW}"
+            )
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
-        if native_dtype(one.dtype) != np.dtype(found[one.name]["dtype"]):
+        held = native_dtype(np.dtype(found[one.name]["dtype"]))
+        if native_dtype(one.dtype) != held:
             raise ConfigError(
-                f"{where} holds {np.dtype(found[one.name]['dtype'])}, what is to be appended is {native_dtype(one.dtype)}. "
-                f"Cast it: x.astype('{np.dtype(found[one.name]['dtype'])}')"
+                f"{where} holds {held}, what is to be appended is {native_dtype(one.dtype)}. Cast it: x.astype('{held}')"
             )
-    _check_lengths(asked, found, axes)
-    return axes
+    return axes, _check_lengths(asked, found, axes)
 
 
 def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
@@ -217,28 +223,37 @@ def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
     return list(dims).index(dim)
 
 
-def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> None:
-    """ConfigError if arrays of a group would get different lengths along the axis."""
-    lengths: dict[tuple[str, Any], tuple[int, int, str]] = {}
+def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:
+    """The new lengths of dimensions without values. ConfigError if arrays with the same axis would get different lengths."""
+    lengths: dict[str, tuple[int, int, str]] = {}
+    dimensions: dict[str, int] = {}
     for one in asked.arrays:
         axis, known = axes[one.name], found[one.name]
-        dim = (known["dims"] or [None] * len(one.shape))[axis]
-        if dim is None:
+        scope = known["scopes"][axis]
+        if scope is None:
             continue
-        old, new = int(known["metadata"]["shape"][axis]), int(one.shape[axis])
-        key = one.name.rpartition("/")[0], dim
-        other = lengths.setdefault(key, (old, new, one.name))
+        dim = known["dims"][axis]
+        old, new = int(known["shape"][axis]), int(one.shape[axis])
+        other = lengths.setdefault(scope, (old, new, one.name))
         if other[:2] != (old, new):
             raise ConfigError(
                 f"along {dim!r} '{one.name}' would grow from {old} to {old + new}, '{other[2]}' from {other[0]} to "
                 f"{other[0] + other[1]}: they must stay equally long"
             )
         for name, more in found.items():
-            if name.rpartition("/")[0] == key[0] and dim in (more["dims"] or ()) and name not in axes:
+            if scope not in more["scopes"] or name in axes:
+                continue
+            if more.get(
+                "is_dimension"
+            ):  # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays
+                if more["shape"] == [old]:
+                    dimensions[name] = old + new
+            else:
                 raise ConfigError(
                     f"'{name}' in '{asked.path}' has the axis {dim!r} too and is not appended to: its length would differ. "
                     f"Pass '{name.lstrip('/')}' too"
                 )
+    return dimensions
 
 
 # --- what is written
@@ -249,7 +264,10 @@ class _Appending(Saving):
 
     def __init__(self, group: Group, asked: SaveArguments, plan: SavePlan, digest: str) -> None:
         super().__init__(group, asked, plan, digest)
-        self._grows: Mapping[str, Any] = plan._sink.arrays
+        sink = plan._sink
+        if not isinstance(sink, GrowingSink):
+            raise TypeError("these are no arrays that grow")
+        self._grows: Mapping[str, Growing] = sink.arrays
         self._sources: dict[str, Source] = {}
         self._again: list[tuple[str, tuple[int, ...]]] = []  # stored chunks that share a file with new ones
 
@@ -285,30 +303,18 @@ class _Appending(Saving):
         region = _moved(given.region, axis, ahead)
         if given.region.start[axis] or not ahead:
             return Values(given.name, region, given.values)
-        size = one.spec.chunks[axis]
+        size = one.unit
         begin = ahead // size * size
-        self._note_others(one, tuple(a // c for a, c in zip(region.start, one.spec.chunks, strict=True)))
+        index = tuple(a // c for a, c in zip(region.start, one.spec.chunks or (), strict=True))
+        self._again += [(given.name, other) for other in one.beside(index)]
         if begin == ahead:
             return Values(given.name, region, given.values)
         old = self._stored(given.name, _along(region, axis, one.base + begin, one.old), opened)
         values = np.concatenate([old, given.values.astype(old.dtype, copy=False)], axis)
         return Values(given.name, _along(region, axis, begin, region.stop[axis]), values)
 
-    def _note_others(self, one: Any, index: tuple[int, ...]) -> None:
-        """The chunks that share a file with the first new one of it, and have old rows alone: its writer writes them."""
-        per = one.layout.per_shard
-        if per is None:
-            return
-        others = [k % n if axis != one.axis else 0 for axis, (k, n) in enumerate(zip(index, per, strict=True))]
-        if any(others):
-            return
-        counts = [min(n, m - k) for axis, (k, n, m) in enumerate(zip(index, per, one.spec.grid, strict=True))]
-        counts[one.axis] = index[one.axis]
-        start = [0 if axis == one.axis else k for axis, k in enumerate(index)]
-        self._again += [(one.name, tuple(a + b for a, b in zip(start, more, strict=True))) for more in np.ndindex(*counts)]
-
     def _stored(self, name: str, region: Region, opened: ExitStack) -> Array:
-        """Values that the file has, as zarr-python reads them."""
+        """Values that the file has, as the format's library reads them."""
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)
@@ -317,7 +323,7 @@ class _Appending(Saving):
             if source.info.shape != one.old_shape:
                 raise ConfigError(
                     f"'{name}' in '{self._plan.path}' has the shape {source.info.shape} here, on rank 0 {one.old_shape}. "
-                    "Nothing was appended; run it again, when nobody else writes to the store"
+                    "Nothing was appended; run it again, when nobody else writes to it"
                 )
             self._sources[name] = source
         values = np.asarray(self._sources[name].plain(region)).reshape(region.shape)

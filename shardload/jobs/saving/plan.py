@@ -36,7 +36,7 @@ from shardload.planning.shards import Shards
 from shardload.system.terminal import width_of_prints, wrap
 from shardload.units import format_nbytes
 
-__all__ = ["SavePlan", "plan_file", "plan_into", "shards_of"]
+__all__ = ["SavePlan", "alignment_of", "plan_file", "plan_into", "shards_of"]
 
 _PAGE_NBYTES = 4096
 _SHARE = 4  # of the memory that a process may use: what staging="auto" is at most
@@ -167,9 +167,14 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     for one, shards in zip(asked.arrays, of_array, strict=True):
         specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
         chosen.append(is_chosen)
-    alignment = _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
+    alignment = alignment_of(group)
     sink = make_sink(asked.path, specs, format=asked.format, mode=asked.mode, alignment=alignment, attrs=asked.attrs)
     return plan_into(sink, asked, of_array, group, chosen)
+
+
+def alignment_of(group: Group) -> int:
+    """Where chunks of one file begin: at pages, if several nodes write it."""
+    return _PAGE_NBYTES if group.machine.n_nodes > 1 else 1
 
 
 def shards_of(asked: SaveArguments, group: Group) -> list[Shards]:

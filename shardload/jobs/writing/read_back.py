@@ -22,9 +22,9 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import Source, native_dtype, read_at
+from shardload.formats.base import native_dtype, read_at
 from shardload.formats.lookup import format_of
-from shardload.formats.sink import Sink, Ticket
+from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 from shardload.system.scratch import shared_scratch
@@ -181,19 +181,26 @@ class ReadBack:
     def values(self) -> Iterator[Task]:
         """Tasks for one thread: each decodes a region with the format's own library, and returns the number of bytes."""
         with ExitStack() as opened:
-            sources: dict[int, Source] = {}
+            decoders: dict[int, Decode] = {}
             for array, region, crc in self._regions:
-                yield partial(self._compare_values, sources, opened, array, region, crc)
+                yield partial(self._compare_values, decoders, opened, array, region, crc)
 
-    def _compare_values(self, sources: dict[int, Source], opened: ExitStack, array: int, region: Region, crc: int) -> int:
-        name = self._names[array]
+    def _decoder(self, name: str, opened: ExitStack) -> Decode:
+        """Reads values of an array of the new file, by the format's own library."""
+        own = self._sink.decoding(self._ticket, name)
+        if own is not None:
+            return opened.enter_context(own)
         path = self._ticket.temporary
+        source = format_of(path).open_path(path, name, Access(allow_filters=frozenset({"all"})))
+        opened.callback(source.close)
+        return source.plain
+
+    def _compare_values(self, decoders: dict[int, Decode], opened: ExitStack, array: int, region: Region, crc: int) -> int:
+        name = self._names[array]
         try:
-            if array not in sources:
-                source = format_of(path).open_path(path, name, Access(allow_filters=frozenset({"all"})))
-                opened.callback(source.close)
-                sources[array] = source
-            found = np.asarray(sources[array].plain(region))
+            if array not in decoders:
+                decoders[array] = self._decoder(name, opened)
+            found = np.asarray(decoders[array](region))
         except Exception as error:
             raise SourceError(
                 f"the new file of '{self._sink.path}' cannot be read: {region} of '{name}': {type(error).__name__}: {error}. "

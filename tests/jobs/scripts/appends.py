@@ -1,4 +1,4 @@
-"""An append to a store, in which one rank is killed, or two jobs append at once: ``appends.py FOLDER PHASE``."""
+"""An append to a store or a file, in which one rank is killed: ``appends.py FOLDER PHASE``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload.formats.zarr.growth import _GrowthCatalog
+from shardload.formats.hdf5 import growth as hdf5
+from shardload.formats.zarr.growth import GrowthCatalog
 from shardload.jobs.writing.read_back import ReadBack
 
 
@@ -42,18 +43,21 @@ def main(folder: Path, phase: str) -> None:
     phases: dict[str, tuple[int, Any, str, int, str]] = {
         "put": (n - 1, os, "pwrite", 1, ""),
         "read back": (n - 1, ReadBack, "_compare_stored", 1, ""),
-        "commit": (0, _GrowthCatalog, "commit", 1, ""),
+        "commit": (0, GrowthCatalog, "commit", 1, ""),
         "first new chunk": (0, os, "replace", 2, ""),
-        "edge": (0, _GrowthCatalog, "_publish", 1, ""),
+        "edge": (0, GrowthCatalog, "_publish", 1, ""),
         "metadata": (0, os, "replace", 1, "zarr.json"),
         "second metadata": (0, os, "replace", 2, "zarr.json"),
         "consolidated": (0, os, "replace", 3, "zarr.json"),
-        "end": (0, _GrowthCatalog, "abandon", 1, ""),
+        "end": (0, GrowthCatalog, "abandon", 1, ""),
     }
+    file = next(name for name in ("run.zarr", "run.h5") if (folder / name).exists())
+    # What rank 0 writes in `growth`: notes, nodes of two indexes, notes; then in place the end, two indexes, two lengths.
+    phases["second length"] = (0, hdf5, "put_at", 9, "")
     victim, holder, name, which, words = phases[phase]
     if rank == victim:
         kill_before(holder, name, which, words)
-    shardload.append(folder / "run.zarr", {"rho": x, "time": np.arange(5.0, 9.0)})
+    shardload.append(folder / file, {"rho": x, "time": np.arange(5.0, 9.0)})
 
 
 if __name__ == "__main__":

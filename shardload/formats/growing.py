@@ -1,0 +1,79 @@
+"""What is known of an array that grows along an axis, in any format? Where what comes begins, and which old values it needs.
+
+What comes is planned as an array of its own. It begins where a file of chunks (or, without such files, a chunk) begins that has
+room for more: at row `base` of the old array. So its chunks are those of the old one, and its first one may have rows already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardload.formats.sink import Encoder, Sink
+from shardload.planning.region import Region
+
+__all__ = ["Growing", "GrowingSink"]
+
+
+class Growing(Encoder):
+    """An array that grows: an `Encoder` of what comes, counted from `base` on.
+
+    Attributes
+    ----------
+    axis : int
+        The axis.
+    old_shape : tuple of int
+        The shape that the array has.
+    base : int
+        Where what comes begins, in the old array.
+    """
+
+    axis: int
+    old_shape: tuple[int, ...]
+    base: int
+
+    def begin(self, old_shape: tuple[int, ...], axis: int, unit: int, n_new: int) -> tuple[int, ...]:
+        """Set the attributes; returns the shape of what comes. `unit` is how many rows are written as a whole."""
+        self.axis, self.old_shape = axis, tuple(int(n) for n in old_shape)
+        self.base = self.old // unit * unit
+        shape = list(self.old_shape)
+        shape[axis] = self.old + n_new - self.base
+        return tuple(shape)
+
+    @property
+    def old(self) -> int:
+        """The old length along the axis."""
+        return self.old_shape[self.axis]
+
+    @property
+    def unit(self) -> int:
+        """Rows of a chunk."""
+        return (self.spec.chunks or self.spec.shape)[self.axis]
+
+    @property
+    def new_shape(self) -> tuple[int, ...]:
+        """The shape that the array will have."""
+        shape = list(self.spec.shape)
+        shape[self.axis] += self.base
+        return tuple(shape)
+
+    def in_file(self, region: Region) -> Region:
+        """A region of what comes, as one of the array."""
+        return region.moved([self.base * (axis == self.axis) for axis in range(region.ndim)])
+
+    def beside(self, index: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The chunks that have old rows alone, and are in one file with this one, if it is the first in that file with a new
+        row: who writes it writes them, too.
+        """
+        return []
+
+
+class GrowingSink(Sink):
+    """What comes, and the file that it goes into.
+
+    Attributes
+    ----------
+    arrays : mapping of str to Growing
+        The arrays that grow.
+    """
+
+    arrays: Mapping[str, Growing]
