@@ -84,6 +84,7 @@ packages: ## the Debian packages that the tests need, as root
 test: setup ## all checks and tests, as CI runs them
 	@MAKE='$(MAKE)' $(PY) -m tests.stages --began $(START)
 	@$(PY) -m tests.slurm.cluster --check || printf '*** NOT RUN: pytest: slurm\n'
+	@for program in h5dump ncdump; do command -v $$program >/dev/null || printf '*** NOT RUN: tests with %s\n' $$program; done
 
 lint: $(VENV)/.test-$(KEY) ## style, types and import direction only
 	$(call stage,ruff check,$(VENV)/bin/ruff check .)

@@ -14,13 +14,14 @@ from benchmarks.cases.layouts import default_folder, field, make, many, referenc
 from benchmarks.fuzz.filters import fuzz_filters
 from benchmarks.fuzz.loads import fuzz
 from benchmarks.reports.plot import plot
+from benchmarks.reports.saves import copy_section, plot_saves, put_section, save_section
 from benchmarks.reports.tables import read_records, write_report
 from benchmarks.runs import grid as g
-from benchmarks.runs import saves
+from benchmarks.runs import rechunking, saves
 from benchmarks.runs.devices import JOBS, SPECS, measure_devices
 from benchmarks.runs.devices import LAYOUTS as LAYOUTS_OF_DEVICES
 from benchmarks.runs.environments import make_heat
-from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small
+from benchmarks.runs.extras import measure_many, measure_memory, measure_scatter, measure_small, profile_chunks
 from benchmarks.runs.measure import default_ways, measure, write_record
 from benchmarks.runs.verification import measure_verification
 from benchmarks.throttle.links import why_not
@@ -39,6 +40,7 @@ DEVICES_LAYOUTS = ",".join(LAYOUTS_OF_DEVICES)
 GRID_LAYOUTS = ",".join(g.LAYOUTS)
 VERIFY_LAYOUTS = "hdf5-contiguous,hdf5-gzip-planes,hdf5-gzip-cubes"
 RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
 FIELD_RANKS = 4
 DATA_FOLDER = default_folder()
 
@@ -110,11 +112,17 @@ def small_chunks(
     repeats: Repeats = 5,
     data: Data = DATA_FOLDER,
     out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "chunks.json",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where the CPU time of a chunk goes, and write no record.")
+    ] = False,
 ) -> None:
     """Time files in chunks of 16^3 and 32^3, of which there are so many that what is done for each of them counts."""
     wanted = c.small_chunk_cells(_known(layouts.split(","), c.SMALL_CHUNK_LAYOUTS), [int(n) for n in ranks.split(",")])
     chosen = _known(ways.split(","), (*c.WAYS, *c.MODES))
     files = make(data, size, sorted({cell.layout for cell in wanted}), say)
+    if profile:
+        profile_chunks(files, sorted({cell.ranks for cell in wanted}), wanted[0].spec, repeats, typer.echo)
+        return
     measure(wanted, files, chosen, repeats=repeats, out=out, say=say, kind="chunks")
 
 
@@ -281,22 +289,75 @@ def save_command(
     ways: Annotated[
         str, typer.Option(help=f"Separated by commas, or all that are installed: {', '.join(s.SAVE_WAYS)}.")
     ] = "all",
-    repeats: Repeats = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed saves of each way; of a peer that takes long, one.")] = 5,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out the cells that the record has already.")] = False,
+    minutes: Annotated[float, typer.Option(min=0, help="Begin no cell that would end later; 0: no limit.")] = 0,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory, not time. Exit code 1 if it is too much.")] = False,
+    staging: Annotated[str, typer.Option(help="With --memory: the limit.")] = "64MiB",
     data: Data = DATA_FOLDER,
     folder: Annotated[
         Path | None, typer.Option(help="Where files are written, and removed again.  [default: in memory, /dev/shm]")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "save.json",
+    out: Annotated[
+        Path | None, typer.Option(help="The record.  [default: results/save.json; with --memory results/save-memory.json]")
+    ] = None,
 ) -> None:
     """Time saves: shardload, gathering on rank 0, parallel HDF5, zarr-python, TensorStore, Orbax, and the floor."""
     wanted = s.save_cells(
         _known(layouts.split(","), s.SAVE_LAYOUTS), _known(specs.split(";"), c.SPECS), [int(n) for n in ranks.split(",")]
     )
-    chosen = saves.default_ways(say) if ways == "all" else _known(ways.split(","), s.SAVE_WAYS)
     reference = reference_of(data, size, say)
     target = folder or saves.default_folder(data, 4 * size**3)
-    saves.measure_saves(wanted, reference, target, chosen, repeats=repeats, out=out, say=say)
+    if memory:
+        record = saves.measure_save_memory(wanted, reference, target, staging_nbytes=parse_nbytes(staging), say=say)
+        write_record(out or RESULTS / "save-memory.json", record)
+        typer.echo("\n".join(saves.save_memory_table(record)))
+        if not all(cell["ok"] for cell in record["cells"] if cell["way"] == c.OURS):
+            raise typer.Exit(1)
+        return
+    chosen = saves.default_ways(say) if ways == "all" else _known(ways.split(","), s.SAVE_WAYS)
+    out = out or RESULTS / "save.json"
+    saves.measure_saves(wanted, reference, target, chosen, repeats=repeats, out=out, say=say, resume=resume, minutes=minutes)
     typer.echo(out)
+    if out.parent == RESULTS:
+        _show_saves(read_records(RESULTS))
+
+
+def _show_saves(records: dict[str, Any]) -> None:
+    """The tables and the figure of the page for users."""
+    if records.get("save", {}).get("cells"):
+        put_section(DOCS / "save.md", "save", save_section(records["save"]))
+        plot_saves(records["save"], DOCS / "figures" / "save.svg")
+    if records.get("copy", {}).get("cells"):
+        put_section(DOCS / "save.md", "copy", copy_section(records["copy"]))
+
+
+@app.command("copy")
+def copy_command(
+    size: Size = 512,
+    ways: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(rechunking.COPY_WAYS)}.")] = "all",
+    ranks: int = 4,
+    staging: Annotated[str, typer.Option(help="Of each rank of shardload.")] = "128MiB",
+    repeats: Repeats = 3,
+    data: Data = DATA_FOLDER,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where files are written, and removed again.  [default: in memory, /dev/shm]")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The record.")] = RESULTS / "copy.json",
+) -> None:
+    """Time copies of gzip planes to cubes: shardload, h5repack, nccopy, dask, and loops; and their memory."""
+    chosen = _known(list(rechunking.COPY_WAYS) if ways == "all" else ways.split(","), tuple(rechunking.COPY_WAYS))
+    for way in chosen:
+        if why := rechunking.missing(way):
+            say(f"without {way}: {why}")
+    (file,) = make(data, size, ["hdf5-gzip-planes"], say).values()
+    target = folder or saves.default_folder(data, 4 * size**3)
+    there = [way for way in chosen if not rechunking.missing(way)]
+    record = rechunking.measure_copies(file, target, there, ranks=ranks, staging=staging, repeats=repeats, out=out, say=say)
+    write_record(out, record)
+    typer.echo("\n".join(rechunking.copy_table(record)))
+    if out.parent == RESULTS:
+        _show_saves(read_records(RESULTS))
 
 
 @app.command()
@@ -312,6 +373,8 @@ def report(results: Results = RESULTS) -> None:
     for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
         if kind in records and records[kind]["cells"]:
             plot(records[kind], results / name)
+    if results == RESULTS:
+        _show_saves(records)
     typer.echo(write_report(results, records).read_text())
 
 

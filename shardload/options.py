@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
-    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "keywords_of", "options_of", "pad_value",
+    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "key_of", "keywords_of", "options_of", "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -407,6 +407,7 @@ _NAMES = frozenset(option.name for option in _KEPT)
 _CHECKS = tuple((option.name, option.kept_as, option.check, option.default) for option in _KEPT)
 # What was checked lately, by its text. Only values that nobody can change, and that hold nothing else.
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+_WORDS = frozenset({int, str, bool, type(None), type(...)})
 _MOST_RECENT = 32
 _recent: dict[str, Options] = {}
 _TEXTS = tuple((option.name, option.kept_as, option.text) for option in _KEPT if option.text is not None)
@@ -430,6 +431,38 @@ def keywords_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(call: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function that `Options` checks."""
     return {name: arguments[name] for name in _TAKEN[call]}
+
+
+def key_of(given: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What is equal for the same options, of the same types, and for no others; None if somebody could change one of them.
+
+    >>> key_of({"pad": 0}) == key_of({"pad": 0}), key_of({"pad": 0}) == key_of({"pad": False}), key_of({"select": [0]})
+    (True, False, None)
+    """
+    kinds, values = [], []
+    for value in given.values():
+        kind = type(value)
+        kinds.append(kind)
+        if kind not in _WORDS and not (kind is float and value):  # as text: 0.0 and -0.0 are equal
+            value = _exact_text(value)
+            if value is None:
+                return None
+        values.append(value)
+    return (*given, *values, *kinds)
+
+
+def _exact_text(value: Any) -> str | None:
+    """Text from which a number, a slice or a tuple of them could be made again; None for anything else."""
+    kind = type(value)
+    if kind in _PLAIN or value is ...:
+        return repr(value)
+    if kind is slice:
+        parts: tuple[Any, ...] = (value.start, value.stop, value.step)
+    elif kind is tuple:
+        parts = value
+    else:
+        return None
+    return repr(value) if all(_exact_text(part) is not None for part in parts) else None
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def _examples_write_elsewhere(request: pytest.FixtureRequest, monkeypatch: pytes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "programs(name, ...): needs these programs; left out without them, fails in CI")
     # Under MPI all ranks must try the same examples, and none may give up on its own because it is slow.
     together: dict[str, Any] = {"database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
     hypothesis.settings.register_profile(
@@ -219,6 +220,9 @@ def _elsewhere(item: pytest.Item, config: pytest.Config) -> str | None:
         return "the same as 'parallel' on one process"  # there is one reader, this one
     if any(mark.kwargs.get("min_size", 2) > SIZE for mark in item.iter_markers("mpi")):
         return "left to runs with more ranks"
+    wanted = [name for mark in item.iter_markers("programs") for name in mark.args if shutil.which(name) is None]
+    if wanted and not os.environ.get("CI"):  # in CI they run, and fail
+        return f"NOT RUN: {', '.join(wanted)} {'is' if len(wanted) == 1 else 'are'} not installed (.ci/debian-packages.txt)"
     return None
 
 

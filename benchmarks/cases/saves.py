@@ -25,7 +25,11 @@ SAVE_PEERS = {
 }
 SAVE_MODES = {f"{OURS}-unread": "shardload without reading back (verify='index')"}
 SAVE_WAYS = (OURS, *SAVE_MODES, *SAVE_PEERS, FLOOR)
+NAME = "x"  # of the array in a file
 GZIP_LEVEL = 4  # h5py's, and HDF5's own
+SLOW_SECONDS = 5.0  # a peer whose first save takes longer is timed once
+VERY_SLOW_SECONDS = 10.0  # ... and of one that takes so long that first save counts
+MEMORY_STAGING_NBYTES = 64 << 20  # small compared with the array, so that exceeding it shows
 AT_LEAST = {
     ("hdf5-gzip-planes", "gather"): 3.0,
     ("hdf5-gzip-planes", "parallel-hdf5"): 1.5,
@@ -98,6 +102,8 @@ def has_way(cell: Cell, way: str) -> bool:
         return cell.layout.startswith("zarr")
     if way == "parallel-hdf5":
         return cell.layout.startswith("hdf5")
+    if way == "orbax":  # its file is the same in every cell
+        return cell.layout == "hdf5-contiguous"
     return True
 
 

@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import shardload
-from benchmarks.cases.cells import box, mesh_shape
+from benchmarks.cases.cells import OURS, box, mesh_shape
 from benchmarks.cases.saves import SaveLayout
 from benchmarks.peers import savers
+from benchmarks.peers.chunk_profile import copy_seconds, decoder_seconds, spent
 from benchmarks.peers.many import MANY
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
@@ -104,6 +105,24 @@ def many(request: dict[str, Any]) -> dict[str, Any]:
     return {**times, "nbytes": nbytes}
 
 
+def chunk_profile(request: dict[str, Any]) -> dict[str, Any]:
+    """Load some times; the CPU seconds of this rank in user mode and in the kernel, and what its decoder takes alone."""
+    sharding, way, file = sharding_of(request["spec"]), WAYS[OURS], request["file"]
+    user = system = 0.0
+    for _ in range(request["repeats"]):
+        gc.collect()
+        comm.Barrier()
+        before = spent()
+        array = jax.block_until_ready(way(file, sharding, comm))
+        user, system = (total + now - then for total, now, then in zip((user, system), spent(), before, strict=True))
+        del array
+    comm.Barrier()
+    plan = shardload.plan(file["path"], sharding, dataset=file["dataset"] or None)
+    copies = (2 - 1 / comm.size) * copy_seconds(plan.chunks or (), plan.dtype)
+    alone = decoder_seconds(file["path"], file["dataset"])
+    return {"user": user, "system": system, "decoder": alone, "copies": copies, "chunks": last_report["chunks_decoded"]}
+
+
 def scatter(request: dict[str, Any]) -> dict[str, Any]:
     """From an array in rank 0's memory, kept from the first request on."""
     shape = tuple(request["shape"])
@@ -170,7 +189,8 @@ def save(request: dict[str, Any]) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     comm.Barrier()
     start, cpu = time.perf_counter(), time.process_time()
-    savers.SAVES[way](kept["array"], request["path"], layout, request["spec"], comm)
+    save_it = savers.shardload_way(staging=request["staging"]) if request.get("staging") else savers.SAVES[way]
+    save_it(kept["array"], request["path"], layout, request["spec"], comm)
     end, cpu = time.perf_counter(), time.process_time() - cpu
     peak = _resident_nbytes("VmHWM") - before
     comm.Barrier()
@@ -178,7 +198,15 @@ def save(request: dict[str, Any]) -> dict[str, Any]:
     return {"start": start, "end": end, "cpu": cpu, "peak_nbytes": peak, "report": report}
 
 
-HANDLERS = {"run": run, "many": many, "scatter": scatter, "memory": memory, "verification": verification, "save": save}
+HANDLERS = {
+    "run": run,
+    "many": many,
+    "scatter": scatter,
+    "memory": memory,
+    "chunk_profile": chunk_profile,
+    "verification": verification,
+    "save": save,
+}
 
 
 def handle(request: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import shardload
 from benchmarks.cases.cells import box
 from benchmarks.cases.layouts import NAME
 from benchmarks.cases.saves import GZIP_LEVEL, SaveLayout, is_aligned, own_box
+from benchmarks.runs.environments import add_peers
 
 Way = Callable[[jax.Array, str, SaveLayout, str, Any], None]
 Array = np.ndarray[Any, Any]
@@ -120,6 +121,7 @@ def tensorstore_everywhere(array: jax.Array, path: str, layout: SaveLayout, spec
 
 def orbax(array: jax.Array, path: str, layout: SaveLayout, spec: str, comm: Any) -> None:
     """A checkpoint: Orbax's own format, its own chunks."""
+    add_peers()
     from orbax import checkpoint
 
     with checkpoint.StandardCheckpointer() as checkpointer:

@@ -32,10 +32,25 @@ from benchmarks.cases.cells import (
 from benchmarks.runs.devices import devices_table
 from benchmarks.runs.extras import ALLOWANCE_NBYTES, MIB, memory_text
 from benchmarks.runs.measure import median
-from benchmarks.runs.saves import save_musts, save_table
+from benchmarks.runs.rechunking import copy_table
+from benchmarks.runs.saves import save_memory_table, save_musts, save_table
 from benchmarks.runs.verification import verification_table
 
-KINDS = ("run", "cold", "field", "chunks", "scatter", "small", "many", "memory", "verify", "devices", "save")
+KINDS = (
+    "run",
+    "cold",
+    "field",
+    "chunks",
+    "scatter",
+    "small",
+    "many",
+    "memory",
+    "verify",
+    "devices",
+    "save",
+    "save-memory",
+    "copy",
+)
 SCATTER_AT_LEAST = {"scatter": 8.0, "scatterv": 1.0}
 SMALL_AT_MOST_SECONDS = 0.010
 Record = dict[str, Any]
@@ -89,6 +104,8 @@ def write_report(folder: Path, records: dict[str, Record]) -> Path:
     parts += verification_table(records.get("verify"))
     parts += devices_table(records.get("devices"))
     parts += save_table(records.get("save"))
+    parts += save_memory_table(records.get("save-memory"))
+    parts += copy_table(records.get("copy"))
     parts += failures(records)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "table.md"

@@ -41,13 +41,22 @@ def make_heat() -> None:
         subprocess.run([str(python), "-m", "pip", "install", "-q", *step], check=True)
 
 
+def add_peers() -> None:
+    """Find packages of other ways in the folder SHARDLOAD_BENCHMARK_PEERS too (``pip install --target``), after all others."""
+    folder = os.environ.get("SHARDLOAD_BENCHMARK_PEERS", "")
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+
+
 @cache
 def missing(job: str) -> str:
     """Why a job cannot run here, and what to install; empty where it can."""
     if job == "heat" and not _imports(heat_python(), "mpi4py", "heat"):
         return "Heat has no environment yet: python -m benchmarks heat"
-    if job == "orbax" and importlib.util.find_spec("orbax") is None:
-        return "Orbax is not installed: pip install orbax-checkpoint"
+    if job == "orbax":
+        add_peers()
+        if importlib.util.find_spec("orbax") is None:
+            return "Orbax is not installed: pip install orbax-checkpoint"
     if job == "parallel-hdf5":
         script = "import h5py, mpi4py, sys; sys.exit(not h5py.get_config().mpi)"
         there = SYSTEM_PYTHON.exists() and shutil.which("mpiexec.openmpi")

@@ -96,6 +96,26 @@ def measure_many(
     return record
 
 
+def profile_chunks(files: dict[str, File], ranks: Sequence[int], spec: str, repeats: int, say: Say) -> dict[str, Any]:
+    """CPU microseconds of all ranks for one small chunk: the decoder's, the kernel's, and the rest."""
+    record = new_record("chunk-profile", files, repeats=repeats)
+    for n in ranks:
+        with Jobs(n) as jobs:
+            for file in files.values():
+                request = {"spec": spec, "file": file.request()}
+                jobs.ask(OURS, "chunk_profile", repeats=1, **request)
+                found = jobs.ask(OURS, "chunk_profile", repeats=repeats, **request)
+                n_chunks = found[0]["chunks"]
+                user, system = (sum(one[part] for one in found) / repeats / n_chunks * 1e6 for part in ("user", "system"))
+                decoder, copies = (sum(one[part] for one in found) / n * 1e6 for part in ("decoder", "copies"))
+                parts = {"decoder": decoder, "copies": copies, "kernel": system, "python": user - decoder - copies}
+                record["cells"].append({"layout": file.layout, "ranks": n, "chunks": n_chunks, **parts})
+                told = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+                say(f"{file.layout}, {n} ranks, CPU us for each chunk: {user + system:.1f}: {told}")
+            record["versions"] |= jobs.versions
+    return record
+
+
 def measure_memory(
     folder: Path, size: int, layouts: Sequence[str], ranks: int, spec: str, staging_nbytes: int, say: Say
 ) -> dict[str, Any]:

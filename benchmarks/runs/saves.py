@@ -3,13 +3,18 @@
 All ways of a cell take turns, as in `measure`; the array is on the devices before, and the old file is removed before each
 save. What each way writes is first compared with the plain values by the format's own library, in this process. Files are
 written into memory (``/dev/shm``) unless another folder is named: how long a disk takes to sync is not the subject.
+
+Each cell is written to the record when it is done. A run that was stopped, or had no more time, is taken up by the next one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,11 +29,14 @@ from benchmarks.cases.saves import (
     ALLOWANCE_NBYTES,
     AT_LEAST,
     FLOOR_AT_MOST,
+    MEMORY_STAGING_NBYTES,
     SAVE_LAYOUTS,
     SAVE_MODES,
     SAVE_PEERS,
     SAVE_SPECS,
+    SLOW_SECONDS,
     STAGING_NBYTES,
+    VERY_SLOW_SECONDS,
     SaveLayout,
     has_way,
     save_layout,
@@ -45,7 +53,7 @@ Record = dict[str, Any]
 def default_ways(say: Say) -> list[str]:
     """All ways that are installed here."""
     found = []
-    for way in (OURS, *SAVE_MODES, *SAVE_PEERS):
+    for way in (OURS, *SAVE_PEERS):
         if missing(way):
             say(f"without {way}: {missing(way)}")
         else:
@@ -69,22 +77,81 @@ def measure_saves(
     out: Path | None = None,
     say: Say = lambda _: None,
     program: Sequence[str] | None = None,
+    resume: bool = False,
+    minutes: float = 0.0,
 ) -> Record:
-    """Time all cells; return (and write to `out`) the record of all samples."""
+    """Time all cells; return (and write to `out`) the record of all samples.
+
+    With `resume`, cells that the record in `out` has stay as they are, if it is of the same size, machine and kind of folder.
+    After `minutes` no cell is begun that would, by the time of those before, end later.
+    """
     values = np.load(reference, mmap_mode="r")
     record = new_record("save", {}, repeats=repeats, shape=list(values.shape), nbytes=int(values.nbytes))
     record["is_memory"] = MEMORY in folder.parents
+    if resume and out is not None and out.exists():
+        record = _taken_up(json.loads(out.read_text()), record, say)
+    there = {(row["layout"], row["spec"], row["ranks"]) for row in record["cells"]}
+    todo = [cell for cell in cells if (cell.layout, cell.spec, cell.ranks) not in there]
     folder.mkdir(parents=True, exist_ok=True)
-    for n, of_n in groupby(cells, key=lambda cell: cell.ranks):
+    clock = Clock(todo, minutes)
+    for n, of_n in groupby(todo, key=lambda cell: cell.ranks):
         with Jobs(n, program) as jobs:
             for cell in of_n:
-                layout = save_layout(cell.layout, values.shape[0])
-                found = _measure_cell(jobs, cell, layout, reference, folder, ways, repeats, say)
+                if clock.is_over(cell):
+                    say(f"no time for {cell.label}: take it up with --resume")
+                    continue
+                with clock.timing(cell):
+                    layout = save_layout(cell.layout, values.shape[0])
+                    found = _measure_cell(jobs, cell, layout, reference, folder, ways, repeats, say)
                 record["cells"].append({**vars(cell), "nbytes": int(values.nbytes), **found})
                 record["versions"] |= jobs.versions
                 if out is not None:
                     write_record(out, record)
+                say(clock.told())
     return record
+
+
+def _taken_up(old: Record, new: Record, say: Say) -> Record:
+    """The record that another run has left, if it is of the same thing."""
+    for key in ("kind", "shape", "is_memory", "machine"):
+        if old.get(key) != new[key]:
+            say(f"all anew: the record is of another {key}: {old.get(key)}, now {new[key]}")
+            return new
+    say(f"{len(old['cells'])} cells are there already")
+    return old
+
+
+class Clock:
+    """How long cells take: how many are done, and how many minutes the others will take."""
+
+    def __init__(self, cells: Sequence[Cell], minutes: float) -> None:
+        self.began, self.minutes = time.monotonic(), minutes
+        self.left = list(cells)
+        self.n_all = len(self.left)
+        self.took: list[tuple[Cell, float]] = []
+
+    @contextmanager
+    def timing(self, cell: Cell) -> Iterator[None]:
+        """Measure this cell."""
+        began = time.monotonic()
+        yield
+        self.left.remove(cell)
+        self.took.append((cell, time.monotonic() - began))
+
+    def expected(self, cell: Cell) -> float:
+        """Seconds, by the longest of its layout, or of all until there is one."""
+        of_layout = [seconds for other, seconds in self.took if other.layout == cell.layout]
+        return max(of_layout or [seconds for _, seconds in self.took] or [0.0])
+
+    def is_over(self, cell: Cell) -> bool:
+        """Whether there is no time for this cell."""
+        return bool(self.minutes) and time.monotonic() - self.began + self.expected(cell) > 60 * self.minutes
+
+    def told(self) -> str:
+        """Progress, in words."""
+        rest = sum(map(self.expected, self.left))
+        passed = time.monotonic() - self.began
+        return f"  {len(self.took)} of {self.n_all} cells in {passed / 60:.1f} min; about {rest / 60:.1f} min for the rest"
 
 
 def _measure_cell(
@@ -101,11 +168,12 @@ def _measure_cell(
             return
         path = folder / f"{way}{'.zarr' if way == 'orbax' else layout.suffix}"
         remove(path)
-        if not is_first:
+        if not is_first or way in SAVE_PEERS:
             warm_free_memory(nbytes)
         request = {"spec": cell.spec, "layout": layout.request(), "path": str(path), "reference": str(reference)}
         try:
             replies = jobs.ask(way, "save", **request)
+            seconds = max(r["end"] for r in replies) - min(r["start"] for r in replies)
             mine["stored_nbytes"] = stored_nbytes(path)
             if is_first and way not in (FLOOR, "orbax"):
                 check(path, layout, reference)
@@ -119,8 +187,10 @@ def _measure_cell(
         if "peak_nbytes" in replies[0]:  # of the first save too: later ones use memory again that it left
             mine["peaks_nbytes"].append([r["peak_nbytes"] for r in replies])
         if is_first:
-            return
-        mine["seconds"].append(max(r["end"] for r in replies) - min(r["start"] for r in replies))
+            mine["is_slow"] = way in SAVE_PEERS and seconds > SLOW_SECONDS
+            if not (mine["is_slow"] and seconds > VERY_SLOW_SECONDS):
+                return
+        mine["seconds"].append(seconds)
         mine["cpu_seconds"].append(sum(r.get("cpu", 0.0) for r in replies))
         mine["report"] = replies[0].get("report") or {}
 
@@ -128,9 +198,46 @@ def _measure_cell(
         attempt(way, is_first=True)
     for repeat in range(repeats):
         for way in turns(wanted, repeat):
-            attempt(way)
+            if not took[way].get("is_slow") or not took[way]["seconds"]:
+                attempt(way)
     say(f"save {cell.label}: " + ", ".join(f"{way} {median(t['seconds']):.3f}" for way, t in took.items() if t["seconds"]))
     return {"ways": took}
+
+
+def measure_save_memory(
+    cells: Sequence[Cell],
+    reference: Path,
+    folder: Path,
+    *,
+    staging_nbytes: int = MEMORY_STAGING_NBYTES,
+    say: Say = lambda _: None,
+    program: Sequence[str] | None = None,
+) -> Record:
+    """The most memory that each rank takes beyond its arrays: shardload under a cap, and gathering on rank 0 beside it."""
+    values = np.load(reference, mmap_mode="r")
+    record = new_record("save-memory", {}, shape=list(values.shape), staging_nbytes=staging_nbytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    for n, of_n in groupby(cells, key=lambda cell: cell.ranks):
+        for cell in of_n:
+            with Jobs(n, program) as jobs:  # each anew: memory that an earlier save left would not be counted
+                layout = save_layout(cell.layout, values.shape[0])
+                for way in (OURS, "gather"):
+                    path = folder / f"{way}{layout.suffix}"
+                    remove(path)
+                    request = {"spec": cell.spec, "layout": layout.request(), "path": str(path), "reference": str(reference)}
+                    more = {"staging": staging_nbytes} if way == OURS else {}
+                    try:
+                        replies = jobs.ask(way, "save", **request, **more)
+                        found: Record = {"peaks_nbytes": [r["peak_nbytes"] for r in replies]}
+                        found["ok"] = max(found["peaks_nbytes"]) <= staging_nbytes + ALLOWANCE_NBYTES
+                    except RemoteError as error:
+                        found = {"error": without_folders(error), "ok": False}
+                    finally:
+                        remove(path)
+                    record["cells"].append({**vars(cell), "way": way, **found})
+                    say(f"{cell.label}, {way}: {found.get('error') or [p // MIB for p in found['peaks_nbytes']]} MiB")
+            record["versions"] |= jobs.versions
+    return record
 
 
 def remove(path: Path) -> None:
@@ -168,6 +275,34 @@ def check(path: Path, layout: SaveLayout, reference: Path) -> None:
 
 
 # --- the report
+
+
+def save_memory_table(record: Record | None) -> list[str]:
+    """A row per cell: the rank that took most, and rank 0."""
+    if record is None:
+        return []
+    limit = record["staging_nbytes"] // MIB
+    lines = [
+        f"## Memory of saving {' x '.join(map(str, record['shape']))} float32",
+        "",
+        f"MiB beyond the arrays, of the rank that took most / of rank 0; staging {limit} MiB, so at most "
+        f"{limit + ALLOWANCE_NBYTES // MIB} MiB on every rank. Gathering has no limit.",
+        "",
+        "| file | sharding | ranks | shardload | | gather |",
+        "|---|---|--:|--:|---|--:|",
+    ]
+
+    def told(cell: Record) -> str:
+        peaks = cell.get("peaks_nbytes")
+        return f"{max(peaks) / MIB:.0f} / {peaks[0] / MIB:.0f}" if peaks else "failed"
+
+    beside = {(c["layout"], c["spec"], c["ranks"]): told(c) for c in record["cells"] if c["way"] != OURS}
+    for cell in record["cells"]:
+        if cell["way"] == OURS:
+            key = cell["layout"], cell["spec"], cell["ranks"]
+            row = [cell["layout"], f"`{spec_text(cell['spec'])}`", str(cell["ranks"]), told(cell)]
+            lines.append("| " + " | ".join([*row, "met" if cell["ok"] else "**not met**", beside.get(key, "")]) + " |")
+    return [*lines, ""]
 
 
 def _seconds(cell: Record, way: str) -> float | None:

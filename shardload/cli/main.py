@@ -509,7 +509,7 @@ def _print_leftover(left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) 
         about |= {"commands": dict(left.commands), "arrays": [_describe(array) for array in arrays]}
         typer.echo(_to_json(about))
         return
-    lines = wrap(printable(f"{left.path} {left.told}. If no save runs there any more,"), width_of())
+    lines = wrap(printable(f"{left.path} {left.told}. {left.condition},"), width_of())
     lines += [printable(f"  {what}:  {command}") for what, command in left.commands]  # in one line each, to be copied
     typer.echo("\n".join(lines))
     if left.is_whole:

@@ -25,7 +25,7 @@ from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "Invocation", "compact", "digest_of"]
+__all__ = ["MOST_COUNTS", "Agreement", "Arguments", "ArgumentsOfOne", "Invocation", "Texts", "compact", "digest_of"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -86,6 +86,61 @@ class Arguments(Mapping[str, str]):
         return len(self._flat)
 
 
+class Texts(dict[str, str]):
+    """Texts that many calls have, as they are for each of them. They must not be changed."""
+
+    @cached_property
+    def compact(self) -> str:
+        """All of it as one text."""
+        return json.dumps([*self.items()])
+
+    @cached_property
+    def hashed(self) -> Any:
+        """A hash that has taken in `compact`, to copy and go on with."""
+        return blake2b(_to_bytes(self.compact), digest_size=8)
+
+
+class ArgumentsOfOne(Arguments):
+    """The arguments of a call about one array, as text: its own, then those that the next call may have too.
+
+    Parameters
+    ----------
+    first : mapping of str to str
+        Those of this call.
+    shared : Texts
+        The others, which are put together once for all calls that have them.
+    more : mapping of str to str
+        What comes after them.
+    """
+
+    def __init__(self, first: Mapping[str, str], shared: Texts, more: Mapping[str, str] | None = None) -> None:
+        super().__init__(shared, (), more)
+        self._first, self._texts = first, shared
+
+    @cached_property
+    def _flat(self) -> dict[str, str]:
+        return {**self._first, **self._texts, **self._more}
+
+    @cached_property
+    def compact(self) -> str:
+        """All of it as one text: equal for equal arguments, and for no others."""
+        return self._texts.compact + self._rest
+
+    @property
+    def _rest(self) -> str:
+        return json.dumps([*self._first.items(), None, *self._more.items()])
+
+    def digest(self, kind: str) -> int:
+        """`digest_of` all of it after the kind of the call, with little work for what is kept."""
+        hashed = self._texts.hashed.copy()
+        hashed.update(_to_bytes(f"{self._rest}{kind}"))
+        return int.from_bytes(hashed.digest(), "little")
+
+    def also(self, more: Mapping[str, str]) -> ArgumentsOfOne:
+        """A copy with more values."""
+        return ArgumentsOfOne(self._first, self._texts, {**self._more, **more})
+
+
 def compact(values: Mapping[str, str]) -> str:
     """The names and values of a mapping as one text: equal for equal mappings, and for no others."""
     return values.compact if isinstance(values, Arguments) else json.dumps([*values.items()])
@@ -112,7 +167,12 @@ class Invocation:
     @cached_property
     def digest(self) -> int:
         """64-bit digest of kind and values."""
-        return digest_of(json.dumps(self.kind) + compact(self.values))
+        values = self.values
+        return (
+            values.digest(self.kind)
+            if isinstance(values, ArgumentsOfOne)
+            else digest_of(json.dumps(self.kind) + compact(values))
+        )
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
@@ -189,7 +249,8 @@ class Agreement:
         total = np.array(values, dtype=np.int64)
         if self.size > 1:
             total = self._collectives.reduce(total, "sum")
-        return [int(v) for v in total]
+        found: list[int] = total.tolist()
+        return found
 
     def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The minimum of each value over the ranks. Collective."""

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardload.comm.agreement import Agreement, Arguments, Invocation, compact
+from shardload.comm.agreement import Agreement, Arguments, ArgumentsOfOne, Invocation, Texts, compact
 from shardload.comm.collectives import Collectives, JaxCollectives, MpiCollectives, duplicate, jax_processes
 from shardload.comm.heartbeat import Departures, MpiMailbox, leave_alone_at_exit, leave_at_exit
 from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
@@ -31,7 +31,7 @@ from shardload.comm.topology import Machine, Node, find_machine, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
 
-__all__ = ["Arguments", "Group", "Invocation", "compact", "group_of"]
+__all__ = ["Arguments", "ArgumentsOfOne", "Group", "Invocation", "Texts", "compact", "group_of"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -43,6 +44,7 @@ __all__ = [
     "a_few_chunks",
     "check_request",
     "fresh",
+    "has_missing",
     "json_value",
     "native_dtype",
     "nbytes_of",
@@ -212,6 +214,11 @@ class Properties:
     is_dimension: bool = False
     unread: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, labels: Labels | OnDemand, dtype: np.dtype[Any], attrs: Mapping[str, Any], **more: Any) -> Properties:
+        """With names of axes and coordinates as an array's labels say them."""
+        return cls(dtype, labels.dims, attrs, coordinates=tuple(one.dataset for one in labels.coords.values()), **more)
+
 
 class Source(abc.ABC):
     """One open array. Not collective: each reading rank opens its own.
@@ -299,9 +306,8 @@ class Source(abc.ABC):
             compression = {"name": name, "shuffle": "shuffle" in words or name == "blosc"}
             if len(named) > 1:
                 compression["options"] = {"cname": named[1]}
-        coordinates = tuple(one.dataset for one in labels.coords.values())
         is_dimension = info.is_coordinate and info.nbytes_stored == 0
-        return Properties(self.dtype, labels.dims, attrs, compression, coordinates=coordinates, is_dimension=is_dimension)
+        return Properties.of(labels, self.dtype, attrs, compression=compression, is_dimension=is_dimension)
 
     def chunk_reader(self) -> ChunkReader | None:
         """A reader of whole chunks as they are stored, to decode them in several threads. The default, None, means that only
@@ -414,6 +420,15 @@ class PlainReader(Protocol):
         False, and `out` may hold anything, if they are encoded, missing, scattered or unusual. Raises OSError if a read fails.
         """
         ...
+
+
+def has_missing(stored: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
+    """True if a chunk that `BatchReader.fetch_many` returned is missing. It takes no step of Python for each chunk.
+
+    >>> has_missing([b"", None]), has_missing([b"", b"1"])
+    (True, False)
+    """
+    return any(map(is_, stored, itertools.repeat(None)))
 
 
 class Spans:

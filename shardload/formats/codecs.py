@@ -28,6 +28,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
+from shardload.formats.base import has_missing
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
@@ -195,7 +196,7 @@ class Chain:
                 continue
             is_last = k == len(self._stages) - 1
             data = stage.undo_many(data, target if is_last else self._scratch.bytes(f"many{k}", n * nbytes).reshape(n, nbytes))
-            if data is not target and any(len(one) != nbytes for one in data):
+            if data is not target and _have_other_sizes(data, nbytes):
                 raise ValueError(f"{stage.name} gives other sizes than the {nbytes} bytes that were stored")
         if data is not target:
             rows = target.reshape(-1).data
@@ -215,9 +216,13 @@ class Chain:
         return None if own is None else max(len(data) - own, 0)
 
 
+def _have_other_sizes(data: Many, nbytes: int) -> bool:
+    return bool(set(map(len, data)) - {nbytes})
+
+
 def decode_many(chain: Chain, stored: Many, out: np.ndarray[Any, Any], fill: np.ndarray[Any, Any]) -> None:
     """Decode several chunks, of which those that are None are missing: their values are `fill`."""
-    if not any(one is None for one in stored):
+    if not has_missing(stored):
         chain.decode_many(stored, out)
         return
     for one, values in zip(stored, out.reshape(len(stored), -1), strict=True):
@@ -339,7 +344,7 @@ def _joined(data: Many, out: Bytes) -> Bytes:
     """The bytes of several chunks as one array, with a row for each. ValueError unless each is as long as a row of `out`."""
     if isinstance(data, np.ndarray) and data.shape == out.shape:
         return data
-    if any(len(one) != out.shape[1] for one in data):
+    if _have_other_sizes(data, out.shape[1]):
         raise ValueError(f"data of other sizes than {out.shape[1]} bytes")
     return np.frombuffer(b"".join(data), dtype=np.uint8).reshape(out.shape)
 

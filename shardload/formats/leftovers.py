@@ -65,8 +65,14 @@ class Leftover:
         return f"is what a save to '{self.target}' has written so far: no whole file"
 
     @property
+    def condition(self) -> str:
+        """When `commands` may be typed."""
+        call = "append" if self.what.startswith("append") else "copy" if os.path.exists(f"{self.path}.journal") else "save"
+        return f"If no {call} runs there any more"
+
+    @property
     def commands(self) -> list[tuple[str, str]]:
-        """What to do if no save runs there any more: in words, and what to type."""
+        """What to do under this `condition`: in words, and what to type."""
         journal = f"{self.path}.journal"
         has_journal = os.path.exists(journal)
         paths = " ".join(shlex.quote(path) for path in ([self.path, journal] if has_journal else [self.path]))
@@ -83,7 +89,7 @@ class Leftover:
 
     def __str__(self) -> str:
         commands = ", or ".join(f"{what}: `{command}`" for what, command in self.commands)
-        return f"'{self.path}' {self.told}. If no save runs there any more, {commands}."
+        return f"'{self.path}' {self.told}. {self.condition}, {commands}."
 
 
 def find_leftover(path: str) -> Leftover | None:

@@ -43,8 +43,8 @@ def machine_for(given: str | None) -> Machine:
 
 def configuration_file() -> str:
     """Where the user's file of figures is, if there is one."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
-    return os.path.join(folder, "shardload", "machine.toml")
+    folder = os.environ.get("XDG_CONFIG_HOME")
+    return f"{folder or os.path.expanduser('~/.config')}/shardload/machine.toml"
 
 
 @cache

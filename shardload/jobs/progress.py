@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
 from importlib import import_module
 from typing import Any
@@ -25,8 +25,9 @@ _WORTH_SHOWING_NBYTES = 256 << 20
 _REDRAWN_SECONDS = 0.1
 
 
-@contextmanager
-def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> Iterator[Callable[[int], None]]:
+def progress_of(
+    progress: Progress, name: str | Callable[[], str], total_nbytes: int, rank: int
+) -> AbstractContextManager[Callable[[int], None]]:
     """Give the function to call with the bytes of each part that has arrived.
 
     Parameters
@@ -34,13 +35,29 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
     progress : bool, callable or None
         As given to `load`. True shows a bar, False shows none, None shows one for a large load in a terminal or notebook. A
         function gets ``(done_nbytes, total_nbytes)`` of this rank's pieces, on every rank.
-    name : str
-        Name of the array that is loaded.
+    name : str or callable
+        Name of the array that is loaded, or what makes it if it is shown.
     total_nbytes : int
         Bytes of this rank's pieces.
     rank : int
         Only rank 0 shows a bar.
     """
+    if not callable(progress) and (
+        rank != 0 or progress is False or (progress is None and total_nbytes < _WORTH_SHOWING_NBYTES)
+    ):
+        return _UNSEEN
+    return _shown(progress, name if isinstance(name, str) else name(), total_nbytes)
+
+
+def _ignore(nbytes: int) -> None:
+    """Progress that nobody sees."""
+
+
+_UNSEEN: AbstractContextManager[Callable[[int], None]] = nullcontext(_ignore)
+
+
+@contextmanager
+def _shown(progress: Progress, name: str, total_nbytes: int) -> Iterator[Callable[[int], None]]:
     done = 0
     if callable(progress):
 
@@ -53,9 +70,8 @@ def progress_of(progress: Progress, name: str, total_nbytes: int, rank: int) -> 
         return
     is_notebook = _is_notebook()
     is_seen = is_notebook or (sys.stderr is not None and sys.stderr.isatty())
-    wanted = is_seen and total_nbytes >= _WORTH_SHOWING_NBYTES if progress is None else progress
-    if rank != 0 or not wanted:
-        yield lambda nbytes: None
+    if progress is None and not is_seen:
+        yield _ignore
         return
     name = printable(name)
     if is_notebook:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.formats.base import BatchReader, settle_bools
+from shardload.formats.base import BatchReader, has_missing, settle_bools
 from shardload.planning.batches import cut_box, segments
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
@@ -34,7 +34,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
 
-__all__ = ["ChunkBatches"]
+__all__ = ["ChunkBatches", "copy_rows"]
 
 Array = np.ndarray[Any, Any]
 Box = tuple[range, ...]
@@ -140,9 +140,11 @@ class ChunkBatches:
         counters.copy_seconds += time.perf_counter() - decoded
         counters.chunks_decoded += len(stored)
         counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
-        counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
-        is_missing = [one is None for one in stored]
-        if any(is_missing):
+        if not has_missing(stored):
+            counters.nbytes_stored += sum(map(len, stored))
+        else:
+            counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
+            is_missing = [one is None for one in stored]
             numbers = self.numbers(box)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True
@@ -250,10 +252,10 @@ class ChunkBatches:
             )
             target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in segment), ...)
             cut = out[target].reshape([size for one in segment for size in (one.n, one.length)])
-            _copy_rows(cut.transpose(order), values[source])
+            copy_rows(cut.transpose(order), values[source])
 
 
-def _copy_rows(out: Array, values: Array) -> None:
+def copy_rows(out: Array, values: Array) -> None:
     """Copy between arrays of one shape. Runs along the last axis are moved as one item each: that is faster for short runs."""
     if out.ndim and out.dtype == values.dtype and out.shape[-1] > 1:
         itemsize = out.itemsize

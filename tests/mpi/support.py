@@ -187,6 +187,13 @@ def same_error(comm: Any, call: Callable[[], Any], kind: type[Exception], *parts
 
 def peak_nbytes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     """What a plan loads, and the most that this process had at a time beyond what it had before and its pieces."""
+    x, most = peak_of(plan.execute, monkeypatch)
+    held = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in jax.tree.leaves(x))
+    return x, most - held
+
+
+def peak_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
+    """What a call returns, and the most that this process had at a time beyond what it had before."""
     from shardload.comm.shared_memory import Segment  # programs that import this module decide themselves when MPI starts
 
     shared: list[int] = []
@@ -201,10 +208,9 @@ def peak_nbytes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        x = plan.execute()
+        x = call()
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         monkeypatch.undo()
-    held = sum(sum({str(s.index): s.data.nbytes for s in one.addressable_shards}.values()) for one in jax.tree.leaves(x))
-    return x, most - before + sum(shared) - held
+    return x, most - before + sum(shared)

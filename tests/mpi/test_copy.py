@@ -223,18 +223,24 @@ def test_a_part_in_another_type(
                     np.testing.assert_array_equal(second[coordinate].values, expected[coordinate].values, strict=True)
 
 
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.usefixtures("small")
-def test_ranks_read_together_what_fits_none_alone(comm: Any, shared_tmp_path: Path) -> None:
-    """Wrong if a chunk of the source were decoded twice though the memory of all ranks has room for whole slabs."""
-    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
-    values = ramp((24, 30, 20))
+@pytest.fixture
+def planes(comm: Any, shared_tmp_path: Path) -> tuple[Path, Path, Array]:
+    """A file of planes; where the copy goes; the values."""
+    before, values = shared_tmp_path / "in.h5", ramp((24, 30, 20))
 
     def make() -> None:
         with h5py.File(before, "w") as file:
             file.create_dataset("x", data=values, chunks=(1, 30, 20), compression="gzip")
 
     on_root(comm, make)
+    return before, shared_tmp_path / "out.h5", values
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("small")
+def test_ranks_read_together_what_fits_none_alone(comm: Any, planes: tuple[Path, Path, Array]) -> None:
+    """Wrong if a chunk of the source were decoded twice though the memory of all ranks has room for whole slabs."""
+    before, after, values = planes
     slab = 8 * 30 * 20 * 4
     unit = 8 * 5 * 4 * 4
     staging = 5 * (slab // comm.size + unit * 8) + (1 << 14) + 8 * unit * 16
@@ -253,16 +259,9 @@ def test_ranks_read_together_what_fits_none_alone(comm: Any, shared_tmp_path: Pa
 
 
 @pytest.mark.usefixtures("small")
-def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Path) -> None:
+def test_a_plan_says_how_often_chunks_are_decoded(comm: Any, shared_tmp_path: Path, planes: tuple[Path, Path, Array]) -> None:
     """Wrong if the number differed from what is really decoded."""
-    before, after = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
-    values = ramp((24, 30, 20))
-
-    def make() -> None:
-        with h5py.File(before, "w") as file:
-            file.create_dataset("x", data=values, chunks=(1, 30, 20), compression="gzip")
-
-    on_root(comm, make)
+    before, after, values = planes
     options = {"staging": 60_000, "chunks": (24, 5, 4)}
     request = CopyRequest(str(before), str(after), timeout=60.0, **options)
     planned = copy_file(request, comm=comm, only_plan=True)

@@ -1,4 +1,4 @@
-"""Does a load stay under its pieces and `staging`, whatever is asked of it? Counted by Python's own tracer, which NumPy tells.
+"""Does a load stay under its pieces and `staging`, and does a save? Counted by Python's own tracer, which NumPy tells.
 
 Shared memory is not traced: it is counted where it is made.
 """
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import shardload
 from shardload import ConfigError
 from shardload.comm.group import group_of
-from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, ramp, same_error, unit
+from tests.mpi.support import check, mesh_of, on_root, peak_nbytes, peak_of, ramp, same_error, sharding_of, unit
 
 pytestmark = pytest.mark.any_library
 
@@ -176,3 +176,48 @@ def test_nothing_waits_for_the_garbage_collector(
         gc.set_debug(0)
         gc.enable()
     assert names == []
+
+
+# --- saves
+
+SAVE_EXTRA_NBYTES = EXTRA_NBYTES + (1 << 20)  # and a buffer for reading back
+
+SAVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "contiguous": ("h5", {}),
+    "gzip planes": ("h5", {"chunks": (1, 10**6, 10**6), "compression": {"name": "gzip", "level": 1}}),
+    "gzip cubes": ("h5", {"chunks": (7, 11, 90), "compression": {"name": "gzip", "level": 1}}),
+    "Zarr": ("zarr", {"chunks": (7, 11, 90), "compression": "zstd"}),
+    "sharded": ("zarr", {"chunks": (7, 11, 90), "shards": (14, 22, 180), "compression": "zstd"}),
+}
+
+
+@pytest.fixture(scope="module")
+def big(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """8 MiB; each kind of file was saved once, so that what Python imports is not counted."""
+    n = unit()
+    values = ramp((16 * n, 4 * n, -(-32768 // (n * n)) // n * n))
+    folder = on_root(comm, lambda: tmp_path_factory.mktemp("saves"))
+    x = jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P(None, "a", "b")), lambda index: values[index])
+    for kind in ("contiguous", "Zarr"):
+        suffix, how = SAVES[kind]
+        shardload.save(folder / f"first.{suffix}", {"x": x}, **how)
+    return values
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("spec", [P(None, "a", "b"), P("a", "b")], ids=str)
+@pytest.mark.parametrize("kind", SAVES)
+def test_peak_of_a_save(
+    comm: Any, shared_tmp_path: Path, big: np.ndarray, kind: str, spec: P, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if rank 0 held what others have, a round had no limit, or what was written stayed until the end."""
+    (suffix, how), staging = SAVES[kind], 2 << 20
+    x = jax.make_array_from_callback(big.shape, sharding_of(mesh_of(), spec), lambda index: big[index])
+    path, comm = shared_tmp_path / f"out.{suffix}", comm.Dup()  # so that shared memory is made for this save
+    report, extra = peak_of(lambda: shardload.save(path, {"x": x}, staging=staging, comm=comm, **how), monkeypatch)
+    most = staging + SAVE_EXTRA_NBYTES
+    assert max(comm.allgather(extra)) <= most, (comm.allgather(extra), staging)
+    # Else the test could not see a round without a limit, or that one rank holds all.
+    assert report.n_rounds > 3 and big.nbytes * (comm.size - 1) // comm.size > most
+    group_of(comm).forget_shared_memory()
+    comm.Free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
+from shardload.comm.collectives import MpiCollectives
 from shardload.comm.shared_memory import Segment
+from shardload.formats.sink import Encoder
 from shardload.jobs.saving import save as saving
+from shardload.jobs.writing.read_back import ReadBack
 from shardload.planning.saving import Held
+from shardload.planning.tuning import Tuning
 from shardload.transfer.moves import PiecesToBlocks
 from tests.mpi.support import (
     DECOMPOSITIONS,
@@ -135,6 +140,27 @@ def test_large_arrays_in_many_rounds(comm: Any, shared_tmp_path: Path, kind: str
     assert plan.n_rounds >= 6 and (any(plan.travels) or comm.size < 4), plan
     shardload.save(path, tree, staging="96KiB", **how)
     compare(comm, path, {str(k): values + k for k in range(3)})
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("kind", "most"), [("HDF5 in one piece", 13), ("Zarr", 13), ("HDF5 gzip, auto", 17)])
+def test_how_often_ranks_wait_for_each_other(
+    comm: Any, shared_tmp_path: Path, kind: str, most: int, tune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if a save of one small array agreed once more than it must: each time costs what the latest rank costs."""
+    tune(**asdict(Tuning()))  # small arrays travel as small ones do
+    (path, how), x = file_at(shared_tmp_path, kind), put(ramp(cube()), mesh_of(), P("a", "b"))
+    shardload.save(path, x, **how)
+    waits, finish = 0, MpiCollectives._finish
+
+    def count(self: Any, *given: Any) -> None:
+        nonlocal waits
+        waits += 1
+        finish(self, *given)
+
+    monkeypatch.setattr(MpiCollectives, "_finish", count)
+    shardload.save(path, x, mode="w", **how)
+    assert max(comm.allgather(waits)) <= most, comm.allgather(waits)
 
 
 @pytest.mark.any_library
@@ -505,6 +531,34 @@ def test_a_disk_that_fails_on_one_rank(
         monkeypatch.undo()
         compare(comm, path, {"data": np.arange(3)})
     assert on_disk(comm, shared_tmp_path) == [path.name]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", ["HDF5 in one piece", "HDF5 gzip, auto", "Zarr"])
+@pytest.mark.parametrize("what", ["writing", "encoding", "reading back"])
+def test_what_fails_in_the_only_round(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str
+) -> None:
+    """Wrong if the ranks, who agree less often then, missed an error of one, or did not end together."""
+    n = unit()
+    values = ramp((16 * n, 32, 8 * n))
+    (path, how), x = file_at(shared_tmp_path, kind), put(values, mesh_of(), P(("a", "b")))
+    how = how if "piece" in kind else {**how, "chunks": (16 * n // comm.size, 32, 8 * n)}  # one for each rank
+    assert shardload.plan_save(path, x, **how).n_rounds == 1
+    places: dict[str, tuple[Any, str]] = {"writing": (os, "pwrite"), "encoding": (Encoder, "encode")}
+    places["reading back"] = ReadBack, "_compare_stored"
+
+    def fails(*_: Any) -> Any:
+        raise OSError(5, os.strerror(5))
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(*places[what], fails)
+    expected = (SourceError, "(EIO)") if what == "writing" else (PeerError, "Input/output error")
+    same_error(comm, lambda: shardload.save(path, x, **how), *expected)
+    monkeypatch.undo()
+    assert on_disk(comm, shared_tmp_path) == []
+    shardload.save(path, x, **how)  # in step again
+    compare(comm, path, {"data": values})
 
 
 # --- who writes

@@ -22,9 +22,10 @@ from benchmarks.cases import saves
 from benchmarks.cases.cells import LAYOUTS, MUSTS, OURS, PEERS, Cell, all_cells, box
 from benchmarks.cases.layouts import boxes, cube, make, plane, reference_of
 from benchmarks.peers import floor, save_floor, ways
-from benchmarks.reports.tables import must_table
-from benchmarks.runs import grid
-from benchmarks.runs.saves import save_musts, save_table
+from benchmarks.reports.saves import BEGIN, END, copy_section, plot_saves, put_section, save_section, section_of
+from benchmarks.reports.tables import must_table, read_records
+from benchmarks.runs import grid, rechunking
+from benchmarks.runs.saves import Clock, measure_saves, save_memory_table, save_musts, save_table
 
 SIZE = 16
 
@@ -219,3 +220,102 @@ def test_goals_of_saving_are_met_or_missed() -> None:
         "at most 320 MiB beyond the arrays": ("400 MiB", False),
     }
     assert "| 400 / 100 |" in "\n".join(save_table(record)) and "| 2.90x | 900 / 900 |" in "\n".join(save_table(record))
+
+
+def saved(layout: str, spec: str = "-,a,b", ranks: int = 4, **seconds: float) -> dict[str, Any]:
+    """A cell of the record of saves."""
+    took = {way: {"seconds": [value], "peaks_nbytes": [[10 << 20, 90 << 20]]} for way, value in seconds.items()}
+    return {**vars(Cell(layout, spec, ranks)), "ways": took}
+
+
+def record_of(*cells: dict[str, Any]) -> dict[str, Any]:
+    machine = {"cores": 2, "processor": "a processor"}
+    return {"cells": [*cells], "is_memory": True, "shape": [8, 8, 8], "nbytes": 2048, "repeats": 3, "machine": machine}
+
+
+def test_the_page_on_saving_has_what_the_record_says(tmp_path: Path) -> None:
+    """Wrong if the table were another run's, if a way stood in another's column, or a missed goal were left out."""
+    first = saved("hdf5-gzip-planes", shardload=1.0, gather=2.5, floor=0.8, **{"parallel-hdf5": 1.6})
+    second = saved("hdf5-contiguous", "a,b", 8, shardload=0.5, gather=1.0, orbax=3.0, **{"parallel-hdf5": 0.4})
+    record = record_of(second, first)
+    text = save_section(record)
+    head, first_row, second_row = [
+        [part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines()[2:6] if "--" not in line
+    ]
+    assert dict(zip(head, first_row, strict=True)) == {
+        "file": "hdf5-gzip-planes", "sharding": '`P(None, "a", "b")`', "ranks": "4", "shardload": "1.00",
+        "gather": "2.50 (2.5x)", "parallel-hdf5": "1.60 (1.6x)", "floor": "0.80 (0.8x)", "MiB": "90", "gather, MiB": "10",
+    }  # fmt: skip
+    assert second_row[3:7] == ["0.50", "1.00 (2x)", "0.40 (0.8x)", ""]
+    assert 'Orbax, which writes a checkpoint in a format of its own: 3.00 s (`P("a", "b")`, 8 ranks)' in text
+    assert (
+        'planes, P(None, "a", "b"), 4 ranks: 3x gather, measured 2.50x' in text and "1x parallel-hdf5, measured 0.80x" in text
+    )
+    assert "1.5x gather" not in text
+    page = tmp_path / "page.md"
+    begin = [BEGIN.format(name) for name in ("save", "copy")]
+    page.write_text(f"before\n{begin[0]}old\n{END}between\n{begin[1]}old\n{END}after\n")
+    put_section(page, "save", text)
+    assert page.read_text() == f"before\n{begin[0]}{text}{END}between\n{begin[1]}old\n{END}after\n"
+    with pytest.raises(ValueError, match="has no place for other"):
+        put_section(tmp_path / "page.md", "other", text)
+    plot_saves(record, tmp_path / "save.svg")
+    assert "hdf5-contiguous" in (tmp_path / "save.svg").read_text()
+    folder = Path(saves.__file__).parents[1]
+    page, records = folder.parent / "docs" / "save.md", read_records(folder / "results")
+    assert section_of(page, "save") == save_section(records.get("save"))
+    assert section_of(page, "copy") == copy_section(records.get("copy"))
+
+
+def test_copies_are_compared_and_told(tmp_path: Path) -> None:
+    """Wrong if a way that writes wrong values, or fails, were timed; or if the memory were that of another process."""
+    (file,) = make(tmp_path / "data", SIZE, ["hdf5-gzip-planes"]).values()
+    ways = ["h5py"]  # the others are as slow to start
+    record = rechunking.measure_copies(file, tmp_path / "out", ways, ranks=1, staging="8MiB", repeats=1)
+    for cell in record["cells"]:
+        assert "error" not in cell and len(cell["seconds"]) == 1
+        assert 20 << 20 < cell["peaks_nbytes"][0][0] < 1 << 30
+    assert list((tmp_path / "out").iterdir()) == []
+    assert not rechunking.missing("h5py")
+    np.save(file.reference, np.load(file.reference) + 1)
+    record = rechunking.measure_copies(file, tmp_path / "out", ways, ranks=1, staging="8MiB", repeats=1)
+    assert "does not hold the values" in record["cells"][0]["error"] and not record["cells"][0]["seconds"]
+    assert "failed: " in copy_section(record)
+
+
+def test_a_rank_that_takes_too_much_memory_is_told() -> None:
+    cell = vars(Cell("zarr-sharded", "-,a,b", 4))
+    peaks = [{**cell, "way": OURS, "peaks_nbytes": [10 << 20, 129 << 20], "ok": False}]
+    peaks += [{**cell, "way": "gather", "peaks_nbytes": [1024 << 20, 20 << 20], "ok": False}]
+    table = "\n".join(save_memory_table({"shape": [8, 8, 8], "staging_nbytes": 64 << 20, "cells": peaks}))
+    assert '| zarr-sharded | `P(None, "a", "b")` | 4 | 129 / 10 | **not met** | 1024 / 1024 |' in table
+
+
+def test_a_run_that_was_stopped_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a cell were measured again, or one of another size were kept."""
+    measured: list[str] = []
+
+    def measure_cell(jobs: Any, cell: Cell, *_: Any) -> dict[str, Any]:
+        measured.append(cell.label)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return {"ways": {OURS: {"seconds": [1.0]}}}
+
+    monkeypatch.setattr("benchmarks.runs.saves._measure_cell", measure_cell)
+    cells = saves.save_cells(["hdf5-contiguous"], ["-,a,b", "a,b"], [4])
+    out, said = tmp_path / "save.json", []
+    for size in (8, 8, 16):
+        (tmp_path / str(size)).mkdir(exist_ok=True)
+        reference = reference_of(tmp_path / str(size), size)
+        try:
+            measure_saves(cells, reference, tmp_path / "saves", [OURS], repeats=1, out=out, say=said.append, resume=True)
+        except KeyboardInterrupt:
+            assert len(json.loads(out.read_text())["cells"]) == 1
+    labels = [cell.label for cell in cells]
+    assert measured == [*labels, labels[1], *labels]
+    assert any("1 cells are there already" in line for line in said) and any("of another shape" in line for line in said)
+    clock = Clock(cells, 1.0)
+    clock.took = [(cells[0], 59.0)]
+    assert not Clock(cells, 1.0).is_over(cells[0]) and not clock.is_over(cells[1])
+    clock.took = [(cells[0], 61.0)]
+    assert clock.is_over(cells[1])

@@ -4,13 +4,15 @@
 2. `Hdf5Chunks.fetch` asks HDF5, under its lock, where the chunk is. It reads the bytes without HDF5 and without its lock.
 3. `Hdf5Chunks.decode` undoes the filters with `codecs.Chain`. The values of a missing chunk are the fill value.
 
-To find a chunk: HDF5 lists all chunks in a microsecond each, but walks the same list to find one
-(``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon as that costs little compared with the chunks that were
-asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds it in the index directly, but copies it under the lock.
+To find a chunk: the index of most files can be read without HDF5 (`chunk_index`). Of the others, HDF5 lists all chunks in a
+microsecond each, but walks the same list to find one (``H5Dget_chunk_info_by_coord``). So all chunks are listed once, as soon
+as that costs little compared with the chunks that were asked for. Until then a chunk is read by ``H5Dread_chunk``, which finds
+it in the index directly, but copies it under the lock.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -25,9 +27,10 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 
 from shardload.formats.base import Encoded, Room, Spans, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
+from shardload.formats.hdf5.chunk_index import list_tree
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
-from shardload.formats.hdf5.opened import creation_of, kind_of
+from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
@@ -35,6 +38,8 @@ __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 _LIST_AT_ONCE = 1024  # chunks: listing them takes a millisecond
 _LISTED_PER_FETCH = 64  # chunks more to list, at 1-2 microseconds each, per chunk that was asked for
 _MOST_LISTED = 1 << 21  # chunks: the list takes 20 bytes for each
+_FASTER_BY_INDEX = 8  # if batches are asked for, so many times more chunks may be listed in that way
+_MOST_BY_INDEX = 1 << 17  # chunks: the entries of the index take 50 bytes for each, twice
 _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for each, until they are in the list
 _LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
 _NOWHERE = 2**64 - 1
@@ -135,12 +140,23 @@ class Hdf5Chunks:
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._is_empty = _is_empty(dataset)
-        self._fill = fill_value(dataset, dtype)
+        self._filling = dataset
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
+        # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
+        own = dataset if isinstance(dataset, OpenDataset) else None
+        self._header = None if own is None or own.facts.sizes != (8, 8) else getattr(own.about, "addr", None)
+        self._nbytes_stored = -1 if own is None else own.nbytes_stored
         self._listing = threading.Lock()
         self._listed: _Listed | None = None
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
+        self._may_have_index = self._header is not None
         self._n_fetched = 0
+
+    @functools.cached_property
+    def _fill(self) -> np.ndarray[Any, Any]:
+        """The value of missing chunks."""
+        with phil:
+            return fill_value(self._filling, self._dtype)
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` as it is stored; None if it is missing.
@@ -326,16 +342,47 @@ class Hdf5Chunks:
             return self._listed
         with self._listing:
             self._n_fetched += n
-            worth = math.prod(self._grid) <= _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
-            if self._listed is None and self._may_list and worth:
-                self._listed = self._list()
+            cells, worth = math.prod(self._grid), _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
+            if self._listed is None and self._may_have_index and cells <= (worth if n == 1 else _FASTER_BY_INDEX * worth):
+                self._listed, self._may_have_index = self._list_by_index(), False
+            if self._listed is None and self._may_list and cells <= worth:
+                self._listed = self._list_by_hdf5()
                 self._may_list = self._listed is not None
             return self._listed
 
-    def _list(self) -> _Listed | None:
-        """Offset, size and filter mask of every chunk; None if HDF5 contradicts itself."""
+    def _empty_list(self) -> _Listed:
         n = math.prod(self._grid)
-        found = np.full(n, _NOWHERE, dtype=np.uint64), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.uint32)
+        return np.full(n, _NOWHERE, dtype=np.uint64), np.zeros(n, dtype=np.uint64), np.zeros(n, dtype=np.uint32)
+
+    def _list_by_index(self) -> _Listed | None:
+        """Offset, size and filter mask of every chunk, from the file's own index; None if only HDF5 can say it.
+
+        The number of chunks and of their bytes must be what HDF5 has counted, in the same index.
+        """
+        n = math.prod(self._grid)
+        if self._header is None or n > _MOST_BY_INDEX:
+            return None
+        told = list_tree(self._raw.read_at_most, self._header, len(self._grid), n)
+        if told is None or int(told["size"].sum(dtype=np.uint64)) != self._nbytes_stored:
+            return None
+        with phil:
+            if self._identifier.get_num_chunks() != len(told):
+                return None
+        cells, at = told["at"].astype(np.int64), np.zeros(len(told), dtype=np.int64)
+        for axis, c, count in zip(cells.T, self._chunk, self._grid, strict=False):
+            place, left = np.divmod(axis, c)
+            if left.any() or (place < 0).any() or (place >= count).any():
+                return None
+            at = at * count + place
+        found = self._empty_list()
+        for column, name in zip(found, ("address", "size", "mask"), strict=True):
+            column[at] = told[name]
+        is_twice = np.count_nonzero(found[0] != _NOWHERE) != len(told)
+        return None if is_twice or cells[:, -1].any() else found
+
+    def _list_by_hdf5(self) -> _Listed | None:
+        """The same as HDF5 says it; None if it contradicts itself."""
+        n, found = math.prod(self._grid), self._empty_list()
         told: list[Any] = []
 
         def tell(chunk: Any) -> None:

@@ -1,7 +1,8 @@
 """How do the axes of a new HDF5 or netCDF4 file get their names? By HDF5's dimension scales, as netCDF writes them.
 
 An array with one axis, whose name is that of the axis, is the coordinate of that axis: it becomes a scale. In netCDF4 each
-other axis gets a scale without values. In plain HDF5 it gets a label.
+other axis gets a scale without values. In plain HDF5 it gets a label; and a scale without values if another axis of the same
+array has a coordinate, because xarray opens no array of which some axes have scales and others have none.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     """Give the axes of all arrays their names. ConfigError if two axes of one name have different lengths."""
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
+    added = {} if is_netcdf else _scales_beside_coordinates(specs)
     for name, spec in specs.items():
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
@@ -61,6 +63,8 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             scale = coordinate_of(name, dim, specs) or (f"/{dim}" if is_netcdf else None)
             if scale is None:
                 file[name].dims[axis].label = dim
+                scale = added.get((name, axis))
+            if scale is None:
                 continue
             known, first, _ = lengths.setdefault(scale, (spec.shape[axis], name, axis in spec.unlimited))
             if known != spec.shape[axis]:
@@ -91,6 +95,26 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             if name not in numbers and spec.shape:
                 ids = [numbers[scale_of[name, axis]] for axis in range(len(spec.shape))]
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
+
+
+def _scales_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[tuple[str, int], str]:
+    """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis.
+
+    None for a name that something else in the file has, or under which two arrays have axes of different lengths.
+    """
+    wanted: dict[str, list[tuple[str, int]]] = {}
+    for name, spec in specs.items():
+        dims = spec.dims or ()
+        without = [axis for axis, dim in enumerate(dims) if dim and coordinate_of(name, dim, specs) is None]
+        if len(without) < len(dims):
+            for axis in without:
+                wanted.setdefault(f"/{dims[axis]}", []).append((name, axis))
+    taken = {one for name in specs for one in (name, *_groups(name))}
+    found: dict[tuple[str, int], str] = {}
+    for scale, axes in wanted.items():
+        if scale not in taken and len({(specs[name].shape[axis], axis in specs[name].unlimited) for name, axis in axes}) == 1:
+            found |= dict.fromkeys(axes, scale)
+    return found
 
 
 def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:

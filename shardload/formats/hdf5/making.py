@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
 from shardload.formats.hdf5.opened import creation_of
@@ -39,15 +40,14 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
         attrs["_FillValue"] = value.reshape(-1)[0] if value.size == 1 else attrs["_FillValue"]
     told = dataset.attrs.get("NAME") if "NAME" in dataset.attrs else b""
     text = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
-    return Properties(
-        dtype=dtype,
-        dims=labels.dims,
-        attrs=attrs,
+    return Properties.of(
+        labels,
+        dtype,
+        attrs,
         compression=compression,
         checksum=checksum,
         fill_value=fill,
         unlimited=tuple(k for k, n in enumerate(dataset.maxshape or ()) if n is None),
-        coordinates=tuple(one.dataset for one in labels.coords.values()),
         is_dimension=h5py.h5ds.is_scale(dataset.id) and text.startswith(NO_VARIABLE),
         unread=tuple(unread),
     )
@@ -91,22 +91,19 @@ def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
 def _compression(filters: list[tuple[int, int, Any, bytes]]) -> tuple[dict[str, Any] | None, bool]:
     """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
     numbers = {number for number, *_ in filters}
-    is_shuffled, checksum = 2 in numbers, 3 in numbers
     rest = [(number, tuple(int(v) for v in values)) for number, _, values, _ in filters if number not in (2, 3)]
-    if not rest:
-        return ({"name": "none", "shuffle": True} if is_shuffled else None), checksum
-    number, values = rest[0]
-    made: dict[str, Any] = {"name": NAMES.get(number, str(number)), "shuffle": is_shuffled}
-    if len(rest) > 1:  # no format takes two
-        made["name"] = " then ".join(NAMES.get(one, str(one)) for one, _ in rest)
-    elif number == 1 or (number == 32015 and len(values) == 1):
-        made["level"] = values[0]
-    elif number == 32001 and len(values) >= 7:
-        made |= {"level": values[4], "shuffle": values[5] == 1}
-        made["options"] = {"cname": _BLOSC_NAMES.get(values[6], str(values[6]))} | (
-            {"bitshuffle": True} if values[5] == 2 else {}
-        )
-    elif not (number == 32004 and values in ((), (0,))):
-        own = values[_ARGUMENTS.get(number, slice(None))]
-        made["options"] = {"cd_values": own} if own else {}
-    return made, checksum
+    names = [NAMES.get(number, str(number)) for number, _ in rest]
+    return compression_told(names, 2 in numbers, lambda: _options(*rest[0])), 3 in numbers
+
+
+def _options(number: int, values: tuple[int, ...]) -> dict[str, Any]:
+    """Level, shuffle inside of the filter, and what else it was told."""
+    if number == 1 or (number == 32015 and len(values) == 1):
+        return {"level": values[0]}
+    if number == 32001 and len(values) >= 7:
+        kind = BLOSC_SHUFFLES[values[5] if values[5] in (1, 2) else 0]
+        return blosc_told(values[4], _BLOSC_NAMES.get(values[6], str(values[6])), kind)
+    if number == 32004 and values in ((), (0,)):
+        return {}
+    own = values[_ARGUMENTS.get(number, slice(None))]
+    return {"options": {"cd_values": own} if own else {}}

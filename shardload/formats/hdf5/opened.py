@@ -12,9 +12,9 @@ from typing import Any
 
 import h5py
 
-from shardload.formats.hdf5.raw_file import RawFile, file_number, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, own_descriptor
 
-__all__ = ["OpenDataset", "OpenFacts", "creation_of", "kind_of", "raw_of"]
+__all__ = ["OpenDataset", "OpenFacts", "about", "creation_of", "kind_of", "nbytes_stored_of", "raw_of"]
 
 _MOST_GROUPS = 64
 
@@ -25,12 +25,12 @@ class OpenFacts:
     Parameters
     ----------
     file : h5py.File
-        The file. It stays the caller's; `close` ends what this object has opened besides.
+        The file, from `open_to_read`. It stays the caller's; `close` ends what this object has opened besides.
     """
 
     def __init__(self, file: h5py.File) -> None:
         self.file = file
-        self.descriptor = plain_descriptor(file)
+        self.descriptor = own_descriptor(file)
         self._groups: dict[bytes, Any] = {}
         self.has_marks: bool | None = None  # of the netCDF library; None until somebody has looked
 
@@ -50,14 +50,31 @@ class OpenFacts:
         self._groups[name] = group
 
     @functools.cached_property
+    def about_root(self) -> Any:
+        """What HDF5 says of the root group as an object."""
+        return h5py.h5o.get_info(self.file.id)
+
+    @property
     def number(self) -> Any:
         """HDF5's number for this file, which all objects in it have."""
-        return file_number(self.file.id)
+        return self.about_root.fileno
 
     @functools.cached_property
     def raw(self) -> RawFile | None:
         """The bytes of the file; None if only the HDF5 library may read them."""
-        return RawFile.of_file(self.file, self.descriptor)
+        has_block = self.descriptor is None or self.creation.get_userblock()
+        return None if has_block or self.descriptor is None else RawFile.of_plain(self.descriptor)
+
+    @functools.cached_property
+    def creation(self) -> Any:
+        """The properties with which the file was made."""
+        return self.file.id.get_create_plist()
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of an address, and of a length, in the file."""
+        offset, length = self.creation.get_sizes()
+        return int(offset), int(length)
 
     def state_descriptor(self) -> int | None:
         """The descriptor of the file, if it is a plain one and still open."""
@@ -93,10 +110,30 @@ class OpenDataset(h5py.Dataset):  # type: ignore[misc]  # h5py has no types
         """The type of its values in the file."""
         return self.id.get_type()
 
+    @functools.cached_property
+    def nbytes_stored(self) -> int:
+        """Bytes that its values take in the file: HDF5 goes through the index of its chunks for that."""
+        return int(self.id.get_storage_size())
+
+    @functools.cached_property
+    def about(self) -> Any:
+        """What HDF5 says of it as an object: where it is, and how much its attributes take."""
+        return h5py.h5o.get_info(self.id)
+
+
+def about(owner: h5py.Dataset | h5py.File) -> Any:
+    """What HDF5 says of a dataset, or of a file's root group, as an object."""
+    return owner.about if isinstance(owner, OpenDataset) else h5py.h5o.get_info(owner.id)
+
 
 def creation_of(dataset: h5py.Dataset) -> Any:
     """The creation properties of a dataset."""
     return dataset.creation if isinstance(dataset, OpenDataset) else dataset.id.get_create_plist()
+
+
+def nbytes_stored_of(dataset: h5py.Dataset) -> int:
+    """Bytes that a dataset's values take in the file."""
+    return dataset.nbytes_stored if isinstance(dataset, OpenDataset) else int(dataset.id.get_storage_size())
 
 
 def kind_of(dataset: h5py.Dataset) -> Any:
@@ -111,4 +148,4 @@ def raw_of(dataset: h5py.Dataset) -> RawFile | None:
     """
     if not isinstance(dataset, OpenDataset):
         return RawFile.open(dataset)
-    return dataset.facts.raw if file_number(dataset.id) == dataset.facts.number else None
+    return dataset.facts.raw if dataset.about.fileno == dataset.facts.number else None

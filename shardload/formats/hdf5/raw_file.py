@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import weakref
 from typing import Any
 
 import h5py
@@ -23,9 +22,27 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "file_number", "plain_descriptor", "swap_size"]
+__all__ = ["RawFile", "file_number", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+@functools.cache
+def _to_read() -> tuple[Any, bool]:
+    """The properties with which h5py opens a file by default, and True if they make HDF5 read a plain file as it is."""
+    properties = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    properties.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
+    return properties, properties.get_driver() == h5py.h5fd.SEC2
+
+
+def open_to_read(path: str) -> h5py.File:
+    """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does."""
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+
+
+def own_descriptor(file: h5py.File) -> int | None:
+    """`plain_descriptor` of a file that `open_to_read` opened."""
+    return int(file.id.get_vfd_handle()) if _to_read()[1] else None
 
 
 def plain_descriptor(file: h5py.File) -> int | None:
@@ -51,8 +68,8 @@ class RawFile:
     """
 
     def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = None  # if there is none to be had
         self._descriptor = os.dup(descriptor)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
     def open(cls, dataset: h5py.Dataset) -> RawFile | None:
@@ -64,8 +81,11 @@ class RawFile:
     @classmethod
     def of_file(cls, file: h5py.File, descriptor: int | None) -> RawFile | None:
         """The same, for an open file and its `plain_descriptor`."""
-        if descriptor is None or file.userblock_size:
-            return None
+        return None if descriptor is None or file.userblock_size else cls.of_plain(descriptor)
+
+    @classmethod
+    def of_plain(cls, descriptor: int) -> RawFile | None:
+        """The same, for the descriptor of a plain file without a user block."""
         raw = cls(descriptor)
         mark = np.zeros(len(_SIGNATURE), dtype=np.uint8)
         if raw.nbytes >= len(mark):
@@ -78,7 +98,7 @@ class RawFile:
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._alive()).st_size
 
     def read_into(self, out: np.ndarray[Any, Any], offset: int) -> None:
         """Fill `out`, a C-contiguous array of bytes, from the file at `offset`.
@@ -91,16 +111,24 @@ class RawFile:
         if read_at(self._alive(), out, offset) < len(out):
             raise OSError(f"the file ends at byte {self.nbytes}, but values are stored up to byte {offset + len(out)}")
 
+    def read_at_most(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
+        return os.pread(self._alive(), nbytes, offset)
+
     def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
         """Several pieces of the file, in `room`. OSError as for `read_into`."""
         return spans.read(self._alive(), room)
 
     def close(self) -> None:
         """Close the descriptor."""
-        self._close()
+        found, self._descriptor = self._descriptor, None
+        if found is not None:
+            os.close(found)
+
+    __del__ = close
 
     def _alive(self) -> int:
-        if not self._close.alive:
+        if self._descriptor is None:
             raise OSError("the file was closed")  # its number may mean another file by now
         return self._descriptor
 

@@ -50,7 +50,7 @@ from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, open_to_read, plain_descriptor
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -270,13 +270,15 @@ class Hdf5Format(Format):
     def claims_path(self, path: str) -> bool:
         """True if the HDF5 signature is at byte 0, 512, 1024, 2048, ..., as the HDF5 file format requires."""
         try:
-            size, at = os.path.getsize(path), 0
-            with os.fdopen(open_file(path), "rb") as file:
+            file = open_file(path)
+            try:
+                size, at = os.fstat(file).st_size, 0
                 while at < size:
-                    file.seek(at)
-                    if file.read(len(_SIGNATURE)) == _SIGNATURE:
+                    if os.pread(file, len(_SIGNATURE), at) == _SIGNATURE:
                         return True
                     at = 2 * at or 512
+            finally:
+                os.close(file)
         except (OSError, ValueError):
             return False
         return False
@@ -392,7 +394,7 @@ def _open_dataset(
 def _open_file(path: str) -> h5py.File:
     """Open a file read-only. If the library refuses, SourceError says what to do."""
     try:
-        return h5py.File(path, "r")
+        return open_to_read(path)
     except OSError as error:
         said = str(error)
     if "unable to lock file" in said:

@@ -11,6 +11,7 @@ import numpy as np
 import zarr
 
 from shardload.formats.base import Properties, native_dtype, refusal
+from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.labels import Labels
 
 __all__ = ["groups_of", "properties_of"]
@@ -37,15 +38,7 @@ def properties_of(array: Any, labels: Labels) -> Properties:
         chain = [_named(entry) for entry in inside[0]["codecs"]] if inside else chain
         compression, checksum = _compression([one for one in chain if one[0] not in _NOT_COPIED], dtype.itemsize)
         dtype = dtype.newbyteorder(">" if _is_big(chain) else "<") if is_number and dtype.kind != "V" else dtype
-    return Properties(
-        dtype=dtype,
-        dims=labels.dims,
-        attrs=attrs,
-        compression=compression,
-        checksum=checksum,
-        fill_value=fill,
-        coordinates=tuple(one.dataset for one in labels.coords.values()),
-    )
+    return Properties.of(labels, dtype, attrs, compression=compression, checksum=checksum, fill_value=fill)
 
 
 def groups_of(root: Any) -> dict[str, dict[str, Any]]:
@@ -99,27 +92,23 @@ def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:
 def _compression(chain: list[tuple[str, Any]], itemsize: int) -> tuple[dict[str, Any] | None, bool]:
     """The compression, in the words of `sink.Compression`, and whether there is a checksum."""
     names = [name for name, _ in chain]
-    is_shuffled, checksum = "shuffle" in names, "crc32c" in names
     rest = [(name, options) for name, options in chain if name not in ("shuffle", "crc32c")]
-    if not rest:
-        return ({"name": "none", "shuffle": True} if is_shuffled else None), checksum
-    name, options = rest[0]
-    if len(rest) > 1:  # no format takes two
-        return {"name": " then ".join(one for one, _ in rest)}, checksum
-    made: dict[str, Any] = {"name": {"zlib": "gzip"}.get(name, name), "shuffle": is_shuffled}
+    others = [{"zlib": "gzip"}.get(name, name) for name, _ in rest]
+    return compression_told(others, "shuffle" in names, lambda: _options(*rest[0], itemsize)), "crc32c" in names
+
+
+def _options(name: str, options: Mapping[str, Any], itemsize: int) -> dict[str, Any]:
+    """Level, and of Blosc its shuffle and codec."""
     if name in ("gzip", "zlib"):
-        made["level"] = int(options.get("level", 1))
-    elif name == "zstd":
-        made["level"] = int(options.get("level", 0)) or 3
-    elif name == "blosc":
-        shuffle = options.get("shuffle", 1)
-        shuffle = getattr(shuffle, "value", shuffle)
-        if shuffle == -1:  # numcodecs chooses
-            shuffle = 2 if itemsize == 1 else 1
-        kind = shuffle if isinstance(shuffle, str) else ("noshuffle", "shuffle", "bitshuffle")[int(shuffle)]
-        made |= {"level": int(options.get("clevel", 5)), "shuffle": kind == "shuffle"}
-        cname = options.get("cname", "lz4")
-        made["options"] = {"cname": str(getattr(cname, "value", cname))} | (
-            {"bitshuffle": True} if kind == "bitshuffle" else {}
-        )
-    return made, checksum
+        return {"level": int(options.get("level", 1))}
+    if name == "zstd":
+        return {"level": int(options.get("level", 0)) or 3}
+    if name != "blosc":
+        return {}
+    shuffle = options.get("shuffle", 1)
+    shuffle = getattr(shuffle, "value", shuffle)
+    if shuffle == -1:  # numcodecs chooses
+        shuffle = 2 if itemsize == 1 else 1
+    kind = shuffle if isinstance(shuffle, str) else BLOSC_SHUFFLES[int(shuffle)]
+    cname = options.get("cname", "lz4")
+    return blosc_told(int(options.get("clevel", 5)), str(getattr(cname, "value", cname)), kind)

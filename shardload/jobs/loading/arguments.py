@@ -178,13 +178,13 @@ class Arguments:
             calls, found = self._grow(request, calls, found)
         if figures is not None:
             machine = Machine.from_table(figures, "rank 0's")
-            calls = for_each_kind(calls, lambda call: replace(call, machine=machine))
+            calls = for_each_kind(calls, lambda call: call.but(machine=machine))
         if self.tree.is_single:
             return [_plan_found(calls[0], self.tree.places[0].path, found[0], values)]
         if is_by_name(self._select):
             self._refuse_ambiguous([ArrayInfo.from_dict(one[0]) for one in found])
         tuning = calls[0].tuning.for_many(len(calls))
-        calls, planned = for_each_kind(calls, lambda call: replace(call, tuning=tuning)), Planned()
+        calls, planned = for_each_kind(calls, lambda call: call.but(tuning=tuning)), Planned()
         loads: list[ArrayLoad] = []
         for k, (call, target, place, one) in enumerate(zip(calls, self.targets, self.tree.places, found, strict=True)):
             try:

@@ -266,6 +266,11 @@ class OwnArray:
             self._state = self._source.state()
         self.contents = self.load.contents() if self.load.is_open else self._state
 
+    def take(self) -> None:
+        """Take the source that has the values in memory already (`ArrayLoad.is_here`): there is nothing to open."""
+        if isinstance(self.load.handle, MemorySource):
+            self._source = self.load.handle
+
     @property
     def wanted(self) -> tuple[list[tuple[int, ...]], np.dtype[Any]]:
         """The shapes of the pieces, and their dtype."""

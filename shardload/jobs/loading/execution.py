@@ -15,10 +15,11 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -56,15 +57,21 @@ __all__ = ["Execution", "ExecutionOfMany", "Job", "Loaded", "Outcome"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8  # arrays with missing chunks in one message
+_NOTHING_OPEN: AbstractContextManager[ExitStack | None] = nullcontext()
 
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """The result of a job: the arrays in order, what was proven of each, and one report for all."""
+    """The result of a job: the arrays in order, what was proven of each, and what makes one report for all."""
 
     arrays: list[jax.Array]
     proven: list[VerifyReport]
-    report: LoadReport
+    make_report: Callable[[], LoadReport]
+
+    @cached_property
+    def report(self) -> LoadReport:
+        """What the job did. Most callers of `load` never ask."""
+        return self.make_report()
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,31 +146,31 @@ class Outcome:
         n = Counter(own.load.info.path for own in self.arrays) if is_opened else Counter[str]()
         return [path for path, count in n.items() if count > 1]
 
-    @contextmanager
-    def keeping_errors(self) -> Iterator[None]:
+    def keeping_errors(self) -> AbstractContextManager[None]:
         """Keep an error that is raised inside, until the ranks agree. A stall passes: after it the ranks cannot agree."""
-        try:
-            yield
-        except StallError:
-            raise
-        except Exception as found:
-            let_interruption_pass(found)
-            self.error = self.error or found
+        return _KeepingErrors(self)
 
     @cached_property
-    def report(self) -> LoadReport:
-        """The report of this rank alone, before the sums over all ranks. Ask for it when this rank has done all it does."""
-        counters, device = Counters(), Phase(0.0, 0)
+    def counters(self) -> Counters:
+        """What reading all arrays cost this rank. Ask for it when this rank has done all it does."""
+        if len(self.arrays) == 1:
+            return self.arrays[0].counters
+        counters = Counters()
         for own in self.arrays:
             counters.add(own.counters)
-            device = Phase(device.seconds + own.device.seconds, device.nbytes + own.device.nbytes)
-        return make_report(counters, self.moved, device)
+        return counters
+
+    @property
+    def device(self) -> Phase:
+        """Handing the pieces of all arrays to JAX."""
+        phases = [own.device for own in self.arrays]
+        return Phase(sum(phase.seconds for phase in phases), sum(phase.nbytes for phase in phases))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """What the last agreement sums over the ranks: counts for the report, and numbers that compare the ranks' files."""
-        own_report = self.report
-        counts = [own_report.chunks_decoded, own_report.nbytes_read, own_report.proven.n_parts]
+        cost = self.counters
+        counts = [cost.chunks_decoded, cost.nbytes_read, cost.n_checksums + self.moved.n_checksums]
         for own in self.arrays:
             cost = own.counters
             counts += [cost.chunks_missing, cost.chunks_decoded, cost.nbytes_read, *to_sums(own.contents), *own.checked.counts]
@@ -175,6 +182,20 @@ class Outcome:
     def is_loaded(self) -> bool:
         """True if all arrays are loaded on this rank without an error."""
         return self.error is None and all(own.array is not None for own in self.arrays)
+
+
+class _KeepingErrors(AbstractContextManager[None]):
+    """See `Outcome.keeping_errors`."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def __exit__(self, kind: type[BaseException] | None, found: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(found, Exception) or isinstance(found, StallError):
+            return False
+        let_interruption_pass(found)
+        self._outcome.error = self._outcome.error or found
+        return True
 
 
 def _each(arrays: Sequence[OwnArray], do: Callable[[OwnArray], None]) -> None:
@@ -222,10 +243,14 @@ class Job:
     def __init__(self, group: Group, loads: Sequence[ArrayLoad], agreed: Mapping[str, str], tuning: Tuning) -> None:
         self.group, self.loads, self.tuning = group, list(loads), tuning
         self._agreed, self._options = agreed, loads[0].options
-        more = f" and {len(loads) - 1} more" if len(loads) > 1 else ""
-        self.name = f"{loads[0].info}{more}"
         self.is_tree = any(load.where for load in loads)
         self._bundle_comm: Any = None
+
+    @cached_property
+    def name(self) -> str:
+        """What is loaded, for messages."""
+        more = f" and {len(self.loads) - 1} more" if len(self.loads) > 1 else ""
+        return f"{self.loads[0].info}{more}"
 
     def begin(self) -> None:
         """Tell the watchdog that this job has begun."""
@@ -242,40 +267,38 @@ class Job:
         Errors are kept. `finish` makes the ranks agree on them.
         """
         mine = Outcome([OwnArray(load, self.group.rank) for load in self.loads])
-        sources = OpenSources([], ExitStack())  # these sources need no file
         self.group.watch.enter("assemble")
-        with mine.keeping_errors(), ExitStack() as opened:
-            _each(mine.arrays, lambda own: own.open(sources))
+        with mine.keeping_errors():
+            _each(mine.arrays, OwnArray.take)
             _make_room(mine.arrays)
             total = sum(own.nbytes for own in mine.arrays)
-            advance = opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
+            with progress_of(self._options.progress, lambda: self.name, total, self.group.rank) as advance:
 
-            def fill(own: OwnArray) -> None:
-                own.fill()
-                own.assemble()
-                advance(own.nbytes)
+                def fill(own: OwnArray) -> None:
+                    own.fill()
+                    own.assemble()
+                    advance(own.nbytes)
 
-            _each(mine.arrays, fill)
+                _each(mine.arrays, fill)
         self._verify(mine)
         return mine
 
     def finish(self, mine: Outcome, sums: list[int] | None = None, started: float | None = None) -> Loaded:
         """Agree on what the ranks have done. `sums`: of `Outcome.counts` over the ranks, if they have agreed already."""
         self.group.watch.enter("agree")
-        loaded = self._agree(mine, self.group.agree(mine.error, list(mine.counts)) if sums is None else sums)
+        loaded = self._agree(mine, self.group.agree(mine.error, list(mine.counts)) if sums is None else sums, started)
         self.group.watch.close()
-        if started is not None:
-            loaded = replace(loaded, report=replace(loaded.report, seconds=time.perf_counter() - started))
-        _log.info("loaded %s: %s", self.name, loaded.report)
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("loaded %s: %s", self.name, loaded.report)
         return loaded
 
     def _verify(self, mine: Outcome) -> None:
         """Verify what the devices of this process hold, if all was loaded."""
         if mine.is_loaded:
             self.group.watch.enter("verify")
-            with mine.keeping_errors(), ExitStack() as opened:
-                is_read = len(mine.arrays) > 1 and self._options.verify in (FILE, FULL)
-                sources = OpenSources([own.load for own in mine.arrays], opened) if is_read else None
+            is_read = len(mine.arrays) > 1 and self._options.verify in (FILE, FULL)
+            with mine.keeping_errors(), ExitStack() if is_read else _NOTHING_OPEN as opened:
+                sources = None if opened is None else OpenSources([own.load for own in mine.arrays], opened)
                 _each(mine.arrays, lambda own: own.verify(sources))
 
     def run(self, started: float | None = None) -> Loaded:
@@ -449,7 +472,7 @@ class Job:
         )
         _each(arrays, lambda own: own.make_reader(opened, resources, self.tuning))
         total = sum(own.nbytes for own in arrays)
-        return opened.enter_context(progress_of(self._options.progress, self.name, total, self.group.rank))
+        return opened.enter_context(progress_of(self._options.progress, lambda: self.name, total, self.group.rank))
 
     def _fill(
         self, mine: Outcome, tags: tuple[int, int, int], buffers: Buffers, on_progress: Callable[[int], None] | None
@@ -468,9 +491,8 @@ class Job:
 
     # --- what all ranks do together
 
-    def _agree(self, mine: Outcome, totals: list[int]) -> Loaded:
+    def _agree(self, mine: Outcome, totals: list[int], started: float | None = None) -> Loaded:
         """What the ranks have agreed on: the report, and whether all read the same file. `totals`: sums of `Outcome.counts`."""
-        own_report = mine.report
         n_chunks, nbytes, n_parts, *sums = totals
         if not mine.is_loaded:
             raise ConfigError("nothing was loaded")
@@ -495,15 +517,22 @@ class Job:
         )
         self._settle_missing(mine.arrays, n_missing)
         self._warn_of_packed()
-        report = replace(
-            own_report,
-            chunks_decoded=n_chunks,
-            nbytes_read=nbytes,
-            chunks_missing=sum(n_missing),
-            proven=join_proven(proven, n_parts),
-            arrays=self._lines(costs, n_missing, proven) if self.is_tree else (),
-        )
-        return Loaded([own.array for own in mine.arrays if own.array is not None], proven, report)
+        lines = self._lines(costs, n_missing, proven) if self.is_tree else ()
+        counters, moved, device = mine.counters, mine.moved, mine.device
+        seconds = 0.0 if started is None else time.perf_counter() - started
+
+        def make() -> LoadReport:
+            return replace(
+                make_report(counters, moved, device),
+                seconds=seconds,
+                chunks_decoded=n_chunks,
+                nbytes_read=nbytes,
+                chunks_missing=sum(n_missing),
+                proven=join_proven(proven, n_parts),
+                arrays=lines,
+            )
+
+        return Loaded([own.array for own in mine.arrays if own.array is not None], proven, make)
 
     def _warn_of_packed(self) -> None:
         """Warn once if stored numbers were loaded that are not the values, and the caller did not say that this is meant."""

@@ -15,8 +15,8 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from numbers import Integral
@@ -24,11 +24,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardload.arrays.sharding import describe_sharding, devices_per_process, read_sharding
 from shardload.comm.agreement import MOST_COUNTS
-from shardload.comm.group import Arguments, Group, Invocation, group_of
+from shardload.comm.group import Arguments, ArgumentsOfOne, Group, Invocation, Texts, group_of
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError, ShardloadError, StallError
 from shardload.formats.base import ArrayInfo
@@ -42,7 +42,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.planner import Ask, Ranks, plan_array, plan_scatter
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
-from shardload.options import OPTIONS, OWN, TIMEOUT, Options
+from shardload.options import OPTIONS, OWN, TIMEOUT, Options, key_of
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.selection import is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
@@ -79,6 +79,24 @@ class Call:
     devices_per_rank: int = 1
     ranks_per_node: int | None = None
     machine: Machine = WORKSTATION
+    known: Known | None = field(default=None, compare=False, repr=False)  # if these are the arguments of an earlier call, too
+
+    def but(self, **changes: Any) -> Call:
+        """A copy with other arguments."""
+        return replace(self, known=None, **changes)
+
+    def by(self, group: Group) -> Call:
+        """A copy for the ranks that make this call."""
+        return Call(
+            self.sharding,
+            self.options,
+            self.tuning,
+            group,
+            self.devices_per_rank,
+            self.ranks_per_node,
+            self.machine,
+            self.known,
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -157,10 +175,14 @@ class Target:
 
     def describe(self, call: Call | None, memo: Memo | None = None) -> dict[str, str]:
         """What every rank must pass alike, as text. If the check failed (None), the same names with empty text."""
+        return {**self.what, **self.describe_rest(call, memo)}
+
+    def describe_rest(self, call: Call | None, memo: Memo | None = None) -> dict[str, str]:
+        """All of it but `what`."""
         if call is None:
-            return {**self.what, "sharding": "", **dict.fromkeys(_NAMES, "")}
+            return {"sharding": "", **dict.fromkeys(_NAMES, "")}
         memo = Memo() if memo is None else memo
-        told = {**self.what, "sharding": memo.text(call.sharding, describe_sharding), **memo.texts(call.options)}
+        told = {"sharding": memo.text(call.sharding, describe_sharding), **memo.texts(call.options)}
         if self.dataset is not None:
             told["dataset"] = _text_of_dataset(self.dataset)
         if self.is_pattern:
@@ -193,6 +215,60 @@ def _tree_text(tree: Any, text: Callable[[Any], str]) -> str:
 
 def _mesh_text(mesh: Any) -> str:
     return describe_sharding(mesh if isinstance(mesh, NamedSharding) else NamedSharding(mesh, PartitionSpec()))
+
+
+class Known:
+    """The checked arguments of a call about one array, and their text: kept for the next call that has the same.
+
+    All but the path. Nothing in it can change: not the mesh, not the spec, not the options (`options.key_of`). What comes from
+    a file is not here.
+
+    Attributes
+    ----------
+    call : Call
+        The arguments, without a group.
+    texts : Texts
+        What every rank must pass alike.
+    held : tuple
+        What has its id in the key.
+    """
+
+    __slots__ = ("call", "held", "texts")
+
+    def __init__(self, call: Call, texts: Texts, held: tuple[Any, ...]) -> None:
+        self.call, self.texts, self.held = replace(call, known=self), texts, held
+
+    @staticmethod
+    def key(kind: str, target: Target) -> tuple[Any, ...] | None:
+        """What is equal for the same arguments, and for no others; None if they are not kept."""
+        mesh, spec = target.mesh, target.spec
+        options = key_of(target.options)
+        if options is None or target.is_pattern or target.dataset is not None:
+            return None
+        if type(mesh) is Mesh and type(spec) is PartitionSpec:
+            return (kind, mesh, repr(spec), *options)  # as text, because specs may be equal that are not written alike
+        if type(mesh) is NamedSharding and type(mesh.mesh) is Mesh and spec is None:
+            return (kind, id(mesh), None, *options)
+        return None
+
+
+_MOST_KNOWN = 32
+_known: OrderedDict[tuple[Any, ...], Known] = OrderedDict()
+
+
+def _find_known(key: tuple[Any, ...], tuning: Tuning) -> Known | None:
+    """What is known of a call with these arguments."""
+    found = _known.get(key)
+    return found if found is not None and found.call.tuning is tuning else None
+
+
+def _keep(key: tuple[Any, ...], known: Known) -> Known:
+    """Keep what is known for the next call."""
+    _known[key] = known
+    while len(_known) > _MOST_KNOWN:
+        with suppress(KeyError):  # another thread was first
+            _known.popitem(last=False)
+    return known
 
 
 class Memo:
@@ -367,13 +443,22 @@ class Request:
         try:
             if error is not None and not targets:
                 raise error
-            calls = [target.check(processes, tuning, memo) for target in targets]
-            if ranks_per_node is not None:
-                _check_ranks_per_node(ranks_per_node, targets)
-                n = int(ranks_per_node)
-                calls = for_each_kind(calls, lambda call: replace(call, ranks_per_node=n))
-            for options in {id(call.options): call.options for call in calls}.values():
-                calls[0].options.check_shared(options)
+            may_be_known = len(targets) == 1 and processes is None and ranks_per_node is None
+            key = Known.key(kind, targets[0]) if may_be_known else None
+            known = None if key is None else _find_known(key, tuning)
+            if known is None:
+                calls = [target.check(processes, tuning, memo) for target in targets]
+                if ranks_per_node is not None:
+                    _check_ranks_per_node(ranks_per_node, targets)
+                    n = int(ranks_per_node)
+                    calls = for_each_kind(calls, lambda call: call.but(ranks_per_node=n))
+                for options in {id(call.options): call.options for call in calls}.values():
+                    calls[0].options.check_shared(options)
+                if key is not None:
+                    texts = Texts(targets[0].describe_rest(calls[0], memo))
+                    known = _keep(key, Known(calls[0], texts, (targets[0].mesh,)))
+            if known is not None:
+                calls = [known.call]
             asked = _invocation(kind, targets, calls, memo)
         except ConfigError as found:
             error = error or found
@@ -394,13 +479,13 @@ class Request:
             _ = group.machine, group.processes(jax.process_index())  # collective the first time, and here every rank is present
             error = refusal or error
             if calls is not None:
-                calls = for_each_kind(calls, lambda call: replace(call, group=group))
+                calls = for_each_kind(calls, lambda call: call.by(group))
             yield cls(group, comm, asked, None if error is not None else calls, error, processes, is_many=is_many)
 
     def call_of(self, target: Target, memo: Memo) -> Call:
         """The checked arguments of an array that was found by a pattern."""
         call = target.check(self._processes, default_tuning(), memo)
-        return memo.derived(call, lambda: replace(call, group=self.group, ranks_per_node=self._ranks_per_node))
+        return memo.derived(call, lambda: call.but(group=self.group, ranks_per_node=self._ranks_per_node))
 
     def agree(self) -> list[Call]:
         """Return the calls if all ranks make the same calls; otherwise raise. Collective."""
@@ -576,7 +661,12 @@ def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | No
     path = targets[0].what["path"] if targets else "nothing"
     title = path if path.startswith(kind) else f"{kind} of {path}"
     if len(targets) < 2:
-        return Invocation(kind, title, targets[0].describe(calls[0] if calls else None, memo) if targets else {})
+        if not targets:
+            return Invocation(kind, title, {})
+        call = calls[0] if calls else None
+        known = None if call is None else call.known
+        texts = Texts(targets[0].describe_rest(call, memo)) if known is None else known.texts
+        return Invocation(kind, title, ArgumentsOfOne(targets[0].what, texts))
     described = [target.describe(None if calls is None else calls[k], memo) for k, target in enumerate(targets)]
     shared = {name: text for name, text in described[0].items() if name not in _OWN_NAMES}
     own_names = [name for name in described[0] if name in _OWN_NAMES]
@@ -666,24 +756,33 @@ def plan_file(
 def _plan_kind(call: Call, info: ArrayInfo, is_sent: bool, kind: tuple[Any, ...]) -> tuple[Plan, Options]:
     """A plan for arrays of a kind, and the options with its staging cap; `is_sent` if every rank has the values."""
     if is_by_name(call.options.select):
-        call = replace(call, options=_with_positions(call.options, info))
+        call = call.but(options=_with_positions(call.options, info))
     group = call.group
     if group is None:
         alone = plan_array(call.ask(), info)
         return alone, _with_staging(call.options, alone)
-    if is_sent:  # none needs to send any
-        call = replace(call, options=replace(call.options, readers=DIRECT))
     # A series of files of the same kind is planned once: planning takes a good part of the time of a small load.
-    known = _recent.setdefault(group, OrderedDict())
-    how = call.options.describe() | {"dataset": ""}  # its name changes nothing
-    key = (call.sharding, call.tuning, call.machine, *how.items(), *kind, jax.config.read("jax_enable_x64"))
-    made = known.pop(key, None)
-    if made is None:
-        made = plan_array(call.ask(), info)
-    known[key] = made
-    while len(known) > _RECENT:
-        known.popitem(last=False)
+    kept = _recent.get(group)
+    if kept is None:
+        kept = _recent[group] = OrderedDict()
+    asked = (call.known,) if call.known is not None else _key_of_call(call)
+    key = (*asked, is_sent, *kind, jax.config.read("jax_enable_x64"))
+    made = kept.get(key)
+    if made is not None:
+        kept.move_to_end(key)
+    else:
+        if is_sent:  # none needs to send any
+            call = call.but(options=replace(call.options, readers=DIRECT))
+        made = kept[key] = plan_array(call.ask(), info)
+        while len(kept) > _RECENT:
+            kept.popitem(last=False)
     return made, _with_staging(call.options, made)
+
+
+def _key_of_call(call: Call) -> tuple[Any, ...]:
+    """What is equal for calls that plan alike. The name of the array changes nothing."""
+    how = call.options.describe() | {"dataset": ""}
+    return (call.sharding, call.tuning, call.machine, *how.items())
 
 
 def _with_staging(options: Options, made: Plan) -> Options:

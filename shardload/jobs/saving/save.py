@@ -286,6 +286,7 @@ class Saving:
                 n_threads=plan.n_threads,
                 on_progress=advance,
                 writers=self._asked.writers,
+                is_single=plan.n_rounds == 1,  # an append may add rounds, of shards, which rank 0 places
             )
         return self._report(written, started)
 

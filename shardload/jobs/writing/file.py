@@ -120,6 +120,7 @@ def write_file(
     writers: str = "auto",
     journal: Journal | None = None,
     resumed: Resumed | None = None,
+    is_single: bool = False,
 ) -> Written:
     """Write a new file. Collective over `group`, inside a call that all ranks make, when they have agreed on its arguments.
 
@@ -149,6 +150,9 @@ def write_file(
         Notes what is written, so that another job can resume it after a kill. On all ranks, or on none.
     resumed : Resumed, optional
         What another job has written of this file. `rounds` have only the rest.
+    is_single : bool
+        Whether all ranks have one round, and know it. Then they need not ask each other whether there is more. If rank 0 places
+        chunks (`Encoder.is_asked`), a rank may have more rounds all the same, of chunks that it has without the others.
 
     Returns
     -------
@@ -163,7 +167,7 @@ def write_file(
         Nothing moved on any rank for the call's timeout.
     """
     n = group.machine.n_threads if n_threads is None else n_threads
-    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, journal, resumed).run(iter(rounds))
+    return _Writing(group, sink, verify, n, on_progress, allow_missing, writers, journal, resumed, is_single).run(iter(rounds))
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +216,9 @@ class _Writing:
         writers: str,
         journal: Journal | None = None,
         resumed: Resumed | None = None,
+        is_single: bool = False,
     ) -> None:
+        self._is_single = is_single
         self._journal, self._resumed, self._is_kept = journal, resumed, False
         self._group, self._sink, self._verify, self._n_threads = group, sink, verify, max(1, n_threads)
         self._on_progress, self._allow_missing, self._writers = on_progress, allow_missing, writers
@@ -246,7 +252,7 @@ class _Writing:
             if self._verify != INDEX:
                 self._read_back()
             counts = [self._n_chunks, self._nbytes, self._nbytes_stored, self._n_read_back, self._n_decoded]
-            n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = self._group.agree(None, counts)
+            n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded = self._group.agree(self._error, counts)
             written = Written(
                 n_chunks, nbytes, nbytes_stored, n_read_back, n_decoded, self._n_rounds, self._writers, self._seconds
             )
@@ -384,12 +390,19 @@ class _Writing:
             if group.rank > 0 and self._writer is not None:
                 self._writer.close()
                 self._writer = None
-        group.agree(self._error)
+        if blind:  # else no rank has an error, and all ranks know it
+            group.agree(self._error)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether rank 0 must know of chunks: it places some, writes them, or notes them. The same on all ranks."""
+        return self._is_root or self._journal is not None or any(one.is_asked for one in self._encoders)
 
     def _write(self, rounds: Iterator[Sequence[Values]]) -> None:
         """All rounds, up to the fsync."""
         history: list[_Round] = []
         before: _Round | None = None
+        asks, is_first = self._asks, True
         while True:
             if len(history) == KEPT_ROUNDS:
                 self._wait(history.pop(0).putting)
@@ -402,7 +415,14 @@ class _Writing:
                     current = self._start(found)
                     history.append(current)
                     self._n_rounds += 1
-            if not self._settle(before, current is not None):
+            # Of one round, what fails is told with its sizes; or, if nobody asks for any, when the disk has it.
+            if is_first and self._is_single and asks:
+                before, is_first = current, False
+                continue
+            if self._is_single and not asks:
+                self._settle_alone(current)
+                break
+            if not self._settle(before, current is not None, asks):
                 break
             before = current
         for one in history:
@@ -444,10 +464,23 @@ class _Writing:
         n = min(len(chunks), self._n_threads * _TASKS_A_THREAD)
         return [chunks[k::n] for k in range(n)]
 
-    def _settle(self, before: _Round | None, has_more: bool) -> bool:
+    def _settle_alone(self, one: _Round | None) -> None:
+        """Wait for chunks whose places are known: threads encode and write them."""
+        if one is not None:
+            self._wait(one.encoding)
+        if one is not None and self._error is None:
+            self._note(one.chunks)
+            one.chunks = []
+
+    def _settle(self, before: _Round | None, has_more: bool, asks: bool) -> bool:
         """Get the places of the chunks that were encoded, and have them written. False if that was the last round, or if any
         rank has failed. Collective.
         """
+        if not asks:
+            self._settle_alone(before)
+            heads = self._group.gather_ints([int(self._error is not None), int(has_more)])
+            self._is_stopped = bool(heads[:, 0].any())
+            return not self._is_stopped and bool(heads[:, 1].any())
         if before is not None:
             self._wait(before.encoding)
         asked = [] if before is None else before.chunks if self._is_root else before.asked
@@ -676,7 +709,7 @@ class _Writing:
             self._on_root(lambda catalog: catalog.finish(allow_missing=self._allow_missing))
 
     def _read_back(self) -> None:
-        """Read back what another rank has written. Collective."""
+        """Read back what another rank has written. Collective. What fails is kept: the ranks agree when they count."""
         group, ticket = self._group, self._ticket
         if ticket is None:
             raise ValueError("there is no ticket")
@@ -693,7 +726,6 @@ class _Writing:
             while given:
                 source, notes = given.pop()
                 self._read_back_of(ReadBack(self._sink, ticket, notes, source if not self._is_root else 0, group.rank))
-        group.agree(self._error)
 
     def _read_back_of(self, found: ReadBack) -> None:
         tasks = [self._pool.submit(task) for task in found.stored()]

@@ -284,6 +284,26 @@ def test_attributes_groups_and_names_of_axes(tmp_path: Path) -> None:
     source.close()
 
 
+def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: Path) -> None:
+    """Wrong if an array had a scale on one axis only: h5netcdf opens no such array. A name that is taken, or that
+    two arrays use for other lengths, is a label as before.
+    """
+    values = {"a": ramp((3, 4), "f4"), "b": ramp((3, 5), "f4"), "c": ramp((3, 5), "f4"), "g/x": ramp((2,), "i4")}
+    values["z"] = ramp((3,), "f8")
+    dims = {"a": ("z", "y"), "b": ("z", "x"), "c": ("z", "x"), "g/x": ("i",), "z": ("z",)}
+    save(tmp_path / "x.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with xr.open_dataset(tmp_path / "x.h5", engine="h5netcdf") as found:
+        assert dict(found.sizes) == {"z": 3, "y": 4, "x": 5} and set(found.coords) == {"z"}
+        for name in ("a", "b", "c", "z"):
+            np.testing.assert_array_equal(found[name].values, values[name])
+    assert [one.dataset for one in HDF5.list_arrays(str(tmp_path / "x.h5"))] == ["/a", "/b", "/c", "/g/x", "/x", "/y", "/z"]
+    dims |= {"c": ("z", "y"), "b": ("z", "g")}
+    save(tmp_path / "y.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with h5py.File(tmp_path / "y.h5") as file:
+        assert list(file) == ["a", "b", "c", "g", "z"]
+        assert [file[name].dims[1].label for name in ("a", "b", "c")] == ["y", "g", "y"]
+
+
 def test_an_unlimited_axis(tmp_path: Path) -> None:
     values = ramp((5, 3), "i4")
     save(tmp_path / "x.h5", {"x": values}, {"x": spec("i4", None, (2, 3), (5, 3), unlimited=(0,))})

@@ -189,3 +189,16 @@ def test_other_names_are_left_alone(tmp_path: Path) -> None:
         assert find_leftover(str(tmp_path / name)) is None and find_array(str(tmp_path / name)).shape == (6, 4)
     with pytest.raises(SourceError, match="there is no file"):
         find_array(str(tmp_path / "x.h5.0123456789abcdef.unfinished"))
+
+
+def test_who_must_not_run_there_any_more(tmp_path: Path) -> None:
+    """Wrong if what an append left, or a copy, told to look for a save."""
+    path = left_after(tmp_path, "out.h5", "put")
+    assert "If no save runs there any more" in " ".join(info(path).split())
+    Path(f"{path}.journal").touch()
+    assert "If no copy runs there any more" in " ".join(info(path).split())
+    lock = tmp_path / "out.zarr.appending"
+    lock.touch()
+    with pytest.raises(SourceError, match=r"is being appended to.* If no append runs there any more, remove it: `rm "):
+        find_array(str(lock))
+    assert "If no append runs there any more" in " ".join(info(str(lock)).split())

@@ -1,0 +1,198 @@
+"""What does one small load cost, in CPU time of all ranks, and which step of it how much?
+
+    mpiexec -n 4 python -m benchmarks.runs.calls [--repeats 200] [--steps]
+
+Loads of 1 KiB, of the real field, and of a small gzip array: of one file, and of a series of files of the same kind, beside
+slicing in every process, in one warm job, in turns of 20. Another version is measured with its folder in PYTHONPATH. With
+``--steps``: seconds on the wall inside each step of ranks 0 and 1, with the steps that it calls, and what the clock takes.
+
+CPU time says more than seconds on a machine that has other work, but it too grows, by half, when caches are shared: compare
+with slicing in the same job, and the least tenth of the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib
+import os
+import shutil
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+
+N_FILES, TURN = 24, 20
+FIELD = "air_temperature"
+STEPS = {
+    "api": ("_load",),
+    "jobs.loading.arguments": ("Arguments.of", "Arguments.find", "Arguments.make", "_plan_found"),
+    "jobs.loading.request": ("Request._plan", "Request._find", "Known.key", "group_of", "plan_file"),
+    "jobs.loading.execution": ("Job.fill", "Job.finish", "Outcome.counts"),
+    "jobs.loading.array_load": ("OwnArray.make_room", "OwnArray.fill", "OwnArray.assemble"),
+    "arrays.assemble": ("_verify_shards",),
+    "comm.agreement": ("Agreement.all_same", "Agreement._send_bytes", "Invocation.digest"),
+    "comm.collectives": ("MpiCollectives.broadcast", "MpiCollectives.reduce"),
+    "formats.lookup": ("Finder.find", "Finder._file", "Finder._values", "Finder.__exit__", "format_of"),
+    "formats.hdf5.source": ("_open_file", "_look_up", "_describe", "Hdf5Source.chunk_reader"),
+    "formats.hdf5.chunks": ("Hdf5Chunks._list", "Hdf5Chunks.read_plain"),
+}
+Load = Callable[[str], jax.Array]
+
+
+def make_files(folder: Path) -> dict[str, tuple[list[str], str]]:
+    """For each kind: its files, and the name of the array in them."""
+    import iris_sample_data
+
+    gzip = np.arange(64 * 64 * 16, dtype=np.float32).reshape(64, 64, 16)
+    for k in range(N_FILES):
+        with h5py.File(folder / f"kib{k}.h5", "w") as file:
+            file["x"] = np.arange(256, dtype=np.float32).reshape(16, 16) + k
+        with h5py.File(folder / f"gzip{k}.h5", "w") as file:
+            file.create_dataset("x", data=gzip + k, chunks=(16, 16, 16), compression="gzip", shuffle=True)
+        shutil.copy(Path(iris_sample_data.path) / "A1B_north_america.nc", folder / f"field{k}.nc")
+    names = {"kib": (".h5", "x"), "field": (".nc", FIELD), "gzip": (".h5", "x")}
+    return {kind: ([str(folder / f"{kind}{k}{end}") for k in range(N_FILES)], name) for kind, (end, name) in names.items()}
+
+
+def slicing(path: str, name: str, sharding: NamedSharding) -> jax.Array:
+    """What people do: every process opens the file, and slices it in the callback."""
+    with h5py.File(path) as file:
+        data = file[name]
+        return jax.make_array_from_callback(data.shape, sharding, lambda index: data[index])
+
+
+def ways_of(sharding: NamedSharding, files: list[str], name: str) -> dict[str, Callable[[int], jax.Array]]:
+    """Call number k, of each way."""
+    mesh, spec = sharding.mesh, sharding.spec
+    return {
+        "one file": lambda k: shardload.load(files[0], mesh, spec, dataset=name),
+        "series": lambda k: shardload.load(files[k % N_FILES], mesh, spec, dataset=name),
+        "slicing": lambda k: slicing(files[k % N_FILES], name, sharding),
+    }
+
+
+def turns(comm: Any, ways: dict[str, Callable[[int], jax.Array]], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of this rank, call by call."""
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for way in ways.values():
+        for k in range(N_FILES):
+            way(k)
+    gc.collect()
+    gc.freeze()
+    for first in range(0, repeats, TURN):
+        for name, way in ways.items():
+            for k in range(first, min(repeats, first + TURN)):
+                comm.Barrier()
+                began = time.process_time()
+                array = way(k)
+                took[name].append(time.process_time() - began)
+                del array
+        gc.collect()
+    return took
+
+
+def watch(spent: dict[str, float]) -> None:
+    """From now on, add the seconds inside each step to `spent`."""
+    for module, names in STEPS.items():
+        owner = importlib.import_module(f"shardload.{module}")
+        for name in names:
+            holder: Any = owner
+            *above, last = name.split(".")
+            for part in above:
+                holder = getattr(holder, part, None)
+            if holder is not None and last in vars(holder):
+                _wrap(holder, last, f"{module.rpartition('.')[2]}: {name}", spent)
+    _wrap(jax, "make_array_from_callback", "jax.make_array_from_callback", spent)
+
+
+def _wrap(holder: Any, name: str, label: str, spent: dict[str, float]) -> None:
+    raw = vars(holder)[name]
+    kind = type(raw) if isinstance(raw, (classmethod, staticmethod, functools.cached_property)) else None
+    inner = raw.func if kind is functools.cached_property else raw if kind is None else raw.__func__
+
+    def timed(*args: Any, **more: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return inner(*args, **more)
+        finally:
+            spent[label] += time.perf_counter() - began
+
+    made = timed if kind is None else kind(timed)
+    setattr(holder, name, made)
+    if kind is functools.cached_property:
+        made.__set_name__(holder, name)
+
+
+def main() -> None:
+    """See above."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--steps", action="store_true")
+    asked = parser.parse_args()
+    shardload.initialize()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    b = 2 if len(devices) % 2 == 0 else 1
+    pencils = NamedSharding(Mesh(np.array(devices).reshape(-1, b), ("a", "b")), P("a", "b"))
+    slabs = NamedSharding(Mesh(np.array(devices), ("a",)), P("a"))
+    with tempfile.TemporaryDirectory() as folder:
+        files = comm.bcast(make_files(Path(folder)) if comm.rank == 0 else None)
+        for kind, (paths, name) in files.items():
+            ways = ways_of(slabs if kind == "field" else pencils, paths, name)
+            if asked.steps:
+                _tell_steps(comm, kind, ways["series"], asked.repeats)
+                continue
+            took = turns(comm, ways, asked.repeats)
+            for way, seconds in took.items():
+                everyone = comm.gather(seconds)
+                if comm.rank == 0:
+                    ms = np.array(everyone) * 1e3
+                    total = ms.sum(0)
+                    least, tenth, middle = total.min(), np.quantile(total, 0.1), np.median(total)
+                    of_ranks = f"rank 0 {np.quantile(ms[0], 0.1):.2f}, another {np.quantile(ms[1:], 0.1):.2f}"
+                    text = f"CPU ms of all ranks: least {least:.2f}, tenth {tenth:.2f}, median {middle:.2f}; {of_ranks}"
+                    print(f"{kind}, {way}: {text}", flush=True)
+        comm.Barrier()
+
+
+def _tell_steps(comm: Any, kind: str, way: Callable[[int], jax.Array], repeats: int) -> None:
+    spent: dict[str, float] = defaultdict(float)
+    if not getattr(shardload, "_is_watched", False):
+        watch(spent)
+        shardload._is_watched = spent  # type: ignore[attr-defined]
+    spent = shardload._is_watched  # type: ignore[attr-defined]
+    found: dict[str, list[float]] = defaultdict(list)
+    for k in range(repeats + N_FILES):
+        comm.Barrier()
+        spent.clear()
+        array = way(k)
+        del array
+        if k >= N_FILES:
+            for label, seconds in spent.items():
+                found[label].append(seconds)
+    if comm.rank < 2:
+        lines = [f"{kind}, rank {comm.rank}, us: least and median"]
+        lines += [
+            f"  {label:48s} {min(values) * 1e6:7.0f} {np.median(values) * 1e6:7.0f}"
+            for label, values in sorted(found.items(), key=lambda pair: -float(np.median(pair[1])))
+        ]
+        print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What is kept of one call for the next: never what the file says, and never for other arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from shardload import ConfigError, PeerError, SourceError
+from shardload.jobs.loading import request
+from tests.mpi.support import check, mesh_of, on_root, padded, ramp, same_error, unit
+
+
+def write(path: Path, values: np.ndarray[Any, Any], in_place: bool = False, **how: Any) -> str:
+    """A file with the array x: a new one that takes the name, or the same one with other values."""
+    if in_place:
+        with h5py.File(path, "r+") as file:
+            file["x"][...] = values
+        return str(path)
+    part = path.with_suffix(".part")
+    with h5py.File(part, "w") as file:
+        file.create_dataset("x", data=values, **how)
+    part.rename(path)
+    return str(path)
+
+
+def shape() -> tuple[int, int]:
+    return 2 * unit(), 3 * unit()
+
+
+@pytest.mark.parametrize("chunks", [None, (2, 3)], ids=["one piece", "chunks"])
+def test_a_file_that_changes_between_two_calls(shared_tmp_path: Path, comm: Any, chunks: Any) -> None:
+    """Wrong if a call used the values, the shape or the type that the file of this name had in the last one."""
+    path, mesh, first = shared_tmp_path / f"x{chunks}.h5", mesh_of(), ramp(shape())
+    wide = ramp((shape()[0], 2 * shape()[1]))
+    versions: list[tuple[Any, dict[str, Any]]] = [
+        (first, {}),
+        (first + 1, {}),  # as many bytes, another file
+        (first + 2, {"in_place": True}),  # the same file
+        (wide, {}),
+        (wide.astype("int16"), {}),
+        (first, {"chunks": (1, shape()[1])}),
+        (first[::-1].copy(), {"compression": "gzip"}),
+        (first.astype(">f4"), {}),
+    ]
+    for values, how in versions:
+        given = how if how else {"chunks": chunks}
+        name = on_root(comm, partial(write, path, values, **given))
+        native = values.astype(values.dtype.newbyteorder("="))
+        check(shardload.load(name, mesh, P("a", "b"), dataset="x"), native, mesh, P("a", "b"), how)
+    on_root(comm, lambda: path.unlink() or "")
+    same_error(comm, lambda: shardload.load(str(path), mesh, P("a", "b"), dataset="x"), SourceError, path.name)
+    on_root(comm, partial(write, path, first))
+    check(shardload.load(str(path), mesh, P("a", "b"), dataset="x"), first, mesh, P("a", "b"))
+
+
+def test_arguments_that_are_equal_are_checked_once(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a spec of the same text were checked again in each call of a series, or one of another text were not."""
+    paths = [on_root(comm, partial(write, shared_tmp_path / f"x{k}.h5", ramp(shape()) + k)) for k in range(3)]
+    mesh, checked = mesh_of(), []
+    right = request.read_sharding
+    monkeypatch.setattr(request, "read_sharding", lambda *given: (checked.append(given), right(*given))[1])
+    request._known.clear()
+    for k, path in enumerate(paths):
+        check(shardload.load(path, mesh, P("a", "b"), dataset="x"), ramp(shape()) + k, mesh, P("a", "b"))
+    assert len(checked) == 1
+    for spec in (P("b", "a"), P("a"), P("a", None), P()):
+        check(shardload.load(paths[0], mesh, spec, dataset="x"), ramp(shape()), mesh, spec, spec)
+    assert len(checked) == 5
+
+
+def test_another_mesh_of_the_same_shape(shared_tmp_path: Path, comm: Any) -> None:
+    """Wrong if the devices of the last mesh were taken for those of this one."""
+    values = ramp(shape())
+    path, devices = on_root(comm, partial(write, shared_tmp_path / "x.h5", values)), jax.devices()
+    for order in (devices, devices[::-1], devices[1:] + devices[:1], devices):
+        mesh = mesh_of(np.array(order))
+        for given in ((mesh, P("a", "b")), (NamedSharding(mesh, P("a", "b")),)):
+            check(shardload.load(path, *given, dataset="x"), values, mesh, P("a", "b"), [d.id for d in order])
+
+
+def test_options_that_change_between_calls(shared_tmp_path: Path, comm: Any) -> None:
+    """Wrong if an option of an earlier call counted: 0, 0.0, -0.0 and False are equal, and so are 1, 1.0 and True."""
+    values, mesh = ramp((2 * unit() + 1, 3 * unit())), mesh_of()
+    path = on_root(comm, partial(write, shared_tmp_path / "x.h5", values))
+    load = partial(shardload.load, path, mesh, dataset="x")
+    for pad in (0, -1, 0.0, -0.0, 1, 1.0, 7, 0):
+        x = load(P("a"), pad=pad)
+        check(x, padded(values, mesh, P("a"), pad), mesh, P("a"), pad)
+        last = [np.asarray(one.data) for one in x.addressable_shards if one.index[0].stop in (None, x.shape[0])]
+        has_sign = [np.signbit(one[-1, 0]) == np.signbit(np.float32(pad)) for one in last if x.shape != values.shape]
+        assert all(comm.allgather(all(has_sign))), pad
+    for select in ((0,), (1,), slice(1, None), (slice(0, 2), 2), (slice(0, 2), slice(2, 3)), (..., 0)):
+        picked = values[select]
+        check(load(P(), select=select), picked, mesh, P(), select)
+    for dtype in ("float16", "int32", np.float16, None):
+        check(load(P(), dtype=dtype), values if dtype is None else values.astype(dtype), mesh, P(), dtype)
+    for verify in ("index", "full", "index", "checksum"):
+        plan = shardload.plan(path, mesh, P(), dataset="x", verify=verify)
+        check(plan.execute(), values, mesh, P(), verify)
+        assert plan.report.proven.how == verify
+    same_error(comm, lambda: load(P("a"), pad=True, readers="nobody"), ConfigError, "readers is 'nobody'")
+    same_error(comm, lambda: load(P(), verify=True), ConfigError, "verify is True")
+    check(load(P()), values, mesh, P())
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "late", [{"spec": P("b", "a")}, {"verify": "full"}, {"dataset": "/x"}, {"pad": -0.0}, {"pad": False}, {"path": "./x.h5"}]
+)
+def test_a_rank_that_makes_another_call_than_the_last_one(shared_tmp_path: Path, comm: Any, late: dict[str, Any]) -> None:
+    """Wrong if what is kept of the last call hid that one rank makes another one now, though its arguments are equal."""
+    values, mesh = ramp(shape()), mesh_of()
+    on_root(comm, partial(write, shared_tmp_path / "x.h5", values))
+    name = "sharding" if "spec" in late else next(iter(late))
+
+    def load(path: str = "x.h5", **how: Any) -> jax.Array:
+        return shardload.load(f"{shared_tmp_path}/{path}", mesh, **how)
+
+    for pad in (0.0, 0, 1.0):
+        usual: dict[str, Any] = {"spec": P("a", "b"), "dataset": "x", "pad": pad}
+        changed = {"pad": pad == 1.0} if late.get("pad") is False else late  # equal to 0 or 1, and no number
+        other = usual | (changed if comm.rank == comm.size - 1 else {})
+        check(load(**usual), values, mesh, P("a", "b"))
+        same_error(comm, partial(load, **other), PeerError, "all ranks must pass the same path, sharding and options", name)
+        check(load(**usual), values, mesh, P("a", "b"))

@@ -1,0 +1,198 @@
+"""Do the programs that everybody has open what was saved, and print what it is: `h5dump`, `ncdump`; and xarray?
+
+Without a line of Python in between (xarray apart): types, shapes, chunks, filters, attributes and names of axes are compared
+with what was asked for, values with those that were saved.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from tests.mpi.support import cube, mesh_of, on_root, ramp
+from tests.mpi.test_save import put
+
+pytestmark = [pytest.mark.any_library, pytest.mark.any_version]
+
+DIMS = ("z", "y", "x")
+CHUNKS = (3, 5, 7)  # divide no axis
+# Of each name: its type in JAX, in h5dump, and in ncdump (netCDF4 has neither bool nor complex).
+TYPES = {
+    "f4": ("float32", "H5T_IEEE_F32LE", "float"),
+    "i2": ("int16", "H5T_STD_I16LE", "short"),
+    "u1": ("uint8", "H5T_STD_U8LE", "ubyte"),
+    "i4": ("int32", "H5T_STD_I32LE", "int"),
+}
+ONLY_HDF5 = {
+    "flag": ("bool", '"FALSE"', ""),
+    "c8": ("complex64", 'H5T_IEEE_F32LE "i"', ""),
+    "f2": ("float16", "16-bit little-endian floating-point", ""),
+}
+# What is asked for, and what h5dump and ncdump say of it.
+FILTERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
+    "f4": (
+        {"name": "gzip", "level": 6, "shuffle": True},
+        ["SHUFFLE", "DEFLATE { LEVEL 6 }"],
+        ["_Shuffle", "_DeflateLevel = 6"],
+    ),
+    "i2": ({"name": "zstd"}, ["FILTER_ID 32015"], ["32015"]),
+    "u1": ({"name": "gzip", "level": 1}, ["DEFLATE { LEVEL 1 }"], ["_DeflateLevel = 1"]),
+}
+
+
+def told_by(*command: Any) -> str:
+    """What a program prints, with all white space as single blanks. An error if it fails, or complains."""
+    said = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stderr == "", said.stderr
+    return " ".join(said.stdout.split())
+
+
+def block(text: str, name: str) -> str:
+    """What h5dump says of one dataset: up to the brace that closes it."""
+    begin = text.index(f'DATASET "{name}" {{')
+    depth = 0
+    for at in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0 and text[at] == "}":
+            return text[begin : at + 1]
+    raise ValueError(f"{name} does not end in {text}")
+
+
+def tree_of(types: dict[str, Any]) -> dict[str, Any]:
+    """An array of each type, one in a group, with a coordinate."""
+    x = {name: put(ramp(cube(), dtype), mesh_of(), P("a", "b")) for name, (dtype, *_) in types.items()}
+    x["g/deep"] = put(ramp(cube()), mesh_of(), P(None, "a", "b"))
+    return x | {"z": np.arange(cube()[0], dtype="float64") / 4}
+
+
+def how_for(tree: dict[str, Any]) -> dict[str, Any]:
+    """Chunks, filters, names of axes, attributes."""
+    return {
+        "chunks": {name: CHUNKS for name in FILTERS},
+        "compression": {name: asked for name, (asked, *_) in FILTERS.items()},
+        "dims": {name: ("z",) if name == "z" else DIMS for name in tree},
+        "attrs": {
+            "f4": {"units": "kg m-3", "three": np.arange(3, dtype="int16"), "half": np.float32(0.5)},
+            "z": {"units": "m"},
+            "/": {"title": "a run"},
+        },
+    }
+
+
+@pytest.mark.programs("h5dump")
+def test_h5dump(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if an array had another type, shape, layout or filter than was asked for, or another's; or if names were lost."""
+    types = TYPES | ONLY_HDF5
+    path, tree, shape = shared_tmp_path / "out.h5", tree_of(types), cube()
+    shardload.save(path, tree, **how_for(tree))
+
+    def look() -> None:
+        said = told_by("h5dump", "-H", "-p", path)
+        extent = "{} / {}".format(*[f"( {', '.join(map(str, shape))} )"] * 2)
+        for name, (_, kind, _) in types.items():
+            one = block(said, name)
+            head, layout = one.split("DATASPACE", 1)
+            assert kind in head, one
+            assert layout.startswith(f" SIMPLE {{ {extent} }}"), one
+            _, filters, _ = FILTERS.get(name, ({}, [], []))
+            chunked = f"CHUNKED ( {', '.join(map(str, CHUNKS))} )"
+            assert (chunked in one) == bool(filters) and ("CONTIGUOUS" in one) != bool(filters), one
+            assert all(text in one for text in filters), one
+            assert filters or "FILTERS { NONE }" in one, one
+            assert one.count("COMPRESSION DEFLATE") == ("gzip" in str(FILTERS.get(name))), one
+            assert 'ATTRIBUTE "DIMENSION_LABELS"' in one and 'ATTRIBUTE "DIMENSION_LIST"' in one, one
+        one = block(said, "f4")
+        assert re.search(r'ATTRIBUTE "three" \{ DATATYPE H5T_STD_I16LE DATASPACE SIMPLE \{ \( 3 \) / \( 3 \) \}', one), one
+        assert re.search(r'ATTRIBUTE "half" \{ DATATYPE H5T_IEEE_F32LE DATASPACE SCALAR', one), one
+        assert re.search(r'GROUP "g" \{ DATASET "deep" \{', said) and 'ATTRIBUTE "title"' in said, said
+        # The values, as text: with flat indices as values, the first of each line says its own place.
+        lines = subprocess.run(
+            ["h5dump", "-m", "%.0f", "-w", "0", "-d", "/f4", path], capture_output=True, text=True, check=True
+        )
+        rows = re.findall(r"^\s*\((\d+),(\d+),0\): ([-0-9, ]+?),?$", lines.stdout, re.MULTILINE)
+        assert len(rows) == shape[0] * shape[1], lines.stdout[:2000]
+        for i, j, row in rows:
+            expected = ramp(shape)[int(i), int(j)]
+            np.testing.assert_array_equal(np.array(row.split(","), "float64"), expected)
+
+    on_root(comm, look)
+
+
+@pytest.mark.programs("ncdump")
+def test_ncdump(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if netCDF's own library found other dimensions, types, chunks, filters, attributes or values."""
+    path, tree, shape = shared_tmp_path / "out.nc", tree_of(TYPES), cube()
+    shardload.save(path, tree, **how_for(tree))
+
+    def look() -> None:
+        said = told_by("ncdump", "-h", "-s", path)
+        for name, n in zip(DIMS, shape, strict=True):
+            assert f" {name} = {n} ;" in said, said
+        for name, (_, _, kind) in TYPES.items():
+            assert f"{kind} {name}(z, y, x) ;" in said, said
+            _, _, filters = FILTERS.get(name, ({}, [], []))
+            mine = " ".join(re.findall(rf"(?<= ){name}:[^;]*;", said))
+            told = f"{name}:_ChunkSizes = {', '.join(map(str, CHUNKS))} ;" if filters else f'{name}:_Storage = "contiguous" ;'
+            assert told in mine, mine
+            assert all(text in mine for text in filters), mine
+            assert mine.count("_DeflateLevel") == ("gzip" in str(FILTERS.get(name))), mine
+        for text in (
+            'f4:units = "kg m-3" ;',
+            "f4:three = 0s, 1s, 2s ;",
+            "f4:half = 0.5f ;",
+            "double z(z) ;",
+            'z:units = "m" ;',
+        ):
+            assert text in said, (text, said)
+        assert ':title = "a run" ;' in said and '_Format = "netCDF-4" ;' in said, said
+        assert re.search(r"group: g \{ variables: float deep\(z, y, x\) ;", said), said
+        data = told_by("ncdump", "-v", "i4,z", path).split(" data:", 1)[1]
+        numbers = {name: data.split(f" {name} = ", 1)[1].split(";", 1)[0] for name in ("i4", "z")}
+        found = np.array(numbers["i4"].split(","), "int32").reshape(shape)
+        np.testing.assert_array_equal(found, ramp(shape, "int32"))
+        np.testing.assert_array_equal(np.array(numbers["z"].split(","), "float64"), np.arange(shape[0]) / 4)
+
+    on_root(comm, look)
+
+
+@pytest.mark.parametrize("kind", ["h5", "nc", "zarr", "zarr, shards", "zarr2"])
+def test_xarray(comm: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if xarray found other sizes, names, types, chunks, attributes, coordinates or values in any kind of file."""
+    tree, shape = tree_of(TYPES), cube()
+    how = how_for(tree)
+    if kind.startswith("zarr"):
+        how["compression"] = {name: asked["name"] for name, (asked, *_) in FILTERS.items()}
+        how["chunks"] = {name: CHUNKS for name in tree if name != "z"}
+    if "shards" in kind:
+        how["shards"] = {name: (6, 10, 14) for name in tree if name != "z"}
+    path = shared_tmp_path / f"out.{kind[:4].rstrip('2')}"
+    shardload.save(path, tree, **how, **({"format": "zarr2"} if kind == "zarr2" else {}))
+
+    def look() -> None:
+        engine = "zarr" if kind.startswith("zarr") else "h5netcdf"
+        with xarray.open_datatree(path, engine=engine) as found:  # type: ignore[arg-type]
+            assert dict(found.sizes) == dict(zip(DIMS, shape, strict=True))
+            assert found.attrs == {"title": "a run"}
+            for name, (dtype, *_) in TYPES.items():
+                one = found[name]
+                assert one.dims == DIMS and list(one.coords) == ["z"]
+                np.testing.assert_array_equal(one.values, ramp(shape, dtype), strict=True)
+                if name in FILTERS:
+                    chunks = one.encoding["chunksizes" if engine == "h5netcdf" else "chunks"]
+                    assert chunks == CHUNKS, one.encoding
+            assert found["f4"].attrs["units"] == "kg m-3" and found["z"].attrs == {"units": "m"}
+            np.testing.assert_array_equal(found["f4"].attrs["three"], np.arange(3))
+            np.testing.assert_array_equal(found["z"].values, np.arange(shape[0]) / 4, strict=True)
+            deep = found["g/deep"]
+            assert deep.dims == DIMS
+            np.testing.assert_array_equal(deep.values, ramp(shape), strict=True)
+
+    on_root(comm, look)

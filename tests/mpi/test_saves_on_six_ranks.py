@@ -1,0 +1,93 @@
+"""Is what six ranks save read back bit for bit by the format's own library: types x shardings x layouts x meshes?
+
+Six is the first number of ranks that two primes divide: the axes of a mesh differ, so that rows taken for columns show. No axis
+of the array is divided by 2, 3, 4 or 6, so that every shard at the end has padding, and every chunk there is short.
+
+`test_ways_of_travelling.py` runs this in its job of six ranks, which are on five nodes of different sizes. Smaller numbers of
+ranks are those of `test_save.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import netCDF4
+import numpy as np
+import pytest
+import tensorstore
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardload
+from tests.mpi.support import DECOMPOSITIONS, on_root, padded, ramp
+from tests.mpi.test_save import KINDS, compare, file_at, put
+
+SHAPE = (13, 17, 23)
+PLACES = [2, 0, 5, 1, 4, 3]  # device of each place of a mesh: never the place's own number, but for one
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, P]]] = {
+    "2 x 3": ((2, 3), ("a", "b"), DECOMPOSITIONS),
+    "3 x 2": ((3, 2), ("a", "b"), DECOMPOSITIONS),
+    "6": ((6,), ("a",), {f"axis {k}": P(*[None] * k, "a") for k in range(3)} | {"replicated": P()}),
+}
+DTYPES = ("float32", "int16", "complex64", "uint8", "float16", "int32", "bool", "int8", "uint32", "uint16", "bfloat16")
+NETCDF = ("float32", "int16", "uint8", "int32", "int8", "uint32", "uint16")
+N_ARRAYS = 4  # of each file: other shardings and types in each
+
+
+def cells() -> list[tuple[str, str, int]]:
+    """Each layout with a mesh of two axes, every second with that of one axis; a number that says which arrays come next."""
+    pairs = [(("2 x 3", "3 x 2")[k // 2 % 2], kind) for k, kind in enumerate(KINDS)]
+    pairs += [("6", kind) for kind in list(KINDS)[::2]]
+    return [(mesh, kind, N_ARRAYS * k) for k, (mesh, kind) in enumerate(pairs)]
+
+
+def of_type(dtype: str) -> np.ndarray[Any, Any]:
+    """Flat indices in a type, as far as it has them."""
+    if dtype == "bfloat16":
+        return (ramp(SHAPE, "int32") % 251).astype(ml_dtypes.bfloat16)
+    return ramp(SHAPE, dtype)
+
+
+@pytest.mark.mpi(min_size=6)
+def test_a_grid_of_saves(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if rows of a mesh were taken for columns, devices for ranks, an owner of the last, short chunk had none, or padding
+    were written."""
+    seen: set[tuple[str, str]] = set()
+    rounds: list[int] = []
+    for mesh_name, kind, first in cells():
+        path, how = file_at(shared_tmp_path, kind, f"{first}")
+        shape, names, specs = MESHES[mesh_name]
+        mesh = Mesh(np.array(jax.devices()[:6])[PLACES].reshape(shape), names)
+        known = NETCDF if kind == "netCDF4" else DTYPES[: None if path.suffix == ".h5" else -1]
+        tree, values = {}, {}
+        for k in range(first, first + N_ARRAYS):
+            which, dtype = list(specs)[k % len(specs)], known[k % len(known)]
+            seen.add((mesh_name, which))
+            name = f"g{k % 2}/{dtype}"
+            values[name] = of_type(dtype)
+            tree[name] = put(padded(values[name], mesh, specs[which], 1), mesh, specs[which])
+        report = shardload.save(path, tree, shape=SHAPE, staging="64KiB", **how)
+        assert report.n_read_back == report.n_chunks
+        rounds.append(report.n_rounds)
+        read = {n: v.astype("float32") if v.dtype == ml_dtypes.bfloat16 else v for n, v in values.items()}
+        compare(comm, path, read)
+        on_root(comm, lambda p=path, v=read: look_again(p, v))  # type: ignore[misc]
+    assert sum(n > 1 for n in rounds) >= 4, rounds
+    assert seen == {(mesh, which) for mesh, (*_, specs) in MESHES.items() for which in specs}
+
+
+def look_again(path: Path, values: dict[str, np.ndarray[Any, Any]]) -> None:
+    """Where there is a second library that reads the file: what it reads."""
+    if path.suffix == ".nc":
+        with netCDF4.Dataset(path) as file:
+            for name, expected in values.items():
+                np.testing.assert_array_equal(np.ma.getdata(file[name][...]), expected)
+    if path.suffix == ".zarr":
+        driver = "zarr3" if (path / "zarr.json").exists() else "zarr"
+        for name, expected in values.items():
+            kvstore = {"driver": "file", "path": str(path / name)}
+            found = tensorstore.open({"driver": driver, "kvstore": kvstore}).result().read().result()
+            np.testing.assert_array_equal(found, expected)
