@@ -153,10 +153,10 @@ def test_how_often_ranks_wait_for_each_other(
     shardload.save(path, x, **how)
     waits, finish = 0, MpiCollectives._finish
 
-    def count(self: Any, *given: Any) -> None:
+    def count(self: Any, *given: Any, **more: Any) -> None:
         nonlocal waits
         waits += 1
-        finish(self, *given)
+        finish(self, *given, **more)
 
     monkeypatch.setattr(MpiCollectives, "_finish", count)
     shardload.save(path, x, mode="w", **how)
