@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -385,6 +386,8 @@ def test_another_program_has_it_open(tmp_path: Path) -> None:
         catalog.commit()
         assert len(rho) == OLD
         np.testing.assert_array_equal(rho[...], VALUES["/g/rho"][:OLD])
+        with contextlib.suppress(OSError):  # opened later, in a session that takes the file to be shorter
+            np.testing.assert_array_equal(reader["g/vel"][...], VALUES["/g/vel"])
     assert set(lengths(path).values()) == {NEW}
     with h5py.File(path, "r+"):  # the lock was given back
         pass
