@@ -106,9 +106,9 @@ def quick_fsync() -> Iterator[None]:
 
 
 def forked() -> int:
-    """`os.fork`. Python warns if there are threads: those of zarr wait, and the child does not use them."""
+    """`os.fork`. Python and JAX warn if there are threads: those of zarr and JAX wait, and the child does not use them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         return os.fork()
 
 
