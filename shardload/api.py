@@ -392,6 +392,7 @@ def save(
     shards: Any = _SAVE.shards,
     compression: Any = _SAVE.compression,
     dims: Any = _SAVE.dims,
+    unlimited: Any = _SAVE.unlimited,
     attrs: Any = _SAVE.attrs,
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
@@ -433,6 +434,8 @@ def save(
         means the same in HDF5 and Zarr.
     dims : tuple of str, optional, or dict by name
         Name of each axis. In netCDF4 these are dimensions; an array of one axis that has its name is its coordinate.
+    unlimited : str, int or tuple of them, optional, or dict by name
+        Axes that can grow, for `append`: names in `dims`, such as ``"time"``, or numbers. In Zarr every axis can.
     attrs : dict, optional
         Attributes of the array. For a dict of arrays, a dict by name: ``{"rho": {"units": "kg/m3"}, "/": {"title": "run 7"}}``,
         where ``"/"`` is the file.
@@ -504,6 +507,7 @@ def plan_save(
     shards: Any = _SAVE.shards,
     compression: Any = _SAVE.compression,
     dims: Any = _SAVE.dims,
+    unlimited: Any = _SAVE.unlimited,
     attrs: Any = _SAVE.attrs,
     shape: Any = _SAVE.shape,
     plan: Any = _SAVE.plan,
@@ -522,7 +526,9 @@ def plan_save(
 
     Parameters
     ----------
-    path, dataset, chunks, shards, compression, dims, attrs, shape, plan, like, byteorder, staging, timeout, progress, comm
+    path, dataset, chunks, shards, compression, dims, unlimited, attrs, shape, plan, like, byteorder
+        As in `save`.
+    staging, timeout, progress, comm
         As in `save`.
     mode, format, writers, verify
         As in `save`.
@@ -568,7 +574,8 @@ def append(
     ----------
     path : str or PathLike
         A Zarr store (format 3 or 2), an HDF5 or a netCDF4 file in a folder that all nodes see. In a file the axis must be one
-        that can grow: ``maxshape=(None, ...)`` in h5py, an unlimited dimension in netCDF4, ``unlimited_dims=`` in xarray.
+        that can grow: ``unlimited=`` in `save`, ``maxshape=(None, ...)`` in h5py, an unlimited dimension in netCDF4,
+        ``unlimited_dims=`` in xarray.
     tree : jax.Array or dict of them
         The rows to append by the names of their arrays in the store, as in `save`. Each has the shape and type of the stored
         array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays that share the axis

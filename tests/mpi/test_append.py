@@ -283,6 +283,40 @@ def test_after_a_save_and_with_padding(ranks: Any, shared_tmp_path: Path) -> Non
     on_root(ranks, lambda: np.testing.assert_array_equal(np.asarray(zarr.open_group(str(path))["rho"][...]), expected))  # type: ignore[index]
 
 
+@pytest.mark.parametrize("name", ["run.h5", "run.nc"])
+def test_after_a_save_with_axes_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if `unlimited` meant another axis, were forgotten for the coordinate, or gave a chunk to each element of it."""
+    path, mesh, spec, values = shared_tmp_path / name, mesh_of(), P(None, "b", "a"), ramp((9, Y, X))
+    dims = {"g/rho": ("time", "y", "x"), "g/time": ("time",)}
+    first = {"g": {"rho": put(values[:4], mesh, spec), "time": _times(4)}}
+    shardload.save(path, first, dims=dims, unlimited="time", attrs={"/": {"title": "a run"}})
+
+    def sizes() -> None:
+        with h5py.File(path) as file:
+            assert file["g/rho"].maxshape == (None, Y, X) and file["g/time"].maxshape == (None,)
+            assert file["g/time"].chunks[0] > 100
+
+    on_root(ranks, sizes)
+    shardload.append(path, tree_of(values, 4, spec))
+    on_root(ranks, lambda: look_file(path, values))
+    by_number = shared_tmp_path / "numbers.h5"
+    shardload.save(by_number, put(values, mesh, spec), unlimited=(0, -1), chunks=(4, 50, 7))
+
+    def shape() -> None:
+        with h5py.File(by_number) as file:
+            assert file["data"].maxshape == (None, Y, None) and file["data"].chunks == (4, Y, 7)
+            np.testing.assert_array_equal(file["data"][...], values)
+
+    on_root(ranks, shape)
+    wrong: tuple[tuple[Any, str], ...] = (
+        ("t", "'t'; the axes are called 'time', 'x', 'y'"),
+        (3, "axis 3"),
+        (1.5, "by its name or number"),
+    )
+    for given, text in wrong:
+        same_error(ranks, lambda given=given: shardload.save(by_number, first, dims=dims, unlimited=given), ConfigError, text)
+
+
 def test_chunks_that_a_killed_append_left_are_replaced(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if chunks beyond the old length were in the way, or stayed."""
     path, values = shared_tmp_path / "run.zarr", ramp((9, Y, X), "float32")

@@ -25,12 +25,20 @@ import numpy as np
 
 from shardload.formats.hdf5.on_disk import UNDEFINED, Patch, Read, UnknownError
 
-__all__ = ["ChunkTree", "Entries", "Grown"]
+__all__ = ["MOST_CHILDREN", "ChunkTree", "Entries", "Grown", "entry_of"]
 
 Entries = np.ndarray[Any, Any]
+MOST_CHILDREN = 64  # of a node, unless the file's creator chose another number
 _HEAD = 24  # bytes of a node before its entries
 _AT_ONCE = 1024  # nodes that are made together
 _MOST_LEVELS = 32
+
+
+def entry_of(ndim: int) -> np.dtype[Any]:
+    """An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
+    (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's offset.
+    """
+    return np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("at", "<u8", (ndim + 1,)), ("child", "<u8")])
 
 
 @dataclass(frozen=True)
@@ -49,15 +57,12 @@ class ChunkTree:
 
     chunks: tuple[int, ...]
     itemsize: int
-    n_children: int = 64
+    n_children: int = MOST_CHILDREN
 
     @property
     def entry(self) -> np.dtype[Any]:
-        """An entry of a node, as it is in the file: bytes of the stored chunk, filters left out, the first element's position
-        (with a zero behind), and the chunk's offset. Above the leaves: those of a child's first chunk, and the child's offset.
-        """
-        at = ("at", "<u8", (len(self.chunks) + 1,))
-        return np.dtype([("nbytes", "<u4"), ("mask", "<u4"), at, ("child", "<u8")])
+        """See `entry_of`."""
+        return entry_of(len(self.chunks))
 
     @property
     def node_nbytes(self) -> int:

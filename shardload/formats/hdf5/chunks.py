@@ -363,7 +363,7 @@ class Hdf5Chunks:
         if self._header is None or n > _MOST_BY_INDEX:
             return None
         told = list_tree(self._raw.read_at_most, self._header, len(self._grid), n)
-        if told is None or int(told["size"].sum(dtype=np.uint64)) != self._nbytes_stored:
+        if told is None or int(told["nbytes"].sum(dtype=np.uint64)) != self._nbytes_stored:
             return None
         with phil:
             if self._identifier.get_num_chunks() != len(told):
@@ -375,7 +375,7 @@ class Hdf5Chunks:
                 return None
             at = at * count + place
         found = self._empty_list()
-        for column, name in zip(found, ("address", "size", "mask"), strict=True):
+        for column, name in zip(found, ("child", "nbytes", "mask"), strict=True):
             column[at] = told[name]
         is_twice = np.count_nonzero(found[0] != _NOWHERE) != len(told)
         return None if is_twice or cells[:, -1].any() else found

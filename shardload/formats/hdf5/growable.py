@@ -171,8 +171,8 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
     where = f"'{dataset.name}' in '{path}'"
     if dataset.chunks is None:
         raise ConfigError(
-            f"{where} has no chunks, so that it cannot grow. Make it with maxshape=(None, ...) in h5py, with an unlimited "
-            "dimension in netCDF4 or unlimited_dims= in xarray"
+            f"{where} has no chunks, so that it cannot grow. Make it with unlimited= in shardload.save, "
+            "maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4 or unlimited_dims= in xarray"
         )
     if dataset.dtype.kind not in "biufc" or not create_type(dataset.name, dataset.dtype).equal(dataset.id.get_type()):
         raise ConfigError(f"{where} holds {dataset.dtype} in a form that append does not write; append with h5py")

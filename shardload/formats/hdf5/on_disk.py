@@ -49,8 +49,7 @@ _B_TREE_KS, _DRIVER, _FILE_SPACE, _SHARED_TABLE, _CACHE_IMAGE = 0x13, 0x14, 0x17
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MOST_USER_BLOCKS = 24  # lengths that are looked at
 _SHARED = 2  # a bit of a message's flags: its content is elsewhere
-_MOST_BLOCKS = 4096
-_MOST_NBYTES = 1 << 24
+_MOST_BLOCKS, _MOST_NBYTES = 1024, 1 << 20  # of a header; all of its messages are kept
 
 Read = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of the file."""
@@ -274,18 +273,21 @@ class Message:
         return bool(self.flags & _SHARED)
 
 
-def read_header(read: Read, address: int) -> list[Message]:
-    """The messages of the object header at an address, in order. UnknownError if it is damaged."""
+def read_header(read: Read, address: int, *, is_checked: bool = True) -> list[Message]:
+    """The messages of the object header at an address, in order. UnknownError if it is damaged.
+
+    Checksums are looked at unless `is_checked` is False: HDF5 does that too when it opens a dataset.
+    """
     head = read(address, 16)
     if head.startswith(b"OHDR"):
-        return _read_2(read, address, head)
+        return _read_2(read, address, head, is_checked)
     if head[:1] != b"\1":
         raise UnknownError(f"an object header that begins with {head[:4]!r} at {address}")
     found: list[Message] = []
-    todo = [(address + 16, _int(head, 8, 4))]
+    todo, total = [(address + 16, _int(head, 8, 4))], 0
     for k, (start, nbytes) in enumerate(todo):  # grows: each continuation is one more block
-        data = _block(read, start, nbytes, k)
-        at = 0
+        total += nbytes
+        data, at = _block(read, start, nbytes, k, total), 0
         while at + 8 <= nbytes:
             kind, size, flags = _int(data, at, 2), _int(data, at + 2, 2), data[at + 4]
             found.append(Message(kind, flags, start + at + 8, data[at + 8 : at + 8 + size], None))
@@ -297,7 +299,7 @@ def read_header(read: Read, address: int) -> list[Message]:
     return found
 
 
-def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
+def _read_2(read: Read, address: int, head: bytes, is_checked: bool) -> list[Message]:
     flags = head[5]
     if head[4] != 2:
         raise UnknownError(f"an object header of version {head[4]}")
@@ -306,11 +308,13 @@ def _read_2(read: Read, address: int, head: bytes) -> list[Message]:
     nbytes = _int(read(address + at, width), 0, width)
     prefix = 4 + (2 if flags & 4 else 0)
     found: list[Message] = []
-    todo = [(address, at + width, at + width + nbytes + 4)]  # where a block begins, its first message, its length
+    # Where a block begins, its first message, its length.
+    todo, total = [(address, at + width, at + width + nbytes + 4)], 0
     for k, (start, first, length) in enumerate(todo):
-        data = _block(read, start, length, k)
+        total += length
+        data = _block(read, start, length, k, total)
         end = length - 4
-        if lookup3(data[:end]) != _int(data, end, 4):
+        if is_checked and lookup3(data[:end]) != _int(data, end, 4):
             raise UnknownError(f"an object header whose checksum is wrong, at {start}")
         if k and not data.startswith(b"OCHK"):
             raise UnknownError(f"an object header whose next block begins with {data[:4]!r}, at {start}")
@@ -386,8 +390,8 @@ def check_moves(read: Read, address: int, spot: Spot) -> None:
         block = Move.of(read, address, block, 0).first
 
 
-def _block(read: Read, start: int, nbytes: int, k: int) -> bytes:
-    if k > _MOST_BLOCKS or nbytes > _MOST_NBYTES:
+def _block(read: Read, start: int, nbytes: int, k: int, total: int) -> bytes:
+    if k > _MOST_BLOCKS or total > _MOST_NBYTES:
         raise UnknownError(f"an object header that is too long, at {start}")
     data = read(start, nbytes)
     if len(data) < nbytes:

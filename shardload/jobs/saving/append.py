@@ -38,7 +38,10 @@ __all__ = ["AppendReport", "append"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8
-_HOW_TO_GROW = "Make it with maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, or unlimited_dims= in xarray"
+_HOW_TO_GROW = (
+    "Make it with unlimited= in shardload.save, maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, or "
+    "unlimited_dims= in xarray"
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -127,6 +130,7 @@ _OF_SAVE = {
     "shards": None,
     "compression": None,
     "dims": None,
+    "unlimited": None,
     "attrs": None,
     "like": None,
     "byteorder": None,

@@ -51,6 +51,8 @@ class ToSave:
         None: in one piece.
     shards, compression, dims, attrs, checksum, fill_value
         As in `ArraySpec`.
+    unlimited : tuple of str or int
+        Axes that can grow: names or numbers.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ToSave:
     attrs: Mapping[str, Any]
     checksum: bool = False
     fill_value: Any = None
+    unlimited: tuple[str | int, ...] = ()
 
     @property
     def is_everywhere(self) -> bool:
@@ -81,6 +84,7 @@ class ToSave:
             "shards": repr(self.shards),
             "compression": repr(self.compression),
             "dims": repr(self.dims),
+            "unlimited": repr(self.unlimited),
             "attrs": _text_of(self.attrs),
         }
 
@@ -202,6 +206,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
     shards = _by_name(names, "shards", given["shards"], None)
     compression = _by_name(names, "compression", given["compression"], None)
     dims = _by_name(names, "dims", given["dims"], None)
+    unlimited = _by_name(names, "unlimited", given["unlimited"], None)
     order = _by_name(names, "byteorder", given["byteorder"], None)
     attrs, of_file = _attrs(names, is_single, given["attrs"])
     extents = _extents(leaves, is_single, given["shape"], given["plan"])
@@ -220,6 +225,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
                 compression=Compression.of(compression[name]),
                 dims=_names("dims", name, dims[name]),
                 attrs=attrs[name],
+                unlimited=_axes(name, unlimited[name]),
             )
         )
     return made, of_file
@@ -313,6 +319,18 @@ def _names(option: str, name: str, given: Any) -> tuple[str | None, ...] | None:
     if not isinstance(given, (tuple, list)) or not all(one is None or isinstance(one, str) for one in given):
         raise ConfigError(f"{option} of '{name}' is {given!r}; expected a name for each axis, such as ('z', 'y', 'x')")
     return tuple(given)
+
+
+def _axes(name: str, given: Any) -> tuple[str | int, ...]:
+    """Names and numbers of axes; those of arrays that have no such axis are looked for later (`plan`)."""
+    if given is None:
+        return ()
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    if not all(isinstance(one, (str, int, np.integer)) and not isinstance(one, bool) for one in given):
+        raise ConfigError(
+            f"unlimited of '{name}' is {given!r}; expected an axis that can grow, by its name or number: 'time' or 0"
+        )
+    return tuple(one if isinstance(one, str) else int(one) for one in given)
 
 
 def _extents(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[int, ...]]:

@@ -39,6 +39,7 @@ from shardload.units import format_nbytes
 __all__ = ["SavePlan", "alignment_of", "plan_file", "plan_into", "shards_of"]
 
 _PAGE_NBYTES = 4096
+_CHUNK_OF_COORDINATE = 512  # elements, of an array with one axis, which can grow
 _SHARE = 4  # of the memory that a process may use: what staging="auto" is at most
 _MODES = {"w-": "must not exist", "w": "is replaced if it exists", "a": "exists, and what has it grows"}
 
@@ -164,6 +165,7 @@ def plan_file(asked: SaveArguments, group: Group) -> SavePlan:
     """
     of_array = shards_of(asked, group)
     specs, chosen = {}, []
+    _check_unlimited(asked)
     for one, shards in zip(asked.arrays, of_array, strict=True):
         specs[one.name], is_chosen = _spec(one, shards, asked.format, asked.options.staging_nbytes)
         chosen.append(is_chosen)
@@ -232,17 +234,46 @@ def _dtype_text(dtype: np.dtype[Any]) -> str:
     return native_dtype(dtype).name
 
 
+def _check_unlimited(asked: SaveArguments) -> None:
+    """ConfigError if no array has an axis of a name that shall be able to grow."""
+    known = {dim for one in asked.arrays for dim in one.dims or () if dim}
+    for one in asked.arrays:
+        for name in one.unlimited:
+            if isinstance(name, str) and name not in known:
+                has = (
+                    f"the axes are called {', '.join(sorted(map(repr, known)))}"
+                    if known
+                    else "no axis has a name: pass dims= too"
+                )
+                raise ConfigError(f"unlimited of '{one.name}' is {name!r}; {has}")
+
+
+def _unlimited(one: ToSave, kind: str) -> tuple[int, ...]:
+    """The axes of an array that can grow, by number. Of a name that another array has, none."""
+    found = set()
+    for axis in one.unlimited:
+        if isinstance(axis, str):
+            found |= {k for k, dim in enumerate(one.dims or ()) if dim == axis}
+        elif -len(one.shape) <= axis < len(one.shape):
+            found.add(axis % len(one.shape))
+        else:
+            raise ConfigError(f"unlimited of '{one.name}' is axis {axis}; expected one of an array of shape {one.shape}")
+    return () if kind.startswith("zarr") else tuple(sorted(found))
+
+
 def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[ArraySpec, bool]:
     """How an array is stored, and whether its chunks were chosen here."""
-    chunks, is_chosen = one.chunks, False
+    chunks, is_chosen, unlimited = one.chunks, False, _unlimited(one, kind)
     if chunks == AUTO:
         chunks = None
         if one.shards is not None:
             raise ConfigError(
                 f"'{one.name}' has shards {one.shards} but no chunks. Pass chunks= too, of which shards are multiples"
             )
-        if one.shape and 0 not in one.shape and (one.compression is not None or kind.startswith("zarr")):
+        if one.shape and 0 not in one.shape and (one.compression is not None or kind.startswith("zarr") or unlimited):
             chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
+            if unlimited and len(one.shape) == 1:  # a time axis: not a chunk for each element that comes
+                chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
     return (
         ArraySpec(
             one.shape,
@@ -254,6 +285,7 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
             attrs=one.attrs,
             checksum=one.checksum and chunks is not None,
             fill_value=one.fill_value,
+            unlimited=unlimited,
         ),
         is_chosen,
     )
