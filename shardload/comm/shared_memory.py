@@ -49,13 +49,15 @@ class Bell:
         with suppress(BlockingIOError, BrokenPipeError):  # full: it rings already; broken: the process ended (MPI reports it)
             os.write(self.descriptor, b"!")
 
-    def wait(self, seconds: float | None) -> None:
-        """Return when the bell has been rung since the last call, or after `seconds`."""
+    def wait(self, seconds: float | None) -> bool:
+        """Return when the bell has been rung since the last call, or after `seconds`. True if it was rung."""
         if self._waiting is None:
             raise ValueError("another process waits at this bell")
-        if self._poll.poll(None if seconds is None else max(1, round(seconds * 1000))):
+        is_rung = bool(self._poll.poll(None if seconds is None else max(1, round(seconds * 1000))))
+        if is_rung:
             with suppress(BlockingIOError):
                 os.read(self._waiting, 1 << 16)
+        return is_rung
 
 
 def _close(*descriptors: int | None) -> None:

@@ -46,6 +46,8 @@ class Transport:
         This rank.
     n_data : int
         Number of pending messages with values.
+    n_leaving : int
+        Number of control messages and receipts of this rank that MPI has not taken yet.
     """
 
     def __init__(self, group: Group, tags: tuple[int, int, int], segments: Mapping[int, Segment], bundles: Any = None) -> None:
@@ -58,7 +60,7 @@ class Transport:
         self._status: Any = None if group.comm is None else group.mpi.Status()
         own = segments.get(self.rank)
         self._base = 0 if own is None else own.data.ctypes.data
-        self.n_data = 0
+        self.n_data = self.n_leaving = 0
 
     def __bool__(self) -> bool:
         """True if any message is pending."""
@@ -88,8 +90,8 @@ class Transport:
         return request.Cancel  # type: ignore[no-any-return]
 
     def send_receipt(self, rank: int, receipt: Array) -> None:
-        """Send a receipt."""
-        self._add(self._comm.Isend(receipt, dest=rank, tag=self._receipt_tag), _nothing, receipt)
+        """Send a receipt, and wake the rank if it is on this machine."""
+        self._send_note(rank, receipt, self._receipt_tag)
 
     def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
         """Receive the receipt of a rank."""
@@ -146,10 +148,19 @@ class Transport:
 
     def tell(self, rank: int, message: Integers) -> None:
         """Send a control message, and wake the rank if it is on this machine."""
-        self._add(self._comm.Isend(message, dest=rank, tag=self._control_tag), _nothing, message)
+        self._send_note(rank, message, self._control_tag)
+
+    def _send_note(self, rank: int, message: Array, tag: int) -> None:
+        request = self._comm.Isend(message, dest=rank, tag=tag)
+        if not request.Test():  # a short message has nearly always left
+            self.n_leaving += 1
+            self._add(request, self._has_left, message)
         segment = self._segments.get(rank)
         if segment is not None:
             segment.bell.ring()
+
+    def _has_left(self) -> None:
+        self.n_leaving -= 1
 
     def told(self) -> Iterator[tuple[int, Integers]]:
         """Iterate over the control messages that have come, each with its sender."""
@@ -195,7 +206,3 @@ def message_of(mpi: Any, view: Array) -> tuple[list[Any], Any]:
 def _memory(mpi: Any, view: Array, nbytes: int) -> Any:
     buffer = getattr(mpi, "buffer", None) or mpi.memory  # the class was renamed in mpi4py 4
     return buffer.fromaddress(view.ctypes.data, nbytes)
-
-
-def _nothing() -> None:
-    return None

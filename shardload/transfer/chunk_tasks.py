@@ -136,7 +136,7 @@ class ChunkTasks:
             region = self._layout.chunks.region(number).intersect(block.region)
             if region is None:
                 continue
-            parts = [part for part in block.parts if part.region.intersect(region) is not None]
+            parts = [part for part in block.parts if part.region.meets(region)]
             if not parts:  # the chunk lies between the shards of this rank
                 continue
             index = self._names.index(region)

@@ -43,8 +43,11 @@ __all__ = ["Buffers", "Moved", "exchange"]
 # Waiting for messages: at first only yield the core, because a pending message needs calls into MPI to progress; then sleep
 # for longer and longer.
 _BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_before_doubling=100)
-# Waiting for the bell.
-_LISTEN_SECONDS, _ALONE_SECONDS = 2e-3, 1.0
+# Waiting for the bell. If it does not ring, look all the same, less and less often. Soon at first if it rang for nothing: then
+# a message is on its way. The shortest waits are skipped otherwise.
+_LISTENING = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=3.2e-2, n_before_doubling=1)
+_N_SKIPPED = 2
+_ALONE_SECONDS = 1.0
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []
@@ -189,6 +192,8 @@ class _Exchange:
         self.to_read: Block | None = None  # the next block, as its reader is told of it
         self.to_be_packed: int | None = None  # an array whose parts may need slots, to be copied into shared memory
         self.has_sent_receipts = False
+        self.is_woken = False  # True if all from whom this rank expects something ring its bell
+        self.n_silent = 0  # place in `_LISTENING`
 
     def _now(self) -> tuple[int, str]:
         """Return how much has been staged of all arrays, and a text that says what is being read."""
@@ -200,6 +205,7 @@ class _Exchange:
         self.receiver.expect()
         if self.relays is not None:
             self.relays.expect()
+        self.is_woken = self.relays is None and self.receiver.is_woken()
         idle = 0
         with self.watch.attend(self._now):
             while not self._is_done():
@@ -335,16 +341,27 @@ class _Exchange:
     def _nap(self, idle: int) -> None:
         """Sleep until the bell rings if nothing else can happen; otherwise sleep briefly, longer each time."""
         if not self.transport.n_data and not (self.relays is not None and self.relays.is_receiving):
-            # The bell may ring before its offer can be received, and receipts do not ring it: look again after a while.
+            # The bell may ring before the message can be received, and other machines do not ring it: look again after a while.
             alone = not self.transport and not self.channels.n_offered and not self.receiver.is_listening()
             alone = alone and (self.relays is None or not self.relays.is_listening)
-            self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds) if alone else _LISTEN_SECONDS)
+            if alone:
+                self.bell.wait(min(_ALONE_SECONDS, self.watch.nap_seconds))
+                return
+            self._listen_for_bell(idle)
             return
         seconds = _BACKOFF.seconds(idle)
         if seconds:
             self.bell.wait(seconds)
         else:
             os.sched_yield()
+
+    def _listen_for_bell(self, idle: int) -> None:
+        if not self.is_woken or self.transport.n_leaving:  # what MPI still has of this rank may need its calls
+            self.n_silent = 0
+        elif idle == 1:  # the last ring was for what the step before found
+            self.n_silent = _N_SKIPPED
+        is_rung = self.bell.wait(_LISTENING.seconds(self.n_silent + 1))
+        self.n_silent = 0 if is_rung else self.n_silent + 1
 
 
 def _named(array: ArrayMove, error: BaseException) -> BaseException:

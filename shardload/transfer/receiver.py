@@ -48,6 +48,10 @@ class Receiver:
         for channel in self._senders:
             channel.expect(window)
 
+    def is_woken(self) -> bool:
+        """True if every sender wakes this rank after each message."""
+        return all(channel.rings for channel in self._senders)
+
     def is_done(self) -> bool:
         """True if nothing more will come."""
         return all(channel.is_done() for channel in self._senders)
