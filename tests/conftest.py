@@ -46,7 +46,8 @@ TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
 N_SLOWEST = 25
-# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
+# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each. (But those of
+# test_stall wait nearly all the time: if several workers waited so at the same time, there would be too little to do.)
 TOGETHER = {
     "persistent jobs": (
         "test_descriptors",
@@ -65,7 +66,6 @@ APART_IN_JOBS = (
     "test_doctor",
     "test_harness",
     "test_modes_of_launch",
-    "test_stall",
     "test_verify_command",
 )
 
@@ -328,8 +328,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def unit_of_work(nodeid: str) -> str:
     """Tests of the same unit go to the same worker, one after the other: those that share what takes long to make.
 
-    >>> unit_of_work("tests/unit/test_region.py::test_text[a]"), unit_of_work("tests/jobs/test_stall.py::test_a")
-    ('tests/unit/test_region.py', 'tests/jobs/test_stall.py::test_a')
+    >>> unit_of_work("tests/unit/test_region.py::test_text[a]"), unit_of_work("tests/jobs/test_doctor.py::test_a")
+    ('tests/unit/test_region.py', 'tests/jobs/test_doctor.py::test_a')
     """
     file = nodeid.partition("::")[0]
     name = file.rpartition("/")[2].removesuffix(".py")

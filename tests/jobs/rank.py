@@ -26,12 +26,16 @@ OPTIONS = ("-W",)  # of the interpreter, that a copy understands
 # files, no program here rests on.)
 READ_WHEN_LOADED = ("JAX_", "LD_", "NUMEXPR_", "OMP_", "OPENBLAS_", "PYTHON", "ZARR_")
 NOT_OF_PROGRAMS = ("PYTHONPATH",)  # each copy's own
+PATHS_OF_LIBRARIES = "LD_LIBRARY_PATH"
 PASSED_ON = ["SIGABRT", "SIGALRM", "SIGCONT", "SIGHUP", "SIGINT", "SIGPIPE", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2"]
 
 
 def read_when_loaded(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that make a difference to libraries that are loaded."""
-    return {name: value for name, value in env.items() if name.startswith(READ_WHEN_LOADED) and name not in NOT_OF_PROGRAMS}
+    read = {name: value for name, value in env.items() if name.startswith(READ_WHEN_LOADED) and name not in NOT_OF_PROGRAMS}
+    if PATHS_OF_LIBRARIES in read:  # mpirun puts its own folder in front, several times; only the first one counts
+        read[PATHS_OF_LIBRARIES] = ":".join(dict.fromkeys(read[PATHS_OF_LIBRARIES].split(":")))
+    return read
 
 
 def is_like_a_copy(address: str, arguments: list[str]) -> bool:

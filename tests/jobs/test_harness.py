@@ -58,7 +58,7 @@ def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str, preloaded: bool
 
 
 WHAT_IT_IS = """
-import json, os, signal, sys
+import atexit, json, os, signal, sys
 others = ("PMI_", "GFORTRAN_", "SHARDLOAD_JOB", "HYDI_", "MPIR_", "_")
 found = {
     "name": __name__, "file": globals().get("__file__"), "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path,
@@ -68,6 +68,7 @@ found = {
     "input": os.path.exists("/proc/self/fd/0"), "session": os.getsid(0) > 0,
 }
 print(json.dumps(found))
+atexit.register(print, "the last word", file=sys.stderr)
 def fails(): raise KeyError("so ends it")
 fails() if sys.argv[-1] == "fails" else sys.exit(int(sys.argv[-1]))
 """
@@ -87,6 +88,14 @@ def test_a_copy_is_what_an_interpreter_would_be(tmp_path: Path, start: list[str]
     assert json.loads(copied.stdout) == json.loads(started.stdout)
     assert copied.returncode == started.returncode != 0
     assert copied.rank_stderr == started.rank_stderr
+    assert "the last word" in copied.stderr
+
+
+@LIBRARIES
+def test_ranks_are_copies(mpi: str) -> None:
+    """Wrong if a launcher's variables made each rank import JAX: three times as much work, and nobody would notice."""
+    job = run_job(["-c", "import sys; print('jax' in sys.modules)"], 2, timeout=60, mpi=mpi)
+    assert job.rank_stdout == ("True\n", "True\n")
 
 
 @LIBRARIES

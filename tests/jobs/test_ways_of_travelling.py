@@ -18,13 +18,16 @@ FEW = "(test_tiny_staging and chunks1) or test_open_array or test_selection_padd
 
 
 def run_suite(
-    folder: Path, which: str, n: int, more: Mapping[str, str], *, devices: int = 1, fresh: bool = True
+    folder: Path, which: str, n: int, more: Mapping[str, str], *, devices: int = 1, fresh: bool = True, share: str = ""
 ) -> list[dict[str, int]]:
     """Run tests on `n` ranks; what each rank counted."""
     command = ["-m", "pytest", "-p", "tests.jobs.scripts.ways", "--with-mpi", "-q", "tests/mpi", "-k", which]
     command += ["-W", "ignore:Module already imported"]  # in a job that stays: a library whose plugin is not used here
     env = {"PYTHONPATH": str(ROOT), "WAYS_COUNTS": str(folder), "SHARDLOAD_TALLY": "", **more}
-    env |= {"TESTS_SHARE": "", "TESTS_SHARE_OF_ONE": "0/2"}  # all combinations, and half of the single values
+    env |= {
+        "TESTS_SHARE": share,
+        "TESTS_SHARE_OF_ONE": "0/2",
+    }  # all combinations or a share of them, and half of the single values
     job = run_job(command, n, timeout=300, env=env, cwd=ROOT, devices_per_process=devices, fresh=fresh)
     assert job.returncode == 0, job.tail()
     assert " passed" in job.rank_stdout[0] and "failed" not in job.rank_stdout[0], job.tail()
@@ -57,7 +60,9 @@ def test_two_hops_over_nodes_of_different_sizes(tmp_path: Path) -> None:
     Six ranks on five nodes: two columns and three rows. Saves on six ranks run here too, for this job's sake.
     """
     env = {"WAYS_RELAYS": "two hops", "SHARDLOAD_RANKS_PER_NODE": "3,0,1,0,4,2"}
-    for found in run_suite(tmp_path, "test_three_axes or (test_tiny_staging and chunks1) or test_a_grid_of_saves", 6, env):
+    for found in run_suite(
+        tmp_path, "test_three_axes or (test_tiny_staging and chunks1) or test_a_grid_of_saves", 6, env, share="0/2"
+    ):
         assert min(found["bundles sent"], found["parts of bundles taken"]) > 10, found
 
 

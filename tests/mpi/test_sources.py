@@ -75,6 +75,7 @@ def test_each_chunk_is_decoded_once_in_the_job(files: dict[str, str], source: st
             assert plan.report.chunks_decoded == plan.costs[plan.readers].chunks_decoded
 
 
+@pytest.mark.few_ranks
 def test_a_file_that_nobody_vouches_for(
     files: dict[str, str], comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
