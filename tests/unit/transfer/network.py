@@ -62,6 +62,7 @@ class FakeTransport(Transport):
 
     def send_receipt(self, rank: int, receipt: Array) -> None:
         self._send("receipt", rank, receipt, lambda: None)
+        self._ring(rank)
 
     def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
         self._receive("receipt", rank, receipt, on_done)
@@ -106,6 +107,11 @@ class FakeTransport(Transport):
     def tell(self, rank: int, message: Integers) -> None:
         with self.network.lock:
             self.network.queue("control", self.rank, rank).append([message, False])
+        self._ring(rank)
+
+    def _ring(self, rank: int) -> None:
+        if rank in self._segments:
+            self._segments[rank].bell.ring()
 
     def told(self) -> Any:
         for sender in range(self.network_size):
