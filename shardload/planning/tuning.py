@@ -69,7 +69,7 @@ class Tuning:
     small_chunk_nbytes: int = 1 << 20
     block_nbytes: int = 4 << 20
     large_block_nbytes: int = 16 << 20
-    large_blocks_per_rank: int = 8
+    large_blocks_per_rank: int = 4
     block_between_nodes_nbytes: int = 16 << 20
     way: str = AUTO_WAY
     blocks_per_owner: int = BLOCKS_PER_OWNER

@@ -128,9 +128,10 @@ def test_a_plan_of_other_sizes_is_another_plan(path: str) -> None:
 @pytest.mark.parametrize(
     ("n_planes", "n_ranks", "staging", "planes"),
     [
-        (512, 4, "auto", 16),  # 512 MiB: an eighth of a rank's 128
-        (512, 8, "auto", 8),
-        (2048, 4, "auto", 16),  # no more than that
+        (512, 4, "auto", 16),  # 512 MiB: no more than that, though a quarter of a rank's 128 is more
+        (512, 8, "auto", 16),  # a quarter of 64 MiB
+        (256, 8, "auto", 8),  # a quarter of 32
+        (2048, 4, "auto", 16),
         (64, 4, "auto", 4),  # 64 MiB: four blocks for each rank, as before
         (512, 4, "32MiB", 4),  # the cap on memory counts first
     ],
