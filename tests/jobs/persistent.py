@@ -49,7 +49,7 @@ class PersistentJob:
             listener.bind(address)
             listener.listen(n)
             listener.settimeout(0.5)
-            command = launch.job_command([SERVER, address], n, mpi=mpi, rank_shell=True)
+            command = launch.job_command([SERVER, address], n, mpi=mpi, rank_shell=True, env=self.env)
             with (self.folder / "mpiexec").open("wb") as log:
                 self.id, self._launcher = launch.start_job(command, self.env, log, log, None)
             try:

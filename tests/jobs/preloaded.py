@@ -7,7 +7,7 @@ JAX's devices, and ends as Python does; but these libraries are left as they are
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
-would outside the tests: ``run_job(..., preloaded=False)``, persistent jobs, and tests/mpi.
+would outside the tests: ``run_job(..., preloaded=False)``, and tests/mpi.
 """
 
 from __future__ import annotations
