@@ -46,8 +46,7 @@ TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
 N_SLOWEST = 25
-# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each. (But those of
-# test_stall wait nearly all the time: if several workers waited so at the same time, there would be too little to do.)
+# Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
 TOGETHER = {
     "persistent jobs": (
         "test_descriptors",

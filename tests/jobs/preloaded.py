@@ -56,6 +56,7 @@ class Server:
 
 
 _servers: dict[tuple[tuple[str, str], ...], Server] = {}  # by the variables they have read
+_lock = threading.Lock()  # some tests start jobs in threads
 
 
 # --- the side of the tests ----------------------------------------------------------------------------------------------
@@ -70,9 +71,10 @@ def prefix(env: Mapping[str, str]) -> list[str]:
     """What to write in place of the interpreter, in programs that will have these variables."""
     loaded = read_when_loaded(env)
     key = tuple(sorted(loaded.items()))
-    server = _servers.get(key)
-    if server is None or server.process.poll() is not None:
-        server = _servers[key] = _start(loaded, env)
+    with _lock:
+        server = _servers.get(key)
+        if server is None or server.process.poll() is not None:
+            server = _servers[key] = _start(loaded, env)
     return [sys.executable, "-I", "-S", str(RANK), server.address]
 
 

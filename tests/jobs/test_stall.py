@@ -1,11 +1,14 @@
 """When one rank is held up, do all others raise the same StallError, which names it, and does the job end by itself?
 
 Each case is a job of its own (`scripts/stall.py`), which the harness kills if it hangs: after a stall nothing can be called.
+The jobs wait nearly all the time, so some of them run at the same time.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +33,40 @@ CASES: dict[str, tuple[int, bool, int | None, tuple[str, ...]]] = {
     "scatter": (1, False, 1, ("(call: scatter from rank 1)", "rank 1 did not come to this call, or is held up", PROCESS)),
 }
 OPEN_MPI = ("thread parallel", "absent")
+LEFT = ("0", "1,3")
+
+What = tuple[str, str, int]  # the case, the MPI library, the number of ranks
+ALL: tuple[What, ...] = (  # what takes longest comes first
+    ("slow", "mpich", 4),
+    *((case, "openmpi", 4) for case in OPEN_MPI),
+    *((case, "mpich", 4) for case in CASES),
+    *((case, "mpich", 1) for case in ("thread parallel", "inside parallel")),
+    *((f"left {ranks}", "mpich", 4) for ranks in LEFT),
+)
+N_AT_A_TIME = 3
 
 
-def hold_up(folder: Path, case: str, mpi: str = "mpich", n: int = 4) -> Job:
-    env = {"PYTHONPATH": str(ROOT), **({"SHARDLOAD_RANKS_PER_NODE": "2"} if case.startswith("relay") else {})}
-    return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
+@pytest.fixture(scope="module")
+def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Job]]:
+    """``hold_up(case, mpi, n)``: the job, when it has ended. If all tests here are to run, all jobs start now."""
+
+    def run(case: str, mpi: str, n: int) -> Job:
+        folder = folders[case, mpi, n]
+        env = {"PYTHONPATH": str(ROOT), **({"SHARDLOAD_RANKS_PER_NODE": "2"} if case.startswith("relay") else {})}
+        return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
+
+    folders = {what: tmp_path_factory.mktemp("stall") for what in ALL}
+    n_tests = sum(item.path == request.path for item in request.session.items)
+    with ThreadPoolExecutor(N_AT_A_TIME) as pool:
+        jobs = {what: pool.submit(run, *what) for what in ALL if n_tests >= len(ALL)}
+
+        def job(case: str, mpi: str = "mpich", n: int = 4) -> Job:
+            what = (case, mpi, n)
+            return jobs[what].result() if what in jobs else run(*what)
+
+        yield job
+        for future in jobs.values():
+            future.cancel()
 
 
 def said_by(job: Job, rank: int) -> dict[str, Any]:
@@ -62,32 +94,32 @@ def check(job: Job, held: int, speaks: bool, rank: int | None, parts: tuple[str,
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_that_is_held_up(tmp_path: Path, case: str) -> None:
-    check(hold_up(tmp_path, case), *CASES[case])
+def test_a_rank_that_is_held_up(hold_up: Callable[..., Job], case: str) -> None:
+    check(hold_up(case), *CASES[case])
 
 
 @pytest.mark.parametrize("case", OPEN_MPI)
-def test_with_open_mpi(tmp_path: Path, case: str) -> None:
-    check(hold_up(tmp_path, case, "openmpi"), *CASES[case])
+def test_with_open_mpi(hold_up: Callable[..., Job], case: str) -> None:
+    check(hold_up(case, "openmpi"), *CASES[case])
 
 
-def test_alone_there_is_nobody_to_ask(tmp_path: Path) -> None:
+def test_alone_there_is_nobody_to_ask(hold_up: Callable[..., Job]) -> None:
     """Wrong if a process alone waited for ever for its own thread, or could not end because of it."""
     parts = ("nothing has moved for 4 s (call: '/x' in 'x.h5'): rank 0 is reading chunk", FILE)
-    check(hold_up(tmp_path, "thread parallel", n=1), 0, True, 0, parts)
+    check(hold_up("thread parallel", n=1), 0, True, 0, parts)
 
 
-def test_alone_inside_the_library(tmp_path: Path) -> None:
+def test_alone_inside_the_library(hold_up: Callable[..., Job]) -> None:
     """Wrong if the end of the interpreter waited for the library's lock, which that thread has."""
-    job = hold_up(tmp_path, "inside parallel", n=1)
+    job = hold_up("inside parallel", n=1)
     assert said_by(job, 0)["type"] == "StallError" and job.rank_stderr[0].count("StallError: nothing has moved") == 1
     assert job.returncode != 0
 
 
-@pytest.mark.parametrize("left", [[0], [1, 3]])
-def test_ranks_that_leave(tmp_path: Path, left: list[int]) -> None:
+@pytest.mark.parametrize("ranks", LEFT)
+def test_ranks_that_leave(hold_up: Callable[..., Job], ranks: str) -> None:
     """Wrong if the others waited out the timeout, or JAX's shutdown in those that have left came to its own end first."""
-    job = hold_up(tmp_path, f"left {','.join(map(str, left))}")
+    job, left = hold_up(f"left {ranks}"), [*map(int, ranks.split(","))]
     said = [said_by(job, rank) for rank in range(4)]
     assert [rank for rank in range(4) if "held" in said[rank]] == left
     others = [one for rank, one in enumerate(said) if rank not in left]
@@ -101,9 +133,9 @@ def test_ranks_that_leave(tmp_path: Path, left: list[int]) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["mpich"])
-def test_slow_is_not_still(tmp_path: Path, mpi: str) -> None:
+def test_slow_is_not_still(hold_up: Callable[..., Job], mpi: str) -> None:
     """Each chunk takes a beat, and there are more of them than beats in the timeout; the script compares the values."""
-    job = hold_up(tmp_path, "slow", mpi).check()
+    job = hold_up("slow", mpi).check()
     n_beats = [said_by(job, rank)["beats"] for rank in range(4)]
     assert min(n_beats) > 16, "the load took less than twice the timeout, and shows nothing"
     assert "StallError" not in job.stdout + job.stderr
