@@ -11,7 +11,7 @@ MAKEFLAGS += --no-print-directory --warn-undefined-variables
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 N ?= 4
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 
 VENV := .venv
 OLDEST := .venv-oldest

@@ -1,9 +1,8 @@
 """How are all checks and tests run, in as little time as two cores allow? ``make test`` is this program.
 
-Stages in lanes, lanes in phases: the stages of a lane run one after the other, the lanes of a phase beside each other. What a
-stage prints is kept in a file and shown whole when it has ended, so that stages do not mix their lines. The quick checks come
-first, and end everything if one of them fails; after them all stages run, whatever fails, and those that failed are named at
-the end.
+Stages in lanes: those of a lane run one after the other, lanes beside each other. What a stage prints is kept in a file and
+shown whole when it has ended, so that stages do not mix their lines. The quick checks come first, and end everything if one
+of them fails; after them all stages run, whatever fails, and those that failed are named at the end.
 
 At the end: the seconds of each stage, the slowest tests of all stages together, and how many passed.
 """
@@ -23,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,20 +61,17 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# First the jobs of several ranks, in two lanes that end at about the same time; then, by itself, what has workers of its own.
-# More beside each other would keep both cores busy as well, but with less: ranks that wait for a core look again and again, and
-# caches go to and fro. All at the same time took a fifth more of the cores' time.
-PHASES = (
+# Two lanes that end at about the same time: so both cores have something to do until the end.
+LANES = (
+    (make("pytest: 1 process and the jobs it starts", "test-plain"),),
     (
-        (make("pytest: 4 ranks", "test-mpi", "N=4"), make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4")),
-        (
-            tool("mypy", "mypy"),
-            make("pytest: slurm", "test-slurm", in_memory=False),  # each node has a /dev/shm of its own
-            make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
-            make("doctests", "test-doctests"),
-        ),
+        tool("mypy", "mypy"),
+        make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
+        make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
+        make("doctests", "test-doctests"),
+        make("pytest: slurm", "test-slurm", in_memory=False),  # each node has a /dev/shm of its own
+        make("pytest: 4 ranks", "test-mpi", "N=4"),
     ),
-    ((make("pytest: 1 process and the jobs it starts", "test-plain"),),),
 )
 
 
@@ -228,17 +223,16 @@ def run_all(run: Run, began: float) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         quick = all([run.run(stage) for stage in QUICK])
-        for lanes in PHASES if quick else ():
-            threads = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in lanes]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        lanes = [threading.Thread(target=run.lane, args=(lane,), daemon=True) for lane in (LANES if quick else ())]
+        for thread in lanes:
+            thread.start()
+        for thread in lanes:
+            thread.join()
     except KeyboardInterrupt:
         run.end()
         print(f"\n*** interrupted; what the stages printed so far is in {LOGS}", flush=True)
         return 130
-    planned = [stage.name for lane in (QUICK, *(chain.from_iterable(PHASES) if quick else ())) for stage in lane]
+    planned = [stage.name for lane in (QUICK, *(LANES if quick else ())) for stage in lane]
     run.failed += [name for name in planned if name not in run.seconds]  # a lane that broke off
     report(run, run.tally, time.time() - began)
     return int(bool(run.failed))
