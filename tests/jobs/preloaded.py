@@ -2,8 +2,12 @@
 
 To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
 process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
-variables, folder and arguments. MPI is not loaded before that, nor is the project: each copy imports them itself, initializes
-JAX's devices, and ends as Python does; but these libraries are left as they are, and not taken apart object by object.
+variables, folder and arguments. MPI is not loaded before that: each copy does so itself, initializes JAX's devices, and ends as
+Python does; but these libraries are left as they are, and not taken apart object by object.
+
+The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder, or one with
+options for warnings, forgets it and imports what it finds. To import it again, as each program of a job that stays does
+(`server`), takes a quarter of the time, because its compiled code is kept.
 
 What a copy is not: a process with its own hash seed (sets of strings have the same order on all ranks), with its own size in
 memory, or one whose libraries read their variables as they were loaded. Programs that have those as their subject start as they
@@ -14,9 +18,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import dataclasses
 import fcntl
 import importlib.machinery
 import os
+import pkgutil
 import resource
 import runpy
 import selectors
@@ -32,11 +38,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 from tests.jobs.rank import LENGTH, read_when_loaded
 
 __all__ = ["close", "command_for", "prefix"]
 
+PROJECT = "shardload"
 SITE = str(Path(__file__).with_name("site"))
 RANK = Path(__file__).with_name("rank.py")
 MAX_FILES = 64
@@ -174,6 +183,60 @@ def _receive(connection: socket.socket) -> tuple[list[int], list[str]]:
     return [*files], [os.fsdecode(part) for part in data.split(b"\0")]
 
 
+# --- the project --------------------------------------------------------------------------------------------------------
+
+
+def import_project() -> None:
+    """Import all of it: what a program would import sooner or later. Nothing of it starts MPI, devices or threads by that."""
+    found = importlib.machinery.PathFinder.find_spec(PROJECT, sys.path)
+    if found is None or found.origin is None:
+        raise ImportError(PROJECT)
+    keep_code(str(Path(found.origin).parent))
+    project = importlib.import_module(PROJECT)
+    for module in pkgutil.walk_packages(project.__path__, f"{PROJECT}."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    n_threads = threading.active_count()
+    if "mpi4py.MPI" in sys.modules or n_threads > 1:
+        raise RuntimeError(f"a copy cannot have MPI or threads: {PROJECT} must not start them when it is imported")
+
+
+def keep_code(folder: str) -> None:
+    """Compile each module in a folder, and each method that a dataclass writes, once: not again when it is imported again."""
+    modules: dict[str, CodeType | None] = {}
+    texts: dict[str, CodeType] = {}
+    loader = importlib.machinery.SourceFileLoader
+    compile_module = loader.get_code
+
+    def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
+        path = str(self.path)
+        if not path.startswith(folder + os.sep):
+            return compile_module(self, name)
+        if path not in modules:
+            modules[path] = compile_module(self, name)
+        return modules[path]
+
+    def execute(text: str, *names: dict[str, Any]) -> None:
+        if text not in texts:
+            texts[text] = compile(text, "<string>", "exec")
+        exec(texts[text], *names)
+
+    loader.get_code = get_code  # type: ignore[method-assign]
+    dataclasses.exec = execute  # type: ignore[attr-defined]  # in place of the builtin
+
+
+def forget_project() -> None:
+    """Have it imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == PROJECT]:
+        del sys.modules[name]
+
+
+def is_another_project() -> bool:
+    """Whether the name means another file here than that which was imported."""
+    found = importlib.machinery.PathFinder.find_spec(PROJECT, sys.path)
+    return found is None or found.origin != sys.modules[PROJECT].__file__
+
+
 # --- a copy -------------------------------------------------------------------------------------------------------------
 
 
@@ -234,18 +297,19 @@ def run(arguments: list[str], paths: list[str]) -> None:
         warnings.filterwarnings(action, message)  # type: ignore[arg-type]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    first = {"-m": os.getcwd(), "-c": ""}
+    sys.path.insert(0, first[arguments[0]] if arguments[0] in first else str(Path(arguments[0]).resolve().parent))
+    if options or is_another_project():
+        forget_project()
     if arguments[0] == "-m":
         sys.argv[:] = ["-m", *arguments[2:]]
-        sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what the interpreter calls
         return
     if arguments[0] == "-c":
         sys.argv[:] = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
         code = compile(arguments[1], "<string>", "exec")
     else:
         sys.argv[:] = arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         path = os.path.abspath(arguments[0])
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         main.__file__, main.__loader__ = path, loader
@@ -297,8 +361,10 @@ def main(address: str) -> int:
     import zarr
 
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
+    import_project()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in {*sys.stdlib_module_names, "__main__"}}
+    others = {*sys.stdlib_module_names, "__main__", PROJECT}
+    libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in others}
     gc.collect()
     gc.freeze()
     request = serve(address)

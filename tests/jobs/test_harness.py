@@ -98,6 +98,23 @@ def test_ranks_are_copies(mpi: str) -> None:
     assert job.rank_stdout == ("True\n", "True\n")
 
 
+def test_a_copy_imports_the_project_that_its_paths_name(tmp_path: Path) -> None:
+    """Wrong if a copy kept the project that its server has imported, where the name means another folder."""
+    (tmp_path / "shardload.py").write_text("where = 'here'\n")
+    (tmp_path / "it.py").write_text("import shardload; print(vars(shardload).get('where', 'installed'))")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    asked: list[tuple[list[str], Path, dict[str, str], str]] = [
+        (["it.py"], tmp_path, {}, "here"),
+        (["-c", "import it"], tmp_path, {}, "here"),
+        (["-m", "it"], elsewhere, {"PYTHONPATH": str(tmp_path)}, "here"),
+        (["-c", "import shardload.api; print(vars(shardload).get('where', 'installed'))"], elsewhere, {}, "installed"),
+    ]
+    for arguments, folder, env, where in asked:
+        job = run_job(arguments, 1, timeout=60, cwd=folder, env=env).check()
+        assert job.rank_stdout == (f"{where}\n",), arguments
+
+
 @LIBRARIES
 def test_failing_rank_fails_the_job(tmp_path: Path, mpi: str) -> None:
     script = tmp_path / "fails.py"
