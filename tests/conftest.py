@@ -46,6 +46,7 @@ TESTS = Path(__file__).parent
 JOB_SECONDS = 900.0  # a test that starts jobs; their own timeouts are shorter and say more
 OUTCOMES = ("passed", "skipped", "failed")
 N_SLOWEST = 25
+GARBAGE = 20_000  # objects until garbage is looked for
 # Files whose tests share more than a file's own fixtures, and files whose tests share nothing and take long each.
 TOGETHER = {
     "persistent jobs": (
@@ -172,10 +173,26 @@ def pytest_configure(config: pytest.Config) -> None:
     # What runs is chosen below. pytest-mpi's own choice would skip all of tests/mpi in plain runs: to it a folder of
     # that name is the mark.
     config.option.with_mpi = True
+    config.stash[STDERR] = os.dup(2)  # the real one: pytest redirects 2 while tests run
     if SIZE > 1:
         if MPI.COMM_WORLD.rank:
             config.option.xmlpath = None  # rank 0 writes the report
         config.pluginmanager.register(Ranks(), "shardload-ranks")
+
+
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """In place of a thread for each test, which takes longer to start and to end than many a test. Prints all stacks, and ends
+    the process, as that does; also if C code holds the GIL."""
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
+    return True
+
+
+def pytest_timeout_cancel_timer() -> bool:
+    faulthandler.cancel_dump_traceback_later()
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -271,8 +288,10 @@ def _is_named(folder: Path, config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is there now out of every search for garbage: JAX and all tests, a third of a second each time."""
+    """Leave what is there now out of every search for garbage: JAX and all tests, a third of a second each time. And search
+    less often."""
     gc.freeze()
+    gc.set_threshold(GARBAGE)
     gc.enable()
 
 
@@ -346,7 +365,8 @@ class Ranks:
         self.stderr = os.dup(2)  # the real one: pytest redirects 2 while tests run
         self.collect_errors: list[str] = []
         self.pending = ""  # this rank's failure, while it waits for the others
-        self.timer: threading.Timer | None = None
+        self.running: tuple[str, float, float] | None = None  # the test, its seconds, and when they are over
+        self.watcher = threading.Thread(target=self.watch, name="tests-watch", daemon=True)
 
     def say(self, text: str) -> None:
         """Print past pytest, in one write, so that ranks do not mix their lines."""
@@ -437,18 +457,24 @@ class Ranks:
 
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool:
         """In place of pytest-timeout's own timer, whose report only rank 0 would show."""
-        self.timer = threading.Timer(settings.timeout, self.expire, (item.nodeid, settings.timeout))
-        self.timer.daemon = True
-        self.timer.start()
+        self.running = item.nodeid, settings.timeout, time.monotonic() + settings.timeout
+        if not self.watcher.is_alive():
+            self.watcher.start()
         # Should C code hold the GIL, no Python thread can run; this one is not Python.
         faulthandler.dump_traceback_later(settings.timeout + 10, exit=True, file=self.stderr)
         return True
 
     def pytest_timeout_cancel_timer(self, item: pytest.Item) -> bool:
-        if self.timer:
-            self.timer.cancel()
+        self.running = None
         faulthandler.cancel_dump_traceback_later()
         return True
+
+    def watch(self) -> None:
+        """End the job when a test takes too long. One thread for all tests: to start one for each takes longer than many do."""
+        while True:
+            time.sleep(0.5)
+            if (running := self.running) is not None and time.monotonic() > running[2]:
+                self.expire(*running[:2])
 
     def expire(self, test: str, seconds: float) -> None:
         """Say where this rank is, give the others a moment to do the same, and end the process and so the job."""

@@ -220,6 +220,12 @@ def test_rank_that_fails_while_others_wait_is_shown_when_time_is_up(tmp_path: Pa
     assert "comm.Barrier()" in job.rank_stderr[0]
 
 
+def test_a_test_of_one_process_that_hangs_is_ended_with_its_stack_shown(tmp_path: Path) -> None:
+    job = _pytest(tmp_path, "def hangs(): time.sleep(200)\ndef test_it(): hangs()\n", 1, "--timeout", "1")
+    assert job.returncode != 0 and "passed" not in job.stdout
+    assert re.search(r"Timeout.*\n(?s:.*)in hangs\n.*in test_it\n", job.rank_stderr[0]), job.rank_stderr[0]
+
+
 def test_ranks_that_collect_different_tests_stop(tmp_path: Path) -> None:
     body = "from mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: raise ImportError('only here')\ndef test_it(): pass\n"
     job = _pytest(tmp_path, body)

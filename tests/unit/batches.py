@@ -13,15 +13,18 @@ from shardload.planning.batches import cut_box
 Array = np.ndarray[Any, Any]
 
 
+_MEMORY = np.empty(1 << 22, np.uint8)
+
+
 def read_box(source: Source, box: tuple[range, ...]) -> Array | None:
     """The values of a box of chunks, with the axes of the box first; None if the chunks must be read one by one."""
     reader, chunks = source.chunk_reader(), source.info.chunks or ()
     assert isinstance(reader, BatchReader)
-    memory = np.empty(1 << 22, np.uint8)
 
     def room(nbytes: int) -> Array:
+        memory = _MEMORY[:nbytes]
         memory[...] = 0xA5  # the same memory each time: what was read before is gone
-        return memory[:nbytes]
+        return memory
 
     stored = reader.fetch_many(box, room)
     if stored is None:

@@ -80,7 +80,9 @@ def test_contiguous_and_compact_of_every_type_and_rank(tmp_path: Path, dtype: st
 @pytest.mark.parametrize("codec", CHUNKED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunked_with_every_filter_type_and_rank(tmp_path: Path, dtype: str, codec: str) -> None:
-    shapes = [shape for shape in SHAPES if shape]
+    """Two shapes for each pair; every type and every filter meets every rank."""
+    first = DTYPES.index(dtype) + [*CHUNKED].index(codec)
+    shapes = [SHAPES[1 + (first + more) % (len(SHAPES) - 1)] for more in (0, 2)]
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for shape in shapes:
             if codec == "szip" and np.dtype(dtype).kind in "bc":
