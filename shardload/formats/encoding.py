@@ -84,15 +84,15 @@ class EncodeChain:
         return data.copy() if is_scratch else data
 
     def _packed(self, values: np.ndarray[Any, Any]) -> Bytes:
+        # First, because in an array in one piece nothing else is done for a chunk.
+        if values.dtype == self._dtype and values.flags.c_contiguous and self._chunk_shape in (None, values.shape):
+            return values.reshape(-1).view(np.uint8)
         if native_dtype(values.dtype) != native_dtype(self._dtype):
             raise ValueError(f"values of type {values.dtype} for an array of {self._dtype}: nothing is converted silently")
         shape = values.shape if self._chunk_shape is None else self._chunk_shape
         is_whole = values.shape == shape
         if not is_whole and (len(values.shape) != len(shape) or any(n > m for n, m in zip(values.shape, shape, strict=True))):
             raise ValueError(f"values of shape {values.shape} for a chunk of {shape}")
-        is_same = values.dtype.isnative == self._dtype.isnative or self._dtype.itemsize == 1
-        if is_whole and is_same and values.flags.c_contiguous:
-            return values.reshape(-1).view(np.uint8)
         # Bytes that go on to a step are gone when `encode` returns, so that the next chunk can use their memory.
         nbytes = math.prod(shape) * self._dtype.itemsize
         room = self._scratch.bytes("encode", nbytes) if self._steps else np.empty(nbytes, dtype=np.uint8)

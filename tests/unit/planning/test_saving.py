@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from shardload.planning.blocks import runs
+from shardload.planning.blocks import run_of, runs
 from shardload.planning.partners import plan_partners
 from shardload.planning.region import Region
 from shardload.planning.saving import Held, Sent, Unit, least_memory, plan_array, plan_chunks, plan_memory, plan_rounds
@@ -64,6 +64,7 @@ def test_each_chunk_is_written_once_in_one_round(n_ranks: int) -> None:
                 assert all(made.owner(unit) == rank for unit, _ in mine)
                 regions = [made.units.region(unit) for unit, _ in mine]
                 assert all(any(one.contains(region) for one in held) for region in regions)
+                assert made.size_of(rank) == sum(region.size for region in regions)
             else:
                 owned = made.schedule.blocks_of(rank)
                 mine_ = [
@@ -144,3 +145,12 @@ def test_empty_and_scalar() -> None:
         assert isinstance(made, Held)
         found = [made.units.region(u) for rank in range(3) for u, _ in made.units_of(rank)]
         assert found == ([Region((), ())] if not shape else [])
+
+
+def test_a_region_that_is_one_run() -> None:
+    """Wrong if it were written elsewhere than `runs` says, or a region of several runs as one."""
+    for shape in [(), (4,), *itertools.product((1, 2, 4), repeat=2), *itertools.product((1, 2, 3), repeat=3)]:
+        for start in itertools.product(*(range(n + 1) for n in shape)):
+            for stop in itertools.product(*(range(a, n + 1) for a, n in zip(start, shape, strict=True))):
+                found = runs(shape, Region(start, stop))
+                assert run_of(shape, Region(start, stop)) == (found[0] if len(found) == 1 else None), (shape, start, stop)
