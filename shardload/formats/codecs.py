@@ -313,19 +313,10 @@ def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, B
 
 def unshuffle(itemsize: int) -> Stage:
     """The byte shuffle: the first byte of each element, then the second, ... Bytes of an incomplete element come last."""
-    scratch = shared_scratch()
-
     def undo(data: Bytes, out: Bytes) -> None:
         n = len(out) // itemsize
         if len(data) != len(out):
             raise ValueError(f"shuffled data of {len(data)} bytes for {len(out)}")
-        if itemsize in (2, 4) and n * itemsize == len(out) and sys.byteorder == "little":
-            planes, words = data.reshape(itemsize, n), out.view(f"<u{itemsize}")
-            step = _JOINED_NBYTES // itemsize
-            room = scratch.bytes("words", 2 * itemsize * min(n, step))
-            for at in range(0, n, step):
-                _join_planes(planes[:, at : at + step], words[at : at + step], room)
-            return
         elements = out[: n * itemsize].reshape(n, itemsize)
         for k in range(itemsize):  # NumPy releases the GIL here; measured as fast as numcodecs, which does not release it
             elements[:, k] = data[k * n : (k + 1) * n]
@@ -348,28 +339,6 @@ def unshuffle(itemsize: int) -> Stage:
         return out
 
     return Stage("shuffle", undo, 0, None, undo_many)
-
-
-_JOINED_NBYTES = 1 << 18  # of words that are put together at once: what is between stays in the core's cache
-
-
-def _join_planes(planes: Bytes, words: np.ndarray[Any, Any], room: Bytes) -> None:
-    """Make words of planes of their bytes, the lowest first: pairs, then pairs of pairs. Needs twice as much room as `words`.
-
-    NumPy does that in vector registers, and releases the GIL. Microseconds for 1 MiB of words of 2 and 4 bytes: 88 and 160. One
-    byte after the other 88 and 180; byte by byte, with gaps between them, 290 (of words of 8 bytes 305, in pairs 260).
-    """
-    half, n = len(planes) // 2, len(words)
-    if half == 1:
-        low, high = planes[0], planes[1]
-    else:
-        pair = room[: 2 * half * n].view(f"<u{half}")
-        low, high = pair[:n], pair[n:]
-        _join_planes(planes[:half], low, room[2 * half * n :])
-        _join_planes(planes[half:], high, room[2 * half * n :])
-    np.copyto(words, high)
-    np.left_shift(words, 8 * half, out=words)
-    np.bitwise_or(words, low, out=words)
 
 
 def _joined(data: Many, out: Bytes) -> Bytes:
