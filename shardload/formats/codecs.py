@@ -313,6 +313,7 @@ def _inflater(decompress: Callable[[Any, int], bytearray]) -> Callable[[Bytes, B
 
 def unshuffle(itemsize: int) -> Stage:
     """The byte shuffle: the first byte of each element, then the second, ... Bytes of an incomplete element come last."""
+
     def undo(data: Bytes, out: Bytes) -> None:
         n = len(out) // itemsize
         if len(data) != len(out):
