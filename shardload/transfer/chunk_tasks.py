@@ -220,11 +220,8 @@ class ChunkTasks:
             if cast is None and travels:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
             elif cast is None:
-                cast = (
-                    self._scratch.array("cast", self._chunk_shape, layout.dtype)
-                    .reshape(-1)[: region.size]
-                    .reshape(region.shape)
-                )
+                most = self._scratch.array("cast", (layout.chunk_size,), layout.dtype)  # the same memory for all chunks
+                cast = most[: region.size].reshape(region.shape)
             chunk.raw, chunk.stays = values, travels
             values = cast
         chunk.values, chunk.is_tile = values, is_tile
