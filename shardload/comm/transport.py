@@ -90,7 +90,7 @@ class Transport:
         return request.Cancel  # type: ignore[no-any-return]
 
     def send_receipt(self, rank: int, receipt: Array) -> None:
-        """Send a receipt, and wake the rank if it is on this machine."""
+        """Send a receipt, and wake the rank if it is on this machine and not busy."""
         self._send_note(rank, receipt, self._receipt_tag)
 
     def receive_receipt(self, rank: int, receipt: Array, on_done: Callable[[], None]) -> None:
@@ -147,8 +147,12 @@ class Transport:
     # --- control messages and shared memory
 
     def tell(self, rank: int, message: Integers) -> None:
-        """Send a control message, and wake the rank if it is on this machine."""
+        """Send a control message, and wake the rank if it is on this machine and not busy."""
         self._send_note(rank, message, self._control_tag)
+
+    def wake(self, rank: int) -> None:
+        """Wake a rank of this machine, even if it is busy."""
+        self._segments[rank].bell.ring()
 
     def _send_note(self, rank: int, message: Array, tag: int) -> None:
         request = self._comm.Isend(message, dest=rank, tag=tag)
@@ -157,7 +161,7 @@ class Transport:
             self._add(request, self._has_left, message)
         segment = self._segments.get(rank)
         if segment is not None:
-            segment.bell.ring()
+            segment.ring()
 
     def _has_left(self) -> None:
         self.n_leaving -= 1

@@ -147,13 +147,15 @@ class Chain:
         ValueError
             If a stage finds damage, or the sizes do not fit.
         """
-        stages = [stage for k, stage in enumerate(self._stages) if k not in skipped]
+        stages = [stage for k, stage in enumerate(self._stages) if k not in skipped] if skipped else self._stages
         data: Bytes = np.frombuffer(encoded, dtype=np.uint8)
         target: Bytes = out.reshape(-1).view(np.uint8)
         if target.nbytes != self.nbytes:
             raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
         for k, stage in enumerate(stages):
-            nbytes = self._nbytes_after(stages, k, data)
+            nbytes = None if skipped else self._sizes_after[k]
+            if nbytes is None:
+                nbytes = self._nbytes_after(stages, k, data)
             if nbytes is None:
                 if stage.within is None:
                     raise ValueError(f"nothing says how long the data after {stage.name} should be")
@@ -400,13 +402,12 @@ def crc32c() -> Stage:
 
 def unzstd() -> Stage:
     """Zstandard frames. Uses numcodecs, which alone would leave the end of the buffer unwritten if a frame declares less."""
-    codec = numcodecs.Zstd()
 
     def undo(data: Bytes, out: Bytes) -> None:
         _check_zstd(data, len(out))
         try:
             # Always decode into `out`: a frame written as a stream declares no size, and would get any amount of memory.
-            codec.decode(data, out=out)
+            numcodecs.zstd.decompress(data, out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the zstd data is damaged ({error})") from None
 
@@ -500,12 +501,11 @@ def _zstd_size(data: Bytes) -> int | None:
 
 def blosc() -> Stage:
     """A Blosc 1 buffer, with any compressor (lz4, zstd, ...), shuffled or not. Uses numcodecs, which trusts its header."""
-    codec = numcodecs.Blosc()
 
     def undo(data: Bytes, out: Bytes) -> None:
         check_blosc(data, len(out))
         try:
-            codec.decode(data, out=out)
+            numcodecs.blosc.decompress(data, out)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the blosc data is damaged ({error})") from None
 

@@ -86,7 +86,7 @@ class Channels:
         self.packer, self.shared_packer = packer, shared_packer
         self.seeds = [seed_of(number, array.seed) for number, array in enumerate(arrays)]
         self._known: dict[int, Channel] = {}
-        self._offered: dict[int, Callable[[], None]] = {}
+        self._offered: dict[int, tuple[int, Callable[[], None]]] = {}
         self._n_offers = 0
 
     def route(self, rank: int) -> Channel:
@@ -113,11 +113,16 @@ class Channels:
         message: Integers = np.array([kind, self._n_offers + 1, n_parts, array, *rows], dtype=np.int64)
         self.transport.tell(rank, message)
         self._n_offers += 1
-        self._offered[self._n_offers] = on_done
+        self._offered[self._n_offers] = rank, on_done
+
+    def hurry(self) -> None:
+        """Wake all ranks that have not acknowledged an offer yet, also those that need not be rung."""
+        for rank in {rank for rank, _ in self._offered.values()}:
+            self.transport.wake(rank)
 
     def acknowledged(self, rank: int, offer: int) -> None:
         """Handle the acknowledgement of an offer. PeerError if there is no such offer."""
-        done = self._offered.pop(offer, None)
+        _, done = self._offered.pop(offer, (rank, None))
         if done is None:
             raise PeerError(
                 f"rank {rank} answers note {offer}, which rank {self.transport.rank} did not send or which was answered "

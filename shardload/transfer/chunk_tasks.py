@@ -14,16 +14,18 @@ Small chunks are read in batches (`chunk_batches`), if the format can do that; o
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardload.errors import ShardloadError
-from shardload.formats.base import BatchReader, ChunkReader, settle_bools
+from shardload.formats.base import BatchReader, ChunkReader, Room, settle_bools
 from shardload.planning.blocks import aligned
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
@@ -33,13 +35,54 @@ from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
-from shardload.transfer.local_pieces import LocalPieces
+from shardload.transfer.local_pieces import Copy, LocalPieces
 from shardload.transfer.missing import Counter
 from shardload.transfer.read_errors import Naming
 
 __all__ = ["ChunkTasks"]
 
 Array = np.ndarray[Any, Any]
+
+
+_TOGETHER = 32  # chunks that are prepared before the first of them is read: each takes some KiB of Python objects
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A chunk that is to be read. All that can be known before is prepared for several chunks together.
+
+    Decoding a chunk puts everything else out of the core's caches: then Python takes several times as long.
+
+    Attributes
+    ----------
+    number, region, in_file, index, parts
+        The chunk in the loaded array, in the coordinates of the file, in the file's grid; and the parts that it meets.
+    target : ndarray
+        Where it is decoded.
+    raw : ndarray or None
+        What is cast from there into `values`, if values are cast.
+    values : ndarray
+        The values of the region, for a tile.
+    is_tile : bool
+        Whether `values` become a tile of the block.
+    stays : bool
+        Whether the values stay where they are when the next chunk is decoded.
+    own, sent : list
+        What is copied to pieces of this rank, and into the tile of the whole block.
+    """
+
+    number: int
+    region: Region
+    in_file: Region
+    index: tuple[int, ...]
+    parts: list[Part]
+    target: Any = None
+    raw: Any = None
+    values: Any = None
+    is_tile: bool = False
+    stays: bool = False
+    own: Sequence[Copy] = ()
+    sent: Sequence[tuple[Array, Array]] = ()
 
 
 class ChunkTasks:
@@ -131,98 +174,111 @@ class ChunkTasks:
                 self._read_chunks(staged, enumerate(batches.numbers(box).tolist()), counters)
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
-        block = staged.block
+        left = iter(places)
+        while some := list(itertools.islice(left, _TOGETHER)):
+            self._read_together(staged, self._chunks(staged, some), counters)
+
+    def _chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]]) -> list[_Chunk]:
+        """Chunks that are to be read, by their places in the block and their numbers."""
+        block, found = staged.block, []
         for place, number in places:
             region = self._layout.chunks.region(number).intersect(block.region)
-            if region is None:
-                continue
-            parts = [part for part in block.parts if part.region.meets(region)]
-            if not parts:  # the chunk lies between the shards of this rank
-                continue
-            index = self._names.index(region)
-            try:
-                with self._names.at(region):
-                    self._read_chunk(staged, place, region, parts, index, counters)
-            except (ShardloadError, MemoryError):
-                raise
-            except Exception as error:
-                raise self._names.unreadable(error, region, index) from error
+            parts = [] if region is None else [part for part in block.parts if part.region.meets(region)]
+            if region is not None and parts:  # else the chunk lies between the shards of this rank
+                found.append(self._chunk(staged, place, number, region, parts))
+        return found
 
-    def _read_chunk(
-        self,
-        staged: StagedBlock,
-        place: int,
-        region: Region,
-        parts: list[Part],
-        index: tuple[int, ...],
-        counters: Counters,
-    ) -> None:
-        """Fetch and decode chunk number `place` of the block, and deliver the parts that stay on this rank."""
-        started = time.perf_counter()
-        encoded = self._reader.fetch(index, partial(self._scratch.bytes, "stored"))
-        fetched = time.perf_counter()
+    def _chunk(self, staged: StagedBlock, place: int, number: int, region: Region, parts: list[Part]) -> _Chunk:
+        """Where a chunk is decoded, and what is copied from there."""
+        layout, whole = self._layout, staged.whole
+        in_file = layout.selection.to_file(region)
+        index = tuple([a // c for a, c in zip(in_file.start, self._chunk_shape, strict=True)])
+        chunk = _Chunk(number, region, in_file, index, parts)
         into = self._in_place(parts, region)
         if into is not None:
-            self._reader.decode(encoded, into.reshape(self._chunk_shape))
-            settle_bools(into)
-            decoded = time.perf_counter()
-        else:
-            values, is_staged = self._decode(encoded, staged, place, region, parts, index)
-            decoded = time.perf_counter()
-            self._local.deliver(parts, region, values, counters)
-            if staged.whole is not None and not is_staged:
-                self._copy_into(staged.whole, parts, Tile(region, values))
-        counters.read_seconds += fetched - started
-        counters.decode_seconds += decoded - fetched
-        counters.chunks_decoded += 1
-        counters.nbytes_read += region.size * self._layout.file_dtype.itemsize
-        if encoded is None:
-            number = next(self._layout.chunks.meeting(region))
-            counters.add_missing(self._counts(staged.block, np.array([number]), self._layout.chunks))
-        else:
-            counters.nbytes_stored += len(encoded.data)
-
-    def _decode(
-        self, encoded: Any, staged: StagedBlock, place: int, region: Region, parts: list[Part], index: tuple[int, ...]
-    ) -> tuple[Array, bool]:
-        """The values of `region`, and True if they lie in the block's staging buffer: then another rank needs some of them."""
-        layout, in_file, whole = self._layout, self._layout.selection.to_file(region), staged.whole
+            chunk.target = into.reshape(self._chunk_shape)
+            return chunk
         travels = staged.slot is not None and self._local.sends(parts)
         room = None if whole is None or not travels else whole.view(region)
         if room is not None and not layout.casts and room.size == layout.chunk_size and room.flags.c_contiguous:
-            self._reader.decode(encoded, room.reshape(self._chunk_shape))
-            settle_bools(room)
-            return room, True
-        is_staged = travels and (whole is None or layout.casts)
-        if is_staged and not layout.casts:
-            target = self._cut(staged, place, self._chunk_shape, layout.file_dtype)
+            chunk.target, chunk.stays = room.reshape(self._chunk_shape), True
+            chunk.own = self._local.copies(parts, region, room)
+            return chunk
+        is_tile = travels and whole is None
+        if is_tile and not layout.casts:
+            chunk.target, chunk.stays = self._cut(staged, place, self._chunk_shape, layout.file_dtype), True
         else:
-            target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
-        self._reader.decode(encoded, target)
-        settle_bools(target)
+            chunk.target = self._scratch.array("chunk", self._chunk_shape, layout.file_dtype)
         inside = tuple(
             slice(a - i * c, b - i * c)
             for a, b, i, c in zip(in_file.start, in_file.stop, index, self._chunk_shape, strict=True)
         )
         index_in: Any = (*inside, ...)  # an array, also when 0-d
-        values = layout.selection.drop_axes(target[index_in])
+        values = layout.selection.drop_axes(chunk.target[index_in])
         if layout.casts:
             cast = room
             if cast is None and travels:
                 cast = self._cut(staged, place, region.shape, layout.dtype)
             elif cast is None:
-                cast = self._scratch.array("cast", region.shape, layout.dtype)
-            self._convert(values, cast, self._names.elements(in_file))
+                most = self._scratch.array("cast", (layout.chunk_size,), layout.dtype)  # the same memory for all chunks
+                cast = most[: region.size].reshape(region.shape)
+            chunk.raw, chunk.stays = values, travels
             values = cast
-        if is_staged and whole is None:
-            staged.tiles.append(Tile(region, values))  # from several threads: list.append is atomic
-        return values, is_staged
+        chunk.values, chunk.is_tile = values, is_tile
+        chunk.own = self._local.copies(parts, region, values)
+        if whole is not None and not (layout.casts and travels):
+            chunk.sent = self._in_whole(whole, parts, Tile(region, values))
+        return chunk
 
-    def _copy_into(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> None:
-        """Copy what other ranks need of a chunk into the tile of the whole block."""
-        for common in {part.region.intersect(tile.region) for part in parts if not self._local.is_own(part)}:
-            if common is not None:
-                np.copyto(whole.view(common), tile.view(common), casting="no")
+    def _read_together(self, staged: StagedBlock, chunks: Sequence[_Chunk], counters: Counters) -> None:
+        """Read chunks one after the other. What stays in memory when it is decoded is delivered when all of them are."""
+        room = partial(self._scratch.bytes, "stored")
+        for chunk in chunks:
+            self._names.begin(chunk.region)
+            try:
+                self._read_chunk(staged, chunk, room, counters)
+            except (ShardloadError, MemoryError):
+                raise
+            except Exception as error:
+                raise self._names.unreadable(error, chunk.region, chunk.index) from error
+            finally:
+                self._names.end()
+        started = time.perf_counter()
+        for chunk in chunks:
+            if chunk.stays:
+                self._local.copy(chunk.own, counters)
+        counters.copy_seconds += time.perf_counter() - started
+
+    def _read_chunk(self, staged: StagedBlock, chunk: _Chunk, room: Room, counters: Counters) -> None:
+        """Fetch and decode a chunk, and copy what does not stay where it was decoded."""
+        started = time.perf_counter()
+        encoded = self._reader.fetch(chunk.index, room)
+        fetched = time.perf_counter()
+        self._reader.decode(encoded, chunk.target)
+        settle_bools(chunk.target)
+        if chunk.raw is not None:
+            self._convert(chunk.raw, chunk.values, self._names.elements(chunk.in_file))
+        if chunk.is_tile:
+            staged.tiles.append(Tile(chunk.region, chunk.values))  # from several threads: list.append is atomic
+        decoded = time.perf_counter()
+        counters.read_seconds += fetched - started
+        counters.decode_seconds += decoded - fetched
+        if not chunk.stays:
+            self._local.copy(chunk.own, counters)
+            counters.copy_seconds += time.perf_counter() - decoded
+            for values, into in chunk.sent:
+                np.copyto(into, values, casting="no")
+        counters.chunks_decoded += 1
+        counters.nbytes_read += chunk.region.size * self._layout.file_dtype.itemsize
+        if encoded is None:
+            counters.add_missing(self._counts(staged.block, np.array([chunk.number]), self._layout.chunks))
+        else:
+            counters.nbytes_stored += len(encoded.data)
+
+    def _in_whole(self, whole: Tile, parts: Iterable[Part], tile: Tile) -> list[tuple[Array, Array]]:
+        """What other ranks need of a chunk, and its place in the tile of the whole block."""
+        common = {part.region.intersect(tile.region) for part in parts if not self._local.is_own(part)}
+        return [(tile.view(region), whole.view(region)) for region in common if region is not None]
 
     def _in_place(self, parts: list[Part], region: Region) -> Array | None:
         """The region of the chunk in this rank's own piece, if it can be decoded straight into it; else None."""

@@ -48,6 +48,8 @@ _BACKOFF = Backoff(n_awake=50, first_seconds=5e-5, longest_seconds=1e-3, n_befor
 _LISTENING = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=3.2e-2, n_before_doubling=1)
 _N_SKIPPED = 2
 _ALONE_SECONDS = 1.0
+# Waiting while a block is being read: when it is done, that wakes this rank, and notes of others are handled at the same time.
+_BUSY_SECONDS = 0.1
 
 # Buffers of interrupted exchanges (Ctrl-C): MPI may still write into them, so they are never freed.
 _abandoned: list[Any] = []
@@ -184,7 +186,7 @@ class _Exchange:
                 raise ValueError("an exchange with relays has no memory for bundles")
             self.relays = Relays(channels, arrays, buffers.relay)
         self.slots, self.bell, self.watch, self.rank = buffers.slots, buffers.bell, group.watch, group.rank
-        self.shares_memory = bool(buffers.segments)
+        self.shares_memory, self.segment = bool(buffers.segments), buffers.segments.get(group.rank)
         self.failure: BaseException | None = None  # when this rank staged or sent
         self.blocks = _outgoing(arrays, self.rank)
         self.following = next(self.blocks, None)
@@ -194,6 +196,8 @@ class _Exchange:
         self.has_sent_receipts = False
         self.is_woken = False  # True if all from whom this rank expects something ring its bell
         self.n_silent = 0  # place in `_LISTENING`
+        self.is_busy = False  # whether this rank has said that it need not be rung
+        self.is_starved = False  # whether this rank waits for a free slot, and has hurried those who have its blocks
 
     def _now(self) -> tuple[int, str]:
         """Return how much has been staged of all arrays, and a text that says what is being read."""
@@ -207,16 +211,19 @@ class _Exchange:
             self.relays.expect()
         self.is_woken = self.relays is None and self.receiver.is_woken()
         idle = 0
-        with self.watch.attend(self._now):
-            while not self._is_done():
-                if self._step():
-                    self.watch.moved()
-                    idle = 0
-                else:
-                    idle += 1
-                self.watch.look()
-                if idle:
-                    self._nap(idle)
+        try:
+            with self.watch.attend(self._now):
+                while not self._is_done():
+                    if self._step():
+                        self.watch.moved()
+                        idle = 0
+                    else:
+                        idle += 1
+                    self.watch.look()
+                    if idle:
+                        self._nap(idle)
+        finally:
+            self._set_busy(False)
         relays = self.relays
         if relays is not None and self.failure is None:
             relays.check()
@@ -287,6 +294,7 @@ class _Exchange:
                 break
             n_taken = self.slots.n_taken
             self.under_way.append((array, block, producer.start(self.to_read)))
+            self.is_starved = False
             is_unstaged = self.shares_memory and self.slots.n_taken == n_taken
             if is_unstaged and any(part.rank != self.rank for part in self.to_read.parts):
                 self.to_be_packed = array
@@ -356,12 +364,26 @@ class _Exchange:
             os.sched_yield()
 
     def _listen_for_bell(self, idle: int) -> None:
+        if self._set_busy(self.is_woken and bool(self.under_way) and not self.transport.n_leaving):
+            if self.is_busy:
+                self.bell.wait(_BUSY_SECONDS)
+            return  # else look first: who has sent something until now did not ring
+        if self.following is not None and not self.is_starved:  # the others may be busy, but this rank has nothing to do
+            self.is_starved = True
+            self.channels.hurry()
         if not self.is_woken or self.transport.n_leaving:  # what MPI still has of this rank may need its calls
             self.n_silent = 0
         elif idle == 1:  # the last ring was for what the step before found
             self.n_silent = _N_SKIPPED
         is_rung = self.bell.wait(_LISTENING.seconds(self.n_silent + 1))
         self.n_silent = 0 if is_rung else self.n_silent + 1
+
+    def _set_busy(self, is_busy: bool) -> bool:
+        """Say whether others need not ring. Return True if this rank was busy, or is now."""
+        was_busy, self.is_busy = self.is_busy, is_busy and self.segment is not None
+        if self.segment is not None and was_busy != self.is_busy:
+            self.segment.set_busy(self.is_busy)
+        return was_busy or self.is_busy
 
 
 def _named(array: ArrayMove, error: BaseException) -> BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,17 @@ from shardload.transfer.buffers import Piece, Tile
 from shardload.transfer.checksum import checksum
 from shardload.transfer.counters import Counters
 
-__all__ = ["LocalPieces"]
+__all__ = ["Copy", "LocalPieces"]
 
 Array = np.ndarray[Any, Any]
+
+
+class Copy(NamedTuple):
+    """Values of a region that were read, and their place in a piece of this rank."""
+
+    region: Region
+    values: Array
+    piece: Array
 
 
 class LocalPieces:
@@ -69,19 +77,27 @@ class LocalPieces:
             If a checksum after the copy differs from the one before it.
         """
         started = time.perf_counter()
+        self.copy(self.copies(parts, region, values), counters)
+        counters.copy_seconds += time.perf_counter() - started
+
+    def copies(self, parts: Iterable[Part], region: Region, values: Array) -> list[Copy]:
+        """What `deliver` would copy."""
+        found = []
         for part in parts:
             common = part.region.intersect(region) if part.rank == self._rank else None
-            if common is None:
-                continue
-            view = Tile(region, values).view(common)
-            piece = self._pieces[part.shard].view(common)
-            np.copyto(piece, view, casting="no")
+            if common is not None:
+                found.append(Copy(common, Tile(region, values).view(common), self._pieces[part.shard].view(common)))
+        return found
+
+    def copy(self, copies: Iterable[Copy], counters: Counters) -> None:
+        """Copy into this rank's pieces. PeerError as for `deliver`. The caller counts the time."""
+        for region, values, piece in copies:
+            np.copyto(piece, values, casting="no")
             counters.nbytes_copied += piece.nbytes
             counters.n_checksums += self._checksums
-            if self._checksums and checksum(view) != checksum(piece):
+            if self._checksums and checksum(values) != checksum(piece):
                 raise PeerError(
-                    f"the part {common} that stays on rank {self._rank} is not what was read: a checksum after the copy "
+                    f"the part {region} that stays on rank {self._rank} is not what was read: a checksum after the copy "
                     "differs from the one before it. The load is void; if it happens again, suspect the memory of this node",
                     rank=self._rank,
                 )
-        counters.copy_seconds += time.perf_counter() - started

@@ -318,8 +318,8 @@ class _Shards:
         with slot.lock:
             if not slot.is_opened:
                 path = os.path.join(self._folder, self._layout.key(at))
-                fd = _open_file(path, self._fence)
-                slot.shard = None if fd is None else _Shard(fd, path, self._layout, self._per_shard)
+                opened = _open_file(path, self._fence)
+                slot.shard = None if opened is None else _Shard(opened[0], path, self._layout, self._per_shard)
                 slot.is_opened = True
             return slot.shard
 
@@ -373,8 +373,10 @@ class _Folder:
             os.close(fd)
 
 
-def _open_file(path: str, fence: Fence) -> int | None:
-    """Open a file for reading; None if it does not exist. OSError if it is not a file, or is outside the fence.
+def _open_file(path: str, fence: Fence) -> tuple[int, int] | None:
+    """Open a file for reading: its descriptor and its bytes; None if it does not exist.
+
+    OSError if it is not a file, or is outside the fence.
 
     zarr-python takes a folder with a chunk's name as a missing chunk. Here it is an error: values would be lost.
     """
@@ -389,11 +391,12 @@ def _open_file(path: str, fence: Fence) -> int | None:
             raise NotAFileError(f"'{path}' is a socket, expected a file") from None
         raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise NotAFileError(f"'{path}' is {kind_of(os.fstat(fd).st_mode)}, expected a file")
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotAFileError(f"'{path}' is {kind_of(found.st_mode)}, expected a file")
         if not fence.holds_open(fd, path):
             raise OutsideError(f"'{path}' is a link to '{os.path.realpath(path)}', outside the store; {TARGET_HINT}")
-        return fd
+        return fd, found.st_size
     except BaseException:
         os.close(fd)
         raise
@@ -401,11 +404,11 @@ def _open_file(path: str, fence: Fence) -> int | None:
 
 def _read_file(path: str, most: int, room: Room, fence: Fence) -> Bytes | None:
     """The whole content of a file of at most `most` bytes; None if there is no such file."""
-    fd = _open_file(path, fence)
-    if fd is None:
+    opened = _open_file(path, fence)
+    if opened is None:
         return None
+    fd, nbytes = opened
     try:
-        nbytes = os.fstat(fd).st_size
         if nbytes > most:
             raise ValueError(f"'{path}' has {nbytes} bytes, a stored chunk of this array {most} at most")
         return _bytes_at(fd, path, 0, nbytes, room)

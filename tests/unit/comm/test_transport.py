@@ -63,6 +63,21 @@ def test_a_note_wakes_its_rank(send: str, tag: int) -> None:
 
 
 @pytest.mark.parametrize("send", ["send_receipt", "tell"])
+def test_a_note_does_not_wake_a_busy_rank_but_wake_does(send: str) -> None:
+    """Wrong if a rank that decodes were woken for each note, or if one that is needed now could not be."""
+    transport, comm, segment = made(has_left=True)
+    segment.set_busy(True)
+    getattr(transport, send)(1, np.zeros(3, dtype=np.int64))
+    assert len(comm.sent) == 1 and not segment.bell.wait(0)
+    transport.wake(1)
+    assert segment.bell.wait(0)
+    segment.set_busy(False)
+    getattr(transport, send)(1, np.zeros(3, dtype=np.int64))
+    assert segment.bell.wait(0)
+    segment.seal()
+
+
+@pytest.mark.parametrize("send", ["send_receipt", "tell"])
 def test_a_note_that_has_not_left_is_kept(send: str) -> None:
     """Wrong if its memory were freed while MPI still reads it, or if nobody called MPI until it has left."""
     transport, comm, segment = made(has_left=False)

@@ -111,7 +111,10 @@ class FakeTransport(Transport):
 
     def _ring(self, rank: int) -> None:
         if rank in self._segments:
-            self._segments[rank].bell.ring()
+            self._segments[rank].ring()
+
+    def wake(self, rank: int) -> None:
+        self._segments[rank].bell.ring()
 
     def told(self) -> Any:
         for sender in range(self.network_size):

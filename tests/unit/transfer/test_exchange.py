@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
-from tests.unit.fakes import FakeSource
+from tests.unit.fakes import FakeSource, tune
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -170,6 +171,55 @@ def test_reading_goes_on_with_the_next_array_while_parts_still_travel(way: str) 
         assert arrays[1].producer._ways._source.reads == []  # type: ignore[attr-defined]
     network = Network(may_arrive=lambda sender, receiver: last_is_begun.is_set())
     assert [error for error, _ in loads.run(network)] == [None] * 4
+    loads.check()
+
+
+def is_busy(rank: Rank) -> bool:
+    """Whether a rank says that others need not ring."""
+    return bool(rank.segments[rank.number]._is_busy[0])
+
+
+def test_a_rank_is_busy_while_it_reads_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank were woken for each note while it decodes, or if nobody woke it afterwards."""
+    tune(monkeypatch, inline_nbytes=0)
+    loads, seen = Loads("shared memory", [GIVEN[0]]), []
+    was_seen = threading.Event()
+
+    def begin(region: Region) -> None:
+        deadline = time.monotonic() + 20
+        while not is_busy(loads.ranks[2]) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(is_busy(loads.ranks[2]))
+        was_seen.set()
+
+    for rank in range(4):  # the others wait: a rank that expects nothing more need not say anything
+        fails = begin if rank == 2 else lambda region: None if was_seen.wait(30) else TimeoutError()
+        loads.arrays[rank][0].producer._ways._source.fails = fails  # type: ignore[attr-defined]
+    assert [error for error, _ in loads.run()] == [None] * 4
+    loads.check()
+    assert seen == [True] and not any(map(is_busy, loads.ranks))
+
+
+def test_a_rank_without_room_wakes_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a rank with nothing to do waited for one that reads: rank 1 here reads until rank 2 has its slot back."""
+    tune(monkeypatch, inline_nbytes=0)
+    monkeypatch.setattr(exchange, "_BUSY_SECONDS", 1000.0)
+    loads = Loads("shared memory", [replace(GIVEN[0], values=ramp((16, 12), "f4", 0))], n_slots=1)
+    assert len(loads.given[0].schedule.blocks_of(2)) == 2
+    reads: list[Region] = []
+    goes_on = threading.Event()
+
+    def begin(region: Region) -> None:
+        reads.append(region)
+        if len(reads) == 2:
+            goes_on.set()
+
+    def wait(region: Region) -> Exception | None:
+        return None if goes_on.wait(20) else TimeoutError("nobody woke this rank")
+
+    for rank, fails in ((2, begin), (1, wait)):
+        loads.arrays[rank][0].producer._ways._source.fails = fails  # type: ignore[attr-defined]
+    assert [error for error, _ in loads.run()] == [None] * 4
     loads.check()
 
 
