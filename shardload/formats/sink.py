@@ -477,7 +477,7 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Wait until all that was put is on disk. Raises SourceError if it is not."""
+        """Wait until all that was put is on disk. Raises SourceError if it is not. Other threads may put meanwhile."""
 
     @abc.abstractmethod
     def close(self) -> None:

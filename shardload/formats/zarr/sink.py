@@ -493,9 +493,21 @@ class _ZarrWriter(Writer):
 
     def sync(self) -> None:
         with self._lock:
-            files, self._unsynced = list(self._unsynced.values()), {}
+            used = [file for file in self._unsynced.values() if file.n_users]
+            for file in used:
+                file.n_users += 1
+            unused = [path for path, file in self._unsynced.items() if not file.n_users]
+            files = [self._unsynced.pop(path) for path in unused]
             folders, self._folders = sorted(self._folders, reverse=True), set()
-        self._sync_files(files)
+        try:
+            self._sync_files(files)
+            for file in used:  # a thread writes to it: its number must not become another file's
+                with named(self._sink.path, file.name, lambda file=file: file.index):  # type: ignore[misc]
+                    os.fsync(file.descriptor)
+        finally:
+            with self._lock:
+                for file in used:
+                    file.n_users -= 1
         with named(self._sink.path):
             for folder in [*folders, self._ticket.temporary]:
                 sync_folder(folder)

@@ -328,3 +328,31 @@ def test_chunks_of_a_shard_are_synced_together(tmp_path: Path, monkeypatch: pyte
         catalog.finish()
         catalog.commit()
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_sync_while_other_threads_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+    """Wrong if a file was closed that a thread writes to: its bytes would go into the one that gets its number."""
+    values, write, n_written = ramp(SHAPE, "f4"), zarr_sink.put_at, 0
+    sink = make_sink(str(tmp_path / "x.zarr"), {"x": spec("f4", None, shards=SHARDS if sharded else None)})
+    one = sink.arrays["/x"]
+    with sink.create() as catalog, sink.writer(catalog.ticket) as writer:
+
+        def put_at(descriptor: int, data: Any, offset: int) -> None:
+            nonlocal n_written
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(writer.sync).result()
+            write(descriptor, data, offset)
+            n_written += 1
+
+        monkeypatch.setattr(zarr_sink, "put_at", put_at)
+        for index in np.ndindex(*one.spec.grid):
+            stored, number = one.encode(one.region(index), values[one.region(index).slices()]), one.number(one.region(index))
+            offset = catalog.allocate("/x", [number], [stored.nbytes])[0] if one.is_asked else writer.place("/x", number)
+            writer.put("/x", number, int(offset), stored)
+        writer.sync()
+        assert not writer._unsynced
+        catalog.finish()
+        catalog.commit()
+    assert n_written >= np.prod(one.spec.grid)
+    np.testing.assert_array_equal(zarr.open_group(tmp_path / "x.zarr", mode="r")["x"][...], values)
