@@ -129,12 +129,26 @@ def comm() -> Any:
     return MPI.COMM_WORLD if MPI else Alone()
 
 
+def _meet(comm: Any) -> None:
+    """See `tests.mpi.support.meet`."""
+    if comm.size > 1:
+        _wait_asleep(comm.Ibarrier())
+
+
+def _wait_asleep(request: Any) -> None:
+    """A rank that is still at work may need the core."""
+    while not request.Test():
+        time.sleep(0.0005)
+
+
 @pytest.fixture
 def shared_tmp_path(comm: Any) -> Iterator[Path]:
     """One empty folder for all ranks; gone after the test. (pytest's own `tmp_path` is another one on each rank.)"""
-    path = Path(comm.bcast(tempfile.mkdtemp(prefix="shardload-test-") if comm.rank == 0 else None, root=0))
+    made = tempfile.mkdtemp(prefix="shardload-test-") if comm.rank == 0 else None
+    _meet(comm)
+    path = Path(comm.bcast(made, root=0))
     yield path
-    comm.barrier()  # nobody reads it any more
+    _meet(comm)  # nobody reads it any more
     if comm.rank == 0:
         shutil.rmtree(path)
 
@@ -446,11 +460,9 @@ class Ranks:
                 report.sections.append((f"{outcomes[those[0]]} on {_names(those)}", text))
 
     def gather_outcomes(self, outcome: str) -> list[str]:
-        """Everyone's outcome. Waits asleep: a rank that is still at work may need the core."""
+        """Everyone's outcome."""
         codes = np.empty(self.comm.size, np.int8)
-        request = self.comm.Iallgather(np.array([OUTCOMES.index(outcome)], np.int8), codes)
-        while not request.Test():
-            time.sleep(0.0005)
+        _wait_asleep(self.comm.Iallgather(np.array([OUTCOMES.index(outcome)], np.int8), codes))
         return [OUTCOMES[code] for code in codes]
 
     # --- timeouts -------------------------------------------------------------------------------------------
