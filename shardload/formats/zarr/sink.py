@@ -456,8 +456,12 @@ class _ZarrWriter(Writer):
             if len(self._unsynced) < _MOST_OPEN and self._n_behind < _MOST_BEHIND:
                 return []
             self._n_behind = 0
-            paths = [path for path, file in self._unsynced.items() if not file.n_users]
-            return [self._unsynced.pop(path) for path in paths]
+            return self._take_unused()
+
+    def _take_unused(self) -> list[_Open]:
+        """Files that no thread writes to; they are the caller's to close. With the lock."""
+        paths = [path for path, file in self._unsynced.items() if not file.n_users]
+        return [self._unsynced.pop(path) for path in paths]
 
     def put_region(self, name: str, region: Region, stored: Stored) -> None:
         spec = self._sink.arrays[name].spec
@@ -493,11 +497,9 @@ class _ZarrWriter(Writer):
 
     def sync(self) -> None:
         with self._lock:
-            used = [file for file in self._unsynced.values() if file.n_users]
+            files, used = self._take_unused(), [*self._unsynced.values()]
             for file in used:
                 file.n_users += 1
-            unused = [path for path, file in self._unsynced.items() if not file.n_users]
-            files = [self._unsynced.pop(path) for path in unused]
             folders, self._folders = sorted(self._folders, reverse=True), set()
         try:
             self._sync_files(files)
