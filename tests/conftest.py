@@ -129,26 +129,12 @@ def comm() -> Any:
     return MPI.COMM_WORLD if MPI else Alone()
 
 
-def _meet(comm: Any) -> None:
-    """See `tests.mpi.support.meet`."""
-    if comm.size > 1:
-        _wait_asleep(comm.Ibarrier())
-
-
-def _wait_asleep(request: Any) -> None:
-    """A rank that is still at work may need the core."""
-    while not request.Test():
-        time.sleep(0.0005)
-
-
 @pytest.fixture
 def shared_tmp_path(comm: Any) -> Iterator[Path]:
     """One empty folder for all ranks; gone after the test. (pytest's own `tmp_path` is another one on each rank.)"""
-    made = tempfile.mkdtemp(prefix="shardload-test-") if comm.rank == 0 else None
-    _meet(comm)
-    path = Path(comm.bcast(made, root=0))
+    path = Path(comm.bcast(tempfile.mkdtemp(prefix="shardload-test-") if comm.rank == 0 else None, root=0))
     yield path
-    _meet(comm)  # nobody reads it any more
+    comm.barrier()  # nobody reads it any more
     if comm.rank == 0:
         shutil.rmtree(path)
 
@@ -191,7 +177,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if SIZE > 1:
         if MPI.COMM_WORLD.rank:
             config.option.xmlpath = None  # rank 0 writes the report
-        config.pluginmanager.register(Ranks(), "shardload-ranks")
+        config.pluginmanager.register(Ranks(config.stash[STDERR]), "shardload-ranks")
 
 
 STDERR = pytest.StashKey[int]()
@@ -373,10 +359,10 @@ def unit_of_work(nodeid: str) -> str:
 class Ranks:
     """What `pytest` needs to be one program on many ranks. Registered under mpiexec only."""
 
-    def __init__(self) -> None:
+    def __init__(self, stderr: int) -> None:
         self.comm = MPI.COMM_WORLD.Dup()  # no test can take a message of ours
         self.rank: int = self.comm.rank
-        self.stderr = os.dup(2)  # the real one: pytest redirects 2 while tests run
+        self.stderr = stderr
         self.collect_errors: list[str] = []
         self.pending = ""  # this rank's failure, while it waits for the others
         self.running: tuple[str, float, float] | None = None  # the test, its seconds, and when they are over
@@ -460,9 +446,11 @@ class Ranks:
                 report.sections.append((f"{outcomes[those[0]]} on {_names(those)}", text))
 
     def gather_outcomes(self, outcome: str) -> list[str]:
-        """Everyone's outcome."""
+        """Everyone's outcome. Waits asleep: a rank that is still at work may need the core."""
         codes = np.empty(self.comm.size, np.int8)
-        _wait_asleep(self.comm.Iallgather(np.array([OUTCOMES.index(outcome)], np.int8), codes))
+        request = self.comm.Iallgather(np.array([OUTCOMES.index(outcome)], np.int8), codes)
+        while not request.Test():
+            time.sleep(0.0005)
         return [OUTCOMES[code] for code in codes]
 
     # --- timeouts -------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -150,14 +149,6 @@ def share(*axes: Iterable[Any], first: int | None = None) -> list[tuple[Any, ...
     return [tuple(value for _, value in field) for field in fields if (first + sum(at for at, _ in field)) % n == k]
 
 
-def meet(comm: Any) -> None:
-    """Wait for all ranks, asleep. In a barrier or a broadcast MPI looks without a pause, on a core that the others need."""
-    if comm.size > 1:
-        request = comm.Ibarrier()
-        while not request.Test():
-            time.sleep(0.0005)
-
-
 def on_root(comm: Any, make: Callable[[], Any]) -> Any:
     """What `make` returns on rank 0, on all ranks; what it raises there fails them all."""
     value, error = None, None
@@ -166,7 +157,6 @@ def on_root(comm: Any, make: Callable[[], Any]) -> Any:
             value = make()
         except Exception as found:
             error = f"{type(found).__name__}: {found}"
-    meet(comm)
     value, error = comm.bcast((value, error), root=0)
     if error:
         raise RuntimeError(f"rank 0 could not prepare the test: {error}")
@@ -186,7 +176,6 @@ def same_error(comm: Any, call: Callable[[], Any], kind: type[Exception], *parts
     """The error that `call` raises: of `kind`, with `parts` in its text, and the same on every rank."""
     error = raised(call)
     mine = None if error is None else (type(error).__name__, str(error))
-    meet(comm)
     everyone = comm.allgather(mine)
     assert set(everyone) == {mine}, "the ranks raise different errors"
     assert error is not None, "nothing was raised"
