@@ -30,6 +30,7 @@ PERIODS = ((True, True), (False, False), (True, False))
 
 
 def main(folder: str) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)  # to compile is most of this program's time
     shardload.initialize()
     comm = MPI.COMM_WORLD
     values = np.random.default_rng(3).normal(size=SHAPE).astype("float32")
@@ -66,10 +67,14 @@ def compare_halos(paths: list[str], mesh: Any) -> int:
     width = tuple(h if n > 1 else 0 for h, n in zip(HALO, mesh.shape.values(), strict=True))
     padding, spec = [(h, h) for h in (*width, 0)], P("x", "y")
     pad = jax.shard_map(lambda shard: jnp.pad(shard, padding, constant_values=-9), mesh=mesh, in_specs=spec, out_specs=spec)
-    padded = pad(shardload.load(paths[0], mesh, spec))
+
+    @jax.jit  # one program: each is compiled on every rank
+    def exchanged(x: jax.Array) -> list[jax.Array]:
+        padded = pad(x)
+        return [jaxdecomp.halo_exchange(padded, width, periods) for periods in PERIODS]
+
     n = 0
-    for periods in PERIODS:
-        expected = jaxdecomp.halo_exchange(padded, width, periods)
+    for periods, expected in zip(PERIODS, exchanged(shardload.load(paths[0], mesh, spec)), strict=True):
         by_device = {shard.device: np.asarray(shard.data) for shard in expected.addressable_shards}
         for path in paths:
             found = shardload.load(path, mesh, spec, halo=width, edge=["wrap" if p else 0 for p in periods], verify="full")
