@@ -56,7 +56,9 @@ def test_ranks_and_devices(tmp_path: Path, n: int, devices: int, mpi: str) -> No
     found = [lines(out)[-1] for out in job.rank_stdout]
     assert [line["rank"] for line in found] == list(range(n))
     assert {line["devices"] for line in found} == {devices}
-    assert {line["loads"] for line in found} == {4 + 5 * 3 + 3 + 4 + 3 + 3 + 4}
+    mixed = 2 + 3 + 2 if n % 2 else 3 + 2 + 3  # readers of each of three decompositions
+    assert {line["loads"] for line in found} == {4 + mixed + 3 + 4 + 3 + 3 + 4}
+    assert {line["scatters"] for line in found} == {2 * 7}
 
 
 def test_jax_processes_in_another_order_than_ranks(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Load on all ranks, in every decomposition and on several meshes; print what was checked, one line of JSON a rank.
 
 ``modes.py FOLDER [mpi|backwards]``: how JAX is started. ``backwards``: process k is rank size - 1 - k.
+
+Each mesh takes a third of the decompositions, and both ways to scatter. One of them takes its third with every kind of reader:
+half of these combinations on an even number of ranks, the others on an odd one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -63,11 +67,12 @@ def main(folder: str, how: str) -> None:
     values = ramp(cube())
     names = ("gzip_shuffle", "zarr_v3")
     paths = on_root(comm, lambda: {k: SOURCES[k](Path(tempfile.mkdtemp(dir=folder)), cube()) for k in names})
-    n_loads = 0
+    n_loads = n_scatters = 0
     # A third of the decompositions on each mesh, another on the next.
-    pairs = [(*mesh, spec) for k, mesh in enumerate(meshes().items()) for spec in [*DECOMPOSITIONS.values()][k % 3 :: 3]]
-    for where, mesh, spec in pairs:
-        for readers in READERS if where == "mixed" else (("parallel", "root")[n_loads % 2],):
+    thirds = [[*DECOMPOSITIONS.values()][k::3] for k in range(3)]
+    pairs = [(*mesh, k, spec) for at, mesh in enumerate(meshes().items()) for k, spec in enumerate(thirds[at % 3])]
+    for where, mesh, k, spec in pairs:
+        for readers in READERS[(k + comm.size) % 2 :: 2] if where == "mixed" else (("parallel", "root")[n_loads % 2],):
             path = paths[names[n_loads % 2]]
             x = shardload.load(
                 path, mesh, spec, dataset=NAME, readers=readers, pad=-1, verify=("index", "checksum")[n_loads // 2 % 2]
@@ -79,19 +84,16 @@ def main(folder: str, how: str) -> None:
                 full[tuple(slice(n) for n in values.shape)] = values
                 check(x, full, mesh, spec, (where, readers))
             n_loads += 1
-        root = n_loads % comm.size
-        x = shardload.scatter(values if comm.rank == root else None, mesh, P("b"), root=root, pad=-1)
+    for (where, mesh), spec in itertools.product(meshes().items(), (P("b"), P("a"))):
+        root = n_scatters % comm.size
+        x = shardload.scatter(values if comm.rank == root else None, mesh, spec, root=root, pad=-1)
+        n_scatters += 1
         for shard in x.addressable_shards:  # padding goes to the end of axis 0
             n = len(range(*shard.index[0].indices(x.shape[0])))
             low = shard.index[0].start or 0
             true = values[low : low + n]
             np.testing.assert_array_equal(np.asarray(shard.data)[: len(true)], true, err_msg=where)
-    holds = len({(str(s.index), where) for where, mesh in meshes().items() for s in _shards(values, mesh)})
-    print(json.dumps({"rank": comm.rank, "loads": n_loads, "devices": len(jax.local_devices()), "distinct": holds}))
-
-
-def _shards(values: np.ndarray, mesh: Mesh) -> list[object]:
-    return list(shardload.scatter(values, mesh, P("a"), pad=-1).addressable_shards)
+    print(json.dumps({"rank": comm.rank, "loads": n_loads, "scatters": n_scatters, "devices": len(jax.local_devices())}))
 
 
 if __name__ == "__main__":
