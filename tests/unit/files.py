@@ -47,6 +47,11 @@ def chunks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(1, (n + 1) // 2) for n in shape)
 
 
+def every_second(at: int) -> tuple[tuple[int, ...], ...]:
+    """Every second of `SHAPES`: what is tested with an even and with an odd `at` has met all of them."""
+    return SHAPES[at % 2 :: 2]
+
+
 def regions_of(shape: tuple[int, ...]) -> Iterator[Region]:
     """The whole, the middle, the last element, one plane per axis, and an empty region."""
     yield Region.whole(shape)
