@@ -9,6 +9,7 @@ import numpy as np
 
 from shardload.formats.base import BatchReader, Source
 from shardload.planning.batches import cut_box
+from tests.unit.files import assert_same
 
 Array = np.ndarray[Any, Any]
 
@@ -49,6 +50,6 @@ def check_batches(source: Source, expected: Array, most: int = 5) -> int:
             index = [axis[k] for axis, k in zip(box, place, strict=True)]
             region = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, chunks, expected.shape, strict=True))
             inside = tuple(slice(0, s.stop - s.start) for s in region)
-            np.testing.assert_array_equal(found[place][inside], expected[region], strict=True)
+            assert_same(found[place][inside], expected[region])
             n_read += 1
     return n_read

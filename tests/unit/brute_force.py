@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -83,11 +84,32 @@ class Case:
         return SourceLayout(selection, self.chunks, chunk_shape, file_dtype, dtype, codec)
 
 
+# Strategies are kept: hypothesis looks at each new one closely, which takes longer than to draw from it.
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= MAX_DEVICES)
+ITEMSIZES, MESSAGE_SIZES = st.sampled_from([1, 4, 8]), st.sampled_from([1, 16, 64, 256, 1 << 20])
+
+
+@functools.cache
+def orders(n: int) -> st.SearchStrategy[list[int]]:
+    return st.permutations(range(n))
+
+
+@functools.cache
+def ranks_of_devices(n_ranks: int, n_devices: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(0, n_ranks - 1), min_size=n_devices, max_size=n_devices)
+
+
+@functools.cache
+def reader_counts(n_ranks: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([0, 1, n_ranks]) | st.integers(0, n_ranks)
+
+
+@functools.cache
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda s: math.prod(s) <= MAX_DEVICES))
+    sizes = draw(SIZES)
     ndim = draw(st.integers(0, 4))
-    pool = list(draw(st.permutations(range(len(sizes)))))
+    pool = list(draw(orders(len(sizes))))
     axes = []
     for _ in range(ndim):
         n = draw(st.integers(0, min(2, len(pool))))
@@ -104,11 +126,11 @@ def cases(draw: st.DrawFn) -> Case:
     n_devices = math.prod(sizes)
     if draw(st.booleans()):  # a rank per device, in any order, some ranks without any
         n_ranks = n_devices + draw(st.integers(0, 2))
-        ranks = draw(st.permutations(range(n_ranks)))[:n_devices]
+        ranks = draw(orders(n_ranks))[:n_devices]
     else:  # several devices of a rank anywhere in the mesh
         n_ranks = draw(st.integers(1, 6))
-        ranks = draw(st.lists(st.integers(0, n_ranks - 1), min_size=n_devices, max_size=n_devices))
-    n_readers = draw(st.sampled_from([0, 1, n_ranks]) | st.integers(0, n_ranks))
+        ranks = draw(ranks_of_devices(n_ranks, n_devices))
+    n_readers = draw(reader_counts(n_ranks))
     return Case(
         tuple(shape),
         tuple(axes),
@@ -118,12 +140,13 @@ def cases(draw: st.DrawFn) -> Case:
         phase,
         n_readers,
         draw(st.integers(0, n_ranks - 1)) if n_readers == 1 else 0,
-        draw(st.sampled_from([1, 4, 8])),
-        draw(st.sampled_from([1, 16, 64, 256, 1 << 20])),
+        draw(ITEMSIZES),
+        draw(MESSAGE_SIZES),
         n_readers == 0 and draw(st.booleans()),
     )
 
 
+@functools.cache
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> Grid:
     """Any cut of `shape`, whether anybody would read in such blocks or not."""

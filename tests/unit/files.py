@@ -47,6 +47,11 @@ def chunks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(1, (n + 1) // 2) for n in shape)
 
 
+def every_second(at: int) -> tuple[tuple[int, ...], ...]:
+    """Every second of `SHAPES`: what is tested with an even and with an odd `at` has met all of them."""
+    return SHAPES[at % 2 :: 2]
+
+
 def regions_of(shape: tuple[int, ...]) -> Iterator[Region]:
     """The whole, the middle, the last element, one plane per axis, and an empty region."""
     yield Region.whole(shape)
@@ -61,6 +66,12 @@ def regions_of(shape: tuple[int, ...]) -> Iterator[Region]:
         yield Region((1, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
 
 
+def assert_same(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], message: str = "") -> None:
+    """`np.testing.assert_array_equal` in its strict sense. Equal bits, the usual case, are seen in a tenth of its time."""
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype) or found.tobytes() != expected.tobytes():
+        np.testing.assert_array_equal(found, expected, err_msg=message, strict=True)
+
+
 def check_source(source: Source, expected: np.ndarray[Any, Any]) -> None:
     """Raise AssertionError unless `source` delivers `expected` in every region of `regions_of`, in native bytes."""
     native = expected.astype(expected.dtype.newbyteorder("="))
@@ -71,7 +82,7 @@ def check_source(source: Source, expected: np.ndarray[Any, Any]) -> None:
     for region in regions_of(expected.shape):
         out = np.full(region.shape, 99).astype(native.dtype)
         source.read_into(region, out)
-        np.testing.assert_array_equal(out, native[region.slices()], err_msg=f"{source.info} {region}", strict=True)
+        assert_same(out, native[(*region.slices(), ...)], f"{source.info} {region}")
 
 
 def read_all(source: Source) -> np.ndarray[Any, Any]:

@@ -155,9 +155,10 @@ do = {0: "os.abort()", 1: "os._exit(0)", 2: "while True: pass", 3: "bytearray(60
 def outcome(kind, seed, turn, folder):
     exec(do.get(turn, ""), {"os": f.os})
     return "right", ""
-f._outcome, f.CPU_SECONDS = outcome, 2.0
+f._outcome = outcome
 record["made"] = [[a, b[:40]] for a, b in f._run_child(kinds[:1], 7, 0, 9, 1e12)]
 for first in (1, 2, 3, 5):
+    f.CPU_SECONDS = 0.3 if first == 2 else 10.0  # of the loop without an end
     record["made"] += [[a, b[:40]] for a, b in f._run_child(kinds[:1], 7, first, min(first + 1, 9), 1e12)]
 print(json.dumps(record))
 """

@@ -33,14 +33,15 @@ def no_recent_plans() -> Iterator[None]:
     request._recent.clear()
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Arrays with chunks of 64 MiB, 16 MiB and 20 KiB, of which next to nothing is stored."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
+    path = str(tmp_path_factory.mktemp("large") / "a.h5")
+    with h5py.File(path, "w") as file:
         for name, chunks in (("large", (1, 4096, 4096)), ("middle", (1, 2048, 2048)), ("small", (1, 64, 80))):
             file.create_dataset(name, (2, *chunks[1:]), "f4", chunks=chunks, compression="gzip")
         file["large"][0, 0, :3] = 1, 2, 3
-    return str(tmp_path / "a.h5")
+    return path
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
@@ -80,7 +81,7 @@ def test_it_stays_within_a_quarter_of_the_memory(path: str, monkeypatch: pytest.
     assert plan(path, "large").staging_nbytes == 400 * MIB
     x = shardload.load(path, mesh(), P("a"), dataset="large", missing="fill")
     with h5py.File(path) as file:
-        np.testing.assert_array_equal(np.asarray(x), file["large"][...])
+        assert np.array_equal(x, file["large"][...])  # 128 MiB: `assert_array_equal` would look for NaN in them, too
 
 
 def test_an_error_only_where_that_does_not_do(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardload.planning.selection import Selection, select_axes
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
+@functools.cache
 @st.composite
 def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     bounds = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
@@ -128,14 +130,18 @@ def test_an_index_that_no_sharding_gives_is_refused(index: Any) -> None:
 # --- selections
 
 
+@functools.cache
+def parts_of(n: int) -> st.SearchStrategy[Any]:
+    """Slices, and numbers if there are any, of an axis of length `n`. Kept, as hypothesis looks at each new one closely."""
+    bound = st.none() | st.integers(-n - 2, n + 2)
+    pieces = st.builds(slice, bound, bound, st.sampled_from([None, 1]))
+    return pieces | st.integers(-n, n - 1) if n else pieces
+
+
+@functools.cache
 @st.composite
 def indices(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
-    def part(n: int) -> Any:
-        bound = st.none() | st.integers(-n - 2, n + 2)
-        pieces = st.builds(slice, bound, bound, st.sampled_from([None, 1]))
-        return draw(pieces | st.integers(-n, n - 1) if n else pieces)
-
-    parts = [part(n) for n in shape]
+    parts = [draw(parts_of(n)) for n in shape]
     if draw(st.booleans()):
         at = draw(st.integers(0, len(shape)))
         dropped = draw(st.integers(0, len(shape) - at))

@@ -142,18 +142,20 @@ class Loads:
 @pytest.mark.parametrize("where", NODES_OF)
 def test_every_part_arrives_once(where: str, way: str, shares: bool) -> None:
     """Wrong if a part were lost, doubled or given to another rank, an array taken for another, or a rank waited for ever."""
+    n = sum(map(len, NODES_OF[where]))
+    schedules = [given.schedule(n) for given in GIVEN]
+    wanted = sum(
+        part.region.size * given.values.itemsize
+        for given, schedule in zip(GIVEN, schedules, strict=True)
+        for rank in range(n)
+        for parts in schedule.remote_parts(rank).values()
+        for part in parts
+    )
     for checksums in (False, True):
         loads = Loads(NODES_OF[where], way, shares=shares)
         found = loads.run(checksums)
         assert [error for error, _ in found] == [None] * loads.n
         loads.check()
-        wanted = sum(
-            part.region.size * given.values.itemsize
-            for given in loads.given
-            for rank in range(loads.n)
-            for parts in given.schedule(loads.n).remote_parts(rank).values()
-            for part in parts
-        )
         assert sum(moved.nbytes for _, moved in found) == wanted
         for rank in loads.ranks:
             assert rank.relay is not None
