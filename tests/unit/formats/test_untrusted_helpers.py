@@ -223,7 +223,7 @@ def test_a_chunk_that_harms_whoever_decodes_it(
     tune(min_chunk_nbytes=0 if chunk_by_chunk else 1 << 30)
     make, words = BAD[kind]
     path = make(tmp_path / "bad.h5")
-    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=0.5)))
+    source = open_source(path, "x", access=Access(untrusted=Limits(cpu_seconds=1.0)))
     with reader_of(source) as reader, pytest.raises(SourceError, match=words) as error:  # type: ignore[arg-type]
         fetch(reader, whole(Region((4, 0), (8, 8)), rank=1))
     assert error.value.chunk == (1, 0) and error.value.dataset == "/x" and error.value.path == path

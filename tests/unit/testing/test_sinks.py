@@ -61,14 +61,13 @@ def sharded(spec: ArraySpec) -> ArraySpec:
 
 
 NETCDF_TYPES = [one for one in DTYPES if np.dtype(one).kind in "iuf" and np.dtype(one) != "f2" and np.dtype(one) != ">f2"]
-EVEN, ODD = SHAPES[::2], ((), *SHAPES[1::2])
-FORMATS: dict[str, Any] = {  # all types once, all shapes with HDF5 and with Zarr: their tests of saving have the rest
-    "hdf5": (".h5", None, read_hdf5, lambda spec: spec, DTYPES, SHAPES),
-    "hdf5 gzip": (".h5", None, read_hdf5, gzip, DTYPES[2::4], EVEN),
-    "netcdf4": (".nc", None, read_netcdf, gzip, NETCDF_TYPES[::3], ODD),
-    "zarr": (".zarr", None, read_zarr, lambda spec: spec, DTYPES[::2], ODD),
-    "zarr sharded": (".zarr", None, read_zarr, sharded, DTYPES[::4], [shape for shape in SHAPES if 0 not in shape][::2]),
-    "zarr2": (".zarr", "zarr2", read_zarr, gzip, DTYPES[1::4], EVEN),
+FORMATS: dict[str, Any] = {  # all types once: their tests of saving have the rest
+    "hdf5": (".h5", None, read_hdf5, lambda spec: spec, DTYPES),
+    "hdf5 gzip": (".h5", None, read_hdf5, gzip, DTYPES[2::4]),
+    "netcdf4": (".nc", None, read_netcdf, gzip, NETCDF_TYPES[::3]),
+    "zarr": (".zarr", None, read_zarr, lambda spec: spec, DTYPES[::2]),
+    "zarr sharded": (".zarr", None, read_zarr, sharded, DTYPES[::4]),
+    "zarr2": (".zarr", "zarr2", read_zarr, gzip, DTYPES[1::4]),
 }
 
 
@@ -78,14 +77,14 @@ def make(path: str, specs: Mapping[str, ArraySpec], mode: str, form: str | None 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_our_own_sinks_conform(name: str, tmp_path: Path) -> None:
-    suffix, form, read, change, dtypes, shapes = FORMATS[name]
+    suffix, form, read, change, dtypes = FORMATS[name]
     check_sink(
         lambda path, specs, mode: make(path, specs, mode, form),
         read,
         folder=tmp_path,
         suffix=suffix,
         dtypes=dtypes,
-        shapes=shapes,
+        shapes=[shape for shape in SHAPES if 0 not in shape or "sharded" not in name],
         change=change,
     )
 
