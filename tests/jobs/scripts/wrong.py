@@ -33,7 +33,8 @@ from tests.tuning import as_large
 ALONE = ("a reader drops its last block", "a receiver expects a block too few", "blocks smaller than their parts")
 
 comm = MPI.COMM_WORLD
-SPOT = (9, 200, 300)  # an element of the large array that no box of verify="file" meets
+LARGE = (16, 128, 128)  # of several blocks, and of more than a few boxes
+SPOT = (9, 100, 75)  # an element of the large array that no box of verify="file" meets
 SQUARE = (12, 12)  # on a square mesh a transposed layout has shards of the right shape
 
 module = importlib.import_module
@@ -247,7 +248,7 @@ def _(stack: ExitStack) -> None:
         stack.enter_context(patched(local_pieces, "np", Numpy()))
 
 
-@case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="4MiB")
+@case("staging buffer used again too early", spec=P("a"), readers="root", dataset="large", staging="512KiB")
 def _(stack: ExitStack) -> None:
     """Rank 0 has one slot and reads the next block into it while the last one is still being sent; the others are late."""
     expect, take = inbox.Receiver.expect, staging.Slots.take
@@ -515,7 +516,7 @@ def prepare_files(folder: str) -> None:
         file.create_dataset("chunked", data=ramp(SQUARE), chunks=(5, 5))
         file.create_dataset("fine", data=ramp(SQUARE), chunks=(3, 3))  # in a block of 3 x 12 they do not follow each other
         file.create_dataset("packed", data=ramp(SQUARE), chunks=(5, 5), compression="gzip")
-        file["large"] = ramp((16, 256, 512))
+        file["large"] = ramp(LARGE)
 
 
 def dirty(shapes: list[tuple[int, ...]], dtype: Any) -> Any:
@@ -527,7 +528,7 @@ def dirty(shapes: list[tuple[int, ...]], dtype: Any) -> Any:
 
 
 def shape_of(dataset: str) -> tuple[int, ...]:
-    return (16, 256, 512) if dataset == "large" else SQUARE
+    return LARGE if dataset == "large" else SQUARE
 
 
 def main(folder: str, *names: str) -> None:
