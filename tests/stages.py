@@ -61,7 +61,8 @@ QUICK = (
     tool("ruff format", "ruff", "format", "--check", "."),
     tool("import direction", "lint-imports", "--no-cache"),
 )
-# Two lanes that end at about the same time: so both cores have something to do until the end.
+# Two lanes that end at about the same time, so that both cores have something to do until the end. The third waits more than it
+# works, for the nodes that it starts and for jobs in a queue.
 LANES = (
     (make("pytest: 1 process and the jobs it starts", "test-plain"),),
     (
@@ -69,9 +70,9 @@ LANES = (
         make("pytest: 4 ranks with Open MPI", "test-openmpi", "N=4"),
         make("pytest: 2 ranks with the oldest versions", "test-oldest", "N=2"),
         make("doctests", "test-doctests"),
-        make("pytest: slurm", "test-slurm", in_memory=False),  # each node has a /dev/shm of its own
         make("pytest: 4 ranks", "test-mpi", "N=4"),
     ),
+    (make("pytest: slurm", "test-slurm", in_memory=False),),  # each node has a /dev/shm of its own
 )
 
 
