@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardload.planning import traffic
 from shardload.planning.cost import plan_cost
 from shardload.planning.halo import Halo, HaloShards, SectionGrid
 from shardload.planning.region import Region
@@ -168,7 +169,9 @@ def test_what_a_load_costs(data: st.DataObject) -> None:
             else:
                 assert (met, busiest) == (sum(decoded), max(decoded))
             continue
-        found = count_traffic(plan, 1)
+        with pytest.MonkeyPatch.context() as patch:  # some of these cases have more parts than are counted otherwise
+            patch.setattr(traffic, "_MAX_TRIPLES", 1 << 30)
+            found = count_traffic(plan, 1)
         moved = sum(p.region.size for r in range(case.n_ranks) for parts in plan.remote_parts(r).values() for p in parts)
         assert found.is_exact
         assert found.moved_nbytes == moved * case.itemsize
