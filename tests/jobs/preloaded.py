@@ -32,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import traceback
@@ -46,7 +47,7 @@ from typing import Any, NoReturn
 
 from tests.jobs.rank import LENGTH, read_when_loaded
 
-__all__ = ["close", "command_for", "prefix"]
+__all__ = ["close", "command_for", "is_installed", "prefix"]
 
 PROJECT = "shardload"
 SITE = str(Path(__file__).with_name("site"))
@@ -57,6 +58,10 @@ ROOM = "SHARDLOAD_ROOM"  # a variable that makes room for those of a copy, in wh
 ROOM_BYTES = 32 << 10
 WHOLE_END = "SHARDLOAD_WHOLE_END"  # a variable of programs that end as Python itself does
 LIBRARY = "MPI4PY_LIBMPI"  # the MPI library, where it is not the one beside the interpreter
+# Where modules are installed: not all below the prefixes. That of a system's Python is /usr, and a project may lie there.
+INSTALLED = tuple(
+    {str(Path(sysconfig.get_path(kind)).resolve()) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 NAMESPACES = ("uts", "ipc", "net", "mnt")  # this last: what the others are called is found in the first one
 
 
@@ -242,6 +247,12 @@ def is_another_project() -> bool:
     return found is None or found.origin != sys.modules[PROJECT].__file__
 
 
+def is_installed(module: Any) -> bool:
+    """Whether a module is a library's, and no file of the project or of a test."""
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())][:2]
+    return not any(place and not str(Path(place).resolve()).startswith(INSTALLED) for place in places)
+
+
 def map_mpi() -> None:
     """Map the MPI library and what it needs into memory, which takes a rank a tenth of its start. Nobody sees it, and it is not
     initialized: a copy loads MPI as ever, finds the files mapped if it wants this library, and may as well take another one.
@@ -385,10 +396,8 @@ def end(status: int, known: frozenset[str]) -> NoReturn:
 
 def _forget_program(known: frozenset[str]) -> None:
     """Let go of what the program has made and imported itself: files are closed, and objects come to their end."""
-    installed = tuple(prefix + os.sep for prefix in (sys.prefix, sys.base_prefix))
     for name, module in [*sys.modules.items()]:
-        place = getattr(module, "__file__", None)
-        if name == "__main__" or (name not in known and place and not place.startswith(installed)):
+        if name == "__main__" or (name not in known and not is_installed(module)):
             del sys.modules[name]
             vars(module).clear()
     gc.collect()

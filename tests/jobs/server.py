@@ -35,17 +35,11 @@ import numpy as np
 import zarr
 from mpi4py import MPI
 
-# Where modules are installed: those stay. All others are the project's, the tests' or a program's own.
-INSTALLED = tuple({str(Path(path).resolve()) + os.sep for path in (sys.prefix, sys.base_prefix)})
+from tests.jobs.preloaded import is_installed
+
 # A program that patches one of these without taking it back must not be met by the next one.
 WATCHED = (MPI, h5py, jax, np, os, socket, threading, time, zarr)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
-
-
-def is_installed(module: Any) -> bool:
-    """Whether a module is a library's, and no file of the project or of a test."""
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())][:2]
-    return not any(place and not str(Path(place).resolve()).startswith(INSTALLED) for place in places)
 
 
 def forget_modules(kept: set[str]) -> None:

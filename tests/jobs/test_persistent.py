@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from tests.jobs import persistent
 from tests.jobs.launch import ROOT, Job, run_job
+from tests.jobs.preloaded import is_installed
 
 N = 2
 
@@ -111,6 +115,13 @@ def test_programs_know_nothing_of_each_other(tmp_path: Path, monkeypatch: pytest
     assert "RuntimeError: only here" in failed.rank_stderr[1]
 
     assert run(script(tmp_path, LEAVES_A_MESSAGE)).returncode == 1, "a message could be taken for the next program's"
+
+
+def test_what_is_installed() -> None:
+    """Wrong if a project below the prefix of Python, which is /usr for a system's, stayed as a program has patched it."""
+    project = types.ModuleType("project")
+    project.__file__ = str(Path(sys.base_prefix, "src", "project.py"))
+    assert [is_installed(module) for module in (json, pytest, project, sys.modules[__name__])] == [True, True, False, False]
 
 
 def test_a_program_that_hangs_is_killed_with_its_stacks_shown(tmp_path: Path) -> None:

@@ -54,15 +54,16 @@ def import_all(room):
         for module in pkgutil.walk_packages(getattr(found, "__path__", ()), room + "."):
             importlib.import_module(module.name)
 
+def largest(allowed):
+    return next((name for name in ("jax", "numpy") if name in allowed), "")
+
 sys.meta_path.insert(0, Blocker())
 todo = {rooms!r}
 for library in ("", "numpy", "jax"):
-    ours = [room for room, allowed in todo.items() if not library or library in allowed]
+    ours = [room for room, allowed in todo.items() if largest(allowed) == library]
     if library and ours:
         importlib.import_module(library)
     for room in ours:
-        if library != next((name for name in ("jax", "numpy") if name in todo[room]), ""):
-            continue  # it comes later
         reading, writing = os.pipe()
         with warnings.catch_warnings(action="ignore"):
             child = os.fork()
