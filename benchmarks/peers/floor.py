@@ -31,7 +31,7 @@ import numcodecs
 import numpy as np
 
 from benchmarks.cases.saves import SaveLayout
-from benchmarks.peers.save_floor import SaveFloor, deflater
+from benchmarks.peers.save_floor import SaveFloor, deflater, zstd_compressor
 from benchmarks.remote import serve
 
 CORES = len(os.sched_getaffinity(0))
@@ -259,9 +259,8 @@ def main() -> None:
         cpu = time.process_time() - cpu
         return {"start": start, "end": start + decode + copy, "cpu": cpu, "report": {"decode": decode, "copy": copy}}
 
-    serve(
-        handle, comm.rank, {"inflate": inflate()[0], "deflate": deflater()[0], "cores": str(CORES), "threads": str(n_threads)}
-    )
+    libraries = {"inflate": inflate()[0], "deflate": deflater()[0], "zstd": zstd_compressor()[0]}
+    serve(handle, comm.rank, libraries | {"cores": str(CORES), "threads": str(n_threads)})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from benchmarks.peers.many import MANY
 from benchmarks.peers.ways import SCATTERS, WAYS, last_report
 from benchmarks.remote import serve
 
-PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate")
+PACKAGES = ("jax", "numpy", "mpi4py", "h5py", "zarr", "numcodecs", "tensorstore", "hdf5plugin", "deflate", "zstandard")
 comm = MPI.COMM_WORLD
 kept: dict[str, Any] = {}
 

@@ -10,7 +10,9 @@ release the GIL while they work, so that several chunks can be encoded at once.
 
 from __future__ import annotations
 
+import importlib
 import math
+import threading
 import zlib as standard_zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -138,9 +140,41 @@ def _not_compressed(wbits: int) -> Step:
     return step
 
 
+class _ZstdOfThread(threading.local):
+    """zstandard's compressor of this thread: two threads must not use one. One for all arrays, because each takes megabytes."""
+
+    level: int | None = None
+    compress: Step | None = None
+
+
+_zstd_of_thread = _ZstdOfThread()
+
+
 def zstd(level: int) -> Step:
-    """One Zstandard frame that declares its size. Uses numcodecs."""
-    return lambda data: numcodecs.zstd.compress(data, level)
+    """One Zstandard frame that declares its size, without a checksum of the content.
+
+    Uses zstandard if it is installed: its library is newer than that of numcodecs, and its context is kept for the next chunk.
+    """
+
+    def step(data: Any) -> Any:
+        mine = _zstd_of_thread
+        compress = mine.compress
+        if compress is None or mine.level != level:
+            mine.compress = None  # free the old memory before asking for more
+            compress = mine.compress = _new_zstd(level)
+            mine.level = level
+        return compress(data)
+
+    return step
+
+
+def _new_zstd(level: int) -> Step:
+    try:
+        make = importlib.import_module("zstandard").ZstdCompressor
+    except (ImportError, AttributeError):
+        return lambda data: numcodecs.zstd.compress(data, level)
+    compress: Step = make(level=level, write_checksum=False, write_content_size=True).compress
+    return compress
 
 
 def blosc(cname: str, level: int, shuffling: int, itemsize: int) -> Step:
