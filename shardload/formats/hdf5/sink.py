@@ -42,7 +42,7 @@ from shardload.formats.sink import (
     place_again,
     with_dims,
 )
-from shardload.formats.target import Target, mark, named, put_at, sync_folder
+from shardload.formats.target import Target, mark, named, put_at, reserve, sync_folder
 from shardload.planning.blocks import run_of, runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
@@ -215,6 +215,8 @@ class _Hdf5Catalog(Catalog):
                 sink.describe(self._file)
                 self._chunks = {name: Noted(one.spec) for name, one in sink.arrays.items()}
                 places = {name: self._early(name) for name, one in sink.arrays.items() if not one.is_asked}
+            if resumed is None:
+                self._reserve()
         except BaseException:
             if resumed is None:
                 self.abandon()
@@ -280,6 +282,14 @@ class _Hdf5Catalog(Catalog):
 
         _tell_numbers(dataset, self._sink.arrays[name].spec, note)
         return Places.of(noted.offsets)
+
+    def _reserve(self) -> None:
+        """Have the file system reserve the space of arrays that have their places."""
+        early = [noted for noted in self._chunks.values() if noted.sizes.any()]
+        if early and self._store is not None:
+            start = min(int(noted.offsets[noted.sizes > 0].min()) for noted in early)
+            stop = max(int((noted.offsets + noted.sizes).max()) for noted in early)
+            reserve(self._store.descriptor, start, stop)
 
     def _dataset(self, name: str) -> h5py.h5d.DatasetID:
         if self._file is None:

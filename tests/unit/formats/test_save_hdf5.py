@@ -20,6 +20,7 @@ import xarray as xr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
 from shardload.formats.encoding import EncodeChain
+from shardload.formats.hdf5 import sink as hdf5_sink
 from shardload.formats.hdf5.ledger import HEAD_NBYTES, Ledger
 from shardload.formats.hdf5.source import FORMAT as HDF5
 from shardload.formats.lookup import open_source
@@ -97,6 +98,38 @@ def test_every_type_is_read_back_by_h5py(tmp_path: Path, name: str) -> None:
         assert not source.missing(Region.whole(SHAPE))
         source.close()
         break  # the codecs are the same for all types
+
+
+def test_space_is_reserved_for_what_has_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if an array is left out, if space is taken for chunks of which nobody knows the size yet, or if it changes the
+    file: its length, or the values of another array."""
+    asked = []
+
+    def reserve(descriptor: int, start: int, stop: int) -> int:
+        asked.append((os.readlink(f"/proc/self/fd/{descriptor}"), start, stop))
+        return target_reserve(descriptor, start, stop)
+
+    target_reserve = hdf5_sink.reserve
+    values = {"z": ramp((30, 40, 50), "f4"), "plain": ramp((40, 50, 60), "f8"), "run": ramp((50, 60, 70), "i2")}
+    specs = {"z": spec("f4", "gzip", (7, 8, 9), (30, 40, 50)), "plain": spec("f8", None, (4, 5, 6), (40, 50, 60))}
+    specs["run"] = spec("i2", None, None, (50, 60, 70))
+    save(tmp_path / "without.h5", values, specs)
+    monkeypatch.setattr(hdf5_sink, "reserve", reserve)
+    save(tmp_path / "x.h5", values, specs)
+    ((where, start, stop),) = asked
+    assert os.path.basename(where).startswith("x.h5.")
+    with h5py.File(tmp_path / "x.h5") as file:
+        for name, expected in values.items():
+            np.testing.assert_array_equal(file[name][...], expected)
+        plain = [file["plain"].id.get_chunk_info(k) for k in range(file["plain"].id.get_num_chunks())]
+        run = file["run"].id.get_offset()
+        assert start == min(run, *(one.byte_offset for one in plain))
+        assert stop == max(run + values["run"].nbytes, *(one.byte_offset + one.size for one in plain))
+    assert (tmp_path / "x.h5").stat().st_size == (tmp_path / "without.h5").stat().st_size
+    asked.clear()
+    save(tmp_path / "gzip.h5", {"z": values["z"]}, {"z": specs["z"]})
+    save(tmp_path / "empty.h5", {"none": ramp((0, 3), "f4")})
+    assert not asked
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (13,), (0, 3), (5, 7, 11), (3, 1, 2, 5)], ids=str)

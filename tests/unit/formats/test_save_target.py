@@ -403,3 +403,47 @@ def test_what_is_put_after_the_end(tmp_path: Path) -> None:
     catalog.abandon()
     with pytest.raises(ValueError, match="is finished"):
         catalog.allocate("/rho", [1], [5])
+
+
+class AFileSystem:
+    """Stands for the system's fallocate, and for the clock: each call takes `seconds` for a GiB. Refuses what `room` lacks."""
+
+    def __init__(self, seconds: float = 0.0, room: int = 1 << 62) -> None:
+        self.seconds, self.room, self.now, self.asked = seconds, room, 0.0, list[tuple[int, int]]()
+
+    def fallocate(self, descriptor: int, mode: int, start: int, nbytes: int) -> int:
+        self.asked.append((start, nbytes))
+        self.now += self.seconds * nbytes / (1 << 30)
+        return 0 if start + nbytes <= self.room else -1
+
+    def put_in(self, monkeypatch: pytest.MonkeyPatch) -> AFileSystem:
+        monkeypatch.setattr(target, "_fallocate", lambda: self.fallocate)
+        monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
+        return self
+
+
+def test_space_is_reserved_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if bytes are left out between two calls, or the file becomes longer than it will be."""
+    disk = AFileSystem().put_in(monkeypatch)
+    start, stop = 2048, 5 * (1 << 30) + 7
+    assert target.reserve(3, start, stop) == stop - start
+    assert [at + n for at, n in disk.asked] == [*(at for at, _ in disk.asked[1:]), stop] and disk.asked[0][0] == start
+    assert max(n for _, n in disk.asked) == 1 << 30
+    assert target.reserve(3, 9, 9) == 0
+
+
+def test_space_that_is_not_there_is_left_to_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = AFileSystem(room=20 << 20).put_in(monkeypatch)
+    assert target.reserve(3, 0, 64 << 20) == 16 << 20 and len(disk.asked) == 2
+
+
+def test_a_file_system_that_takes_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if rank 0 writes all of a large file's pages in memory, one after the other, while the others wait."""
+    disk = AFileSystem(seconds=0.25).put_in(monkeypatch)
+    assert target.reserve(3, 0, 1 << 40) == 48 << 20
+    assert disk.now < 0.02
+
+
+def test_a_system_without_fallocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_fallocate", lambda: None)
+    assert target.reserve(3, 0, 10) == 0
