@@ -325,7 +325,8 @@ def unshuffle(itemsize: int) -> Stage:
 
     def undo_many(data: Many, out: Bytes) -> Many:
         n = out.shape[1] // itemsize
-        if itemsize in (2, 4, 8, 16) and n * itemsize == out.shape[1] and _blosc_takes(*out.shape):
+        is_whole = n * itemsize == out.shape[1] and out.flags.c_contiguous
+        if itemsize in (2, 4, 8, 16) and is_whole and _blosc_takes(*out.shape):
             _unshuffle_by_blosc(data, out, itemsize)
             return out
         planes = _joined(data, out)

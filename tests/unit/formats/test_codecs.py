@@ -276,6 +276,15 @@ def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
         np.testing.assert_array_equal(in_a_thread(partial(found, data)), expected)
 
 
+def test_shuffled_chunks_into_rows_with_gaps() -> None:
+    """Wrong if Blosc fills a copy of the rows, and the rows themselves keep what an older chunk left there."""
+    stored = np.random.default_rng(0).integers(0, 256, (3, 32), dtype=np.uint8)
+    whole, undo_many = np.full((3, 40), 99, np.uint8), unshuffle(4).undo_many
+    assert undo_many is not None
+    found = np.asarray(in_a_thread(partial(undo_many, list(stored), whole[:, :32])))
+    np.testing.assert_array_equal(found, stored.reshape(3, 4, 8).swapaxes(1, 2).reshape(3, -1))
+
+
 @pytest.mark.parametrize("lengths", [(16, 15), (16, 17), (8, 24), (16,), (16, 16, 16), (32,)])
 def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
     """Also if together they are as long as expected."""
