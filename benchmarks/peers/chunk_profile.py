@@ -2,8 +2,10 @@
 
 CPU time of all threads of a rank, in user mode and in the kernel, as the system counts it (`getrusage`; by samples, so many
 loads are summed up). From the first the decoder's own time is taken away: the same stored chunks are decoded by the library
-alone, in a list comprehension, by all ranks at once; and so are NumPy's copies: out of the batch, and for other ranks once more
-out of the staging buffer. What is left is Python.
+alone, in a list comprehension, by all ranks at once, and un-shuffled if they were shuffled: that is a filter of the file too.
+So are NumPy's copies: out of the batch, and for other ranks once more out of the staging buffer. What is left is Python.
+
+The decoders run in a thread, as in a load: in the main thread shuffled bytes are put in order in another way.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import importlib
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import deflate
@@ -32,17 +36,21 @@ def spent() -> tuple[float, float]:
     return used.ru_utime, used.ru_stime
 
 
-def decoder_seconds(path: str, dataset: str, repeats: int = 3) -> float:
-    """CPU seconds that the decoders of a file take for one chunk, and nothing else."""
+def decoder_seconds(path: str, dataset: str, repeats: int = 3) -> tuple[float, float]:
+    """CPU seconds for one chunk of a file: for its decoder, and for the un-shuffle; nothing else."""
     source = open_source(path, dataset)
     try:
         info, reader = source.info, source.chunk_reader()
-        chunk = info.chunks or ()
+        chunk, itemsize = info.chunks or (), source.dtype.itemsize
+        nbytes = int(np.prod(chunk)) * itemsize
         grid = [range(-(-n // c)) for n, c in zip(info.shape, chunk, strict=True)]
         fetched: Any = reader
         stored = [bytes(one) for one in fetched.fetch_many(next(cut_box(grid, _MOST)))]
-        decode = _decoder(info.codec, int(np.prod(chunk)) * source.dtype.itemsize, source.dtype.itemsize)
-        return min(_timed(decode, stored) for _ in range(repeats)) / len(stored)
+        decode, shuffled = _decoder(info.codec, nbytes), _unshuffler(info.codec, nbytes, itemsize)
+        with ThreadPoolExecutor(1) as thread:
+            found = [thread.submit(_timed, decode, shuffled, stored).result() for _ in range(repeats)]
+        decoding, ordering = min(found, key=sum)
+        return decoding / len(stored), ordering / len(stored)
     finally:
         source.close()
 
@@ -63,30 +71,42 @@ def copy_seconds(chunk: tuple[int, ...], dtype: np.dtype[Any], repeats: int = 3)
     return best / len(places) / n**ndim
 
 
-def _timed(decode: Callable[[list[bytes]], Any], stored: list[bytes]) -> float:
-    began = time.thread_time()
+def _timed(decode: Callable[[Any], Any], shuffled: Callable[[Any], Any] | None, stored: list[bytes]) -> tuple[float, float]:
+    decoding = ordering = 0.0
     for first in range(0, len(stored), _BATCH):
-        decode(stored[first : first + _BATCH])
-    return time.thread_time() - began
+        began = time.thread_time()
+        found = [decode(one) for one in stored[first : first + _BATCH]]
+        decoded = time.thread_time()
+        decoding += decoded - began
+        if shuffled is not None:
+            shuffled(found)
+            ordering += time.thread_time() - decoded
+    return decoding, ordering
 
 
-def _decoder(codec: str, nbytes: int, itemsize: int) -> Callable[[list[bytes]], Any]:
-    """What decodes some chunks with the library that shardload uses, without a check."""
+def _decoder(codec: str, nbytes: int) -> Callable[[Any], Any]:
+    """What decodes a chunk with the library that shardload uses, without a check."""
     if "zstd" in codec and "blosc" not in codec:
         try:
-            decompress = importlib.import_module("zstandard").ZstdDecompressor().decompress
+            decompress: Callable[[Any], Any] = importlib.import_module("zstandard").ZstdDecompressor().decompress
         except ImportError:
             decompress = numcodecs.zstd.decompress
-        return lambda stored: [decompress(one) for one in stored]
+        return decompress
     if "gzip" in codec:
-        shuffled, out = unshuffle(itemsize).undo_many, np.empty((_BATCH, nbytes), dtype=np.uint8)
-
-        def inflate(stored: list[bytes]) -> None:
-            found = [deflate.zlib_decompress(one, nbytes) for one in stored]
-            if "shuffle" in codec and shuffled is not None:
-                shuffled(found, out[: len(stored)])
-
-        return inflate
+        return partial(_inflate, nbytes)
     if "blosc" in codec:
-        return lambda stored: [numcodecs.blosc.decompress(one) for one in stored]
+        return numcodecs.blosc.decompress  # type: ignore[no-any-return]
     raise ValueError(f"no decoder of {codec} is known here")
+
+
+def _inflate(nbytes: int, stored: bytes) -> bytearray:
+    return deflate.zlib_decompress(stored, nbytes)
+
+
+def _unshuffler(codec: str, nbytes: int, itemsize: int) -> Callable[[Any], Any] | None:
+    """What puts the bytes of shuffled chunks in order; None if they are not shuffled, or blosc does it."""
+    undo = unshuffle(itemsize).undo_many if "gzip" in codec and "shuffle" in codec else None
+    if undo is None:
+        return None
+    out = np.empty((_BATCH, nbytes), dtype=np.uint8)
+    return lambda found: undo(found, out[: len(found)])

@@ -119,8 +119,9 @@ def chunk_profile(request: dict[str, Any]) -> dict[str, Any]:
     comm.Barrier()
     plan = shardload.plan(file["path"], sharding, dataset=file["dataset"] or None)
     copies = (2 - 1 / comm.size) * copy_seconds(plan.chunks or (), plan.dtype)
-    alone = decoder_seconds(file["path"], file["dataset"])
-    return {"user": user, "system": system, "decoder": alone, "copies": copies, "chunks": last_report["chunks_decoded"]}
+    decoder, unshuffle = decoder_seconds(file["path"], file["dataset"])
+    alone = {"decoder": decoder, "unshuffle": unshuffle, "copies": copies}
+    return {"user": user, "system": system, **alone, "chunks": last_report["chunks_decoded"]}
 
 
 def scatter(request: dict[str, Any]) -> dict[str, Any]:

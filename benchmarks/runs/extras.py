@@ -107,8 +107,8 @@ def profile_chunks(files: dict[str, File], ranks: Sequence[int], spec: str, repe
                 found = jobs.ask(OURS, "chunk_profile", repeats=repeats, **request)
                 n_chunks = found[0]["chunks"]
                 user, system = (sum(one[part] for one in found) / repeats / n_chunks * 1e6 for part in ("user", "system"))
-                decoder, copies = (sum(one[part] for one in found) / n * 1e6 for part in ("decoder", "copies"))
-                parts = {"decoder": decoder, "copies": copies, "kernel": system, "python": user - decoder - copies}
+                parts = {part: sum(one[part] for one in found) / n * 1e6 for part in ("decoder", "unshuffle", "copies")}
+                parts |= {"kernel": system, "python": user - sum(parts.values())}
                 record["cells"].append({"layout": file.layout, "ranks": n, "chunks": n_chunks, **parts})
                 told = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
                 say(f"{file.layout}, {n} ranks, CPU us for each chunk: {user + system:.1f}: {told}")

@@ -431,6 +431,9 @@ def has_missing(stored: Sequence[Any] | np.ndarray[Any, Any]) -> bool:
     return any(map(is_, stored, itertools.repeat(None)))
 
 
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
 class Spans:
     """Pieces of one file that are read with few calls: pieces that follow each other, or almost, are read together.
 
@@ -457,35 +460,51 @@ class Spans:
     [[40, 41], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19], [20, 21, 22, 23, 24]]
     """
 
-    def __init__(
-        self, offsets: np.ndarray[Any, np.dtype[np.int64]], sizes: np.ndarray[Any, np.dtype[np.int64]], most_gap: int = 1 << 12
-    ) -> None:
-        self._order = np.argsort(offsets, kind="stable")
-        start, size = offsets[self._order], sizes[self._order]
-        stop = np.maximum.accumulate(start + size)
-        first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1] + most_gap])[: len(start)])
-        last = np.append(first[1:], len(start))[: len(first)] - 1
+    def __init__(self, offsets: Ints, sizes: Ints, most_gap: int = 1 << 12) -> None:
+        self._spans: list[tuple[int, int, int]]  # where each lies in memory, its bytes, where it begins in the file
+        n, stops = len(offsets), offsets + sizes
+        gaps = offsets[1:] - stops[:-1]
+        if n and (n == 1 or int(gaps.min()) >= 0):
+            self._join_in_order(offsets, sizes, gaps, most_gap)
+        else:
+            self._join_sorted(offsets, sizes, stops, most_gap)
+
+    def _join_in_order(self, offsets: Ints, sizes: Ints, gaps: Ints, most_gap: int) -> None:
+        """For pieces in the order of the file, as chunks mostly are: in a third of the time."""
+        cuts = (gaps > most_gap).nonzero()[0]
+        gaps[cuts] = 0
+        at = np.zeros(len(offsets), dtype=np.int64)  # where each piece lies in memory
+        np.cumsum(gaps + sizes[:-1], out=at[1:])
+        starts, ends, last = at.tolist(), (at + sizes).tolist(), cuts.tolist()
+        first = [0, *[k + 1 for k in last]]
+        self._spans = [
+            (starts[a], ends[b] - starts[a], offset)
+            for a, b, offset in zip(first, [*last, len(starts) - 1], offsets[first].tolist(), strict=True)
+        ]
+        self._places, self.nbytes = list(map(slice, starts, ends)), ends[-1]
+
+    def _join_sorted(self, offsets: Ints, sizes: Ints, stops: Ints, most_gap: int) -> None:
+        """For pieces in any order, which may overlap."""
+        n, order = len(offsets), np.argsort(offsets, kind="stable")
+        start, stop = offsets[order], np.maximum.accumulate(stops[order])
+        first = np.flatnonzero(np.concatenate([[True], start[1:] > stop[:-1] + most_gap])[:n])
+        last = np.append(first[1:], n)[: len(first)] - 1
         length = stop[last] - start[first]
-        begin = np.cumsum(length) - length  # where each span lies in memory
-        at = start - np.repeat(start[first] - begin, last - first + 1)
+        begin = np.cumsum(length) - length
+        at = np.empty(n, dtype=np.int64)
+        at[order] = start - np.repeat(start[first] - begin, last - first + 1)
         self._spans = list(zip(begin.tolist(), length.tolist(), start[first].tolist(), strict=True))
-        self._places = list(zip(self._order.tolist(), at.tolist(), (at + size).tolist(), strict=True))
-        self.nbytes = int(length.sum())
+        self._places, self.nbytes = list(map(slice, at.tolist(), (at + sizes).tolist())), int(length.sum())
 
     def read(self, descriptor: int, room: np.ndarray[Any, Any]) -> list[memoryview]:
         """The pieces, in the order in which they were given, read into `room`. OSError if the file ends before one of them."""
-        whole, found = room.data, [_NOTHING] * len(self._places)
+        whole = room.data
         for begin, length, offset in self._spans:
             if os.preadv(descriptor, [whole[begin : begin + length]], offset) < length:  # it may give less than was asked for
                 done = read_at(descriptor, room[begin : begin + length], offset)
                 if done < length:
                     raise OSError(f"the file ends at byte {offset + done}, but chunks are stored up to byte {offset + length}")
-        for k, start, stop in self._places:
-            found[k] = whole[start:stop]
-        return found
-
-
-_NOTHING = memoryview(b"")
+        return list(map(whole.__getitem__, self._places))
 
 
 @dataclass(frozen=True, slots=True)

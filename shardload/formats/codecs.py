@@ -324,11 +324,15 @@ def unshuffle(itemsize: int) -> Stage:
         out[n * itemsize :] = data[n * itemsize :]
 
     def undo_many(data: Many, out: Bytes) -> Many:
-        planes = _joined(data, out)
         n = out.shape[1] // itemsize
+        is_whole = n * itemsize == out.shape[1] and out.flags.c_contiguous
+        if itemsize in (2, 4, 8, 16) and is_whole and _blosc_takes(*out.shape):
+            _unshuffle_by_blosc(data, out, itemsize)
+            return out
+        planes = _joined(data, out)
         if itemsize in (2, 4, 8) and n * itemsize == out.shape[1] and sys.byteorder == "little":
-            # Words are put together from the last byte to the first: NumPy does that in vector registers. Measured with 24
-            # chunks of 4096 words: 4 microseconds a chunk, byte by byte as above 7.
+            # Words are put together from the last byte to the first: NumPy does that in vector registers. Measured with 48
+            # chunks of 4096 words: 3.2 microseconds a chunk, byte by byte as above 7.
             words = out.view(f"<u{itemsize}")
             np.copyto(words, planes[:, (itemsize - 1) * n :])
             for k in reversed(range(itemsize - 1)):
@@ -340,6 +344,46 @@ def unshuffle(itemsize: int) -> Stage:
         return out
 
     return Stage("shuffle", undo, 0, None, undo_many)
+
+
+_MOST_BLOCKS, _MOST_BY_BLOSC = 1024, 1 << 26  # chunks, and bytes: it counts with 32 bits
+
+
+def _blosc_takes(n: int, nbytes: int) -> bool:
+    """True if Blosc may un-shuffle `n` chunks. In the main thread it would start threads of its own."""
+    is_little = 0 < n <= _MOST_BLOCKS and 0 < n * nbytes <= _MOST_BY_BLOSC
+    return is_little and threading.current_thread() is not threading.main_thread()
+
+
+def _unshuffle_by_blosc(data: Many, out: Bytes, itemsize: int) -> None:
+    """Un-shuffle chunks as long as the rows of `out`, with Blosc's code for vector registers: 0.9 microseconds for 16 KiB.
+
+    They become the blocks of one Blosc 1 buffer. A block that could not be compressed is stored as it is, with its length
+    before it, and is then only un-shuffled.
+    """
+    n, nbytes = out.shape
+    if len(data) != n or _have_other_sizes(data, nbytes):
+        raise ValueError(f"data of other sizes than {nbytes} bytes")
+    head, length = _blosc_head(n, nbytes, itemsize)
+    parts = [length] * (2 * n)
+    parts[0], parts[1::2] = head, data
+    try:
+        numcodecs.blosc.decompress(b"".join(parts), out.reshape(-1))
+    except RuntimeError as error:
+        raise ValueError(f"blosc cannot un-shuffle {n} chunks of {nbytes} bytes ({error})") from None
+
+
+@lru_cache(maxsize=64)
+def _blosc_head(n: int, nbytes: int, itemsize: int) -> tuple[bytes, bytes]:
+    """What comes before the first of `n` shuffled blocks that are stored as they are, and what before each of the others.
+
+    See c-blosc's README_CHUNK_FORMAT: version, version of the compressor (BloscLZ), flags (1: shuffled; 16: a block is one
+    stream), bytes of an element; decoded bytes, bytes of a block, bytes of all; where each block begins.
+    """
+    first, length = 16 + 4 * n, struct.pack("<I", nbytes)
+    size = first + n * (4 + nbytes)
+    head = struct.pack("<BBBBIII", 2, 1, 1 | 16, itemsize, n * nbytes, nbytes, size)
+    return head + struct.pack(f"<{n}I", *range(first, size, 4 + nbytes)) + length, length
 
 
 def _joined(data: Many, out: Bytes) -> Bytes:

@@ -86,7 +86,12 @@ def leaves_gaps(dataset: h5py.Dataset) -> bool:
 
 
 def _is_empty(dataset: h5py.Dataset) -> bool:
-    """True if no chunk was ever written."""
+    """True if no chunk was ever written.
+
+    HDF5 goes through the index of all chunks for that. So if it was asked before what they take, that is enough.
+    """
+    if isinstance(dataset, OpenDataset) and dataset.nbytes_stored > 0:
+        return False
     return bool(dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED)
 
 
@@ -110,6 +115,18 @@ class _Place:
     offset: int
     nbytes: int
     mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Usual:
+    """Where all chunks are, in the grid's shape, if nothing must be looked at for each of them: see `Hdf5Chunks._usual_of`.
+
+    `end` is where the last of them ends.
+    """
+
+    offsets: np.ndarray[Any, np.dtype[np.int64]]
+    sizes: np.ndarray[Any, np.dtype[np.int64]]
+    end: int
 
 
 class Hdf5Chunks:
@@ -139,15 +156,16 @@ class Hdf5Chunks:
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
-        self._is_empty = _is_empty(dataset)
         self._filling = dataset
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
         # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
         own = dataset if isinstance(dataset, OpenDataset) else None
         self._header = None if own is None or own.facts.sizes != (8, 8) else getattr(own.about, "addr", None)
         self._nbytes_stored = -1 if own is None else own.nbytes_stored
+        self._is_empty = _is_empty(dataset)
         self._listing = threading.Lock()
         self._listed: _Listed | None = None
+        self._usual: _Usual | None = None
         self._may_list = math.prod(self._grid) <= _MOST_LISTED and hasattr(self._identifier, "chunk_iter")
         self._may_have_index = self._header is not None
         self._n_fetched = 0
@@ -210,6 +228,11 @@ class Hdf5Chunks:
         listed = self._places(n)
         if listed is None:
             return self._fetch_many_by_hdf5(box, room)
+        usual = self._usual
+        if usual is not None and usual.end <= self._raw.nbytes:
+            inside = tuple([slice(axis.start, axis.stop) for axis in box])
+            spans = Spans(usual.offsets[inside].reshape(-1), usual.sizes[inside].reshape(-1))
+            return list(self._raw.read_spans(spans, room(spans.nbytes)))
         at = _numbers(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         stored = offsets != _NOWHERE
@@ -344,11 +367,31 @@ class Hdf5Chunks:
             self._n_fetched += n
             cells, worth = math.prod(self._grid), _LIST_AT_ONCE + _LISTED_PER_FETCH * self._n_fetched
             if self._listed is None and self._may_have_index and cells <= (worth if n == 1 else _FASTER_BY_INDEX * worth):
-                self._listed, self._may_have_index = self._list_by_index(), False
+                self._keep(self._list_by_index())
+                self._may_have_index = False
             if self._listed is None and self._may_list and cells <= worth:
-                self._listed = self._list_by_hdf5()
+                self._keep(self._list_by_hdf5())
                 self._may_list = self._listed is not None
             return self._listed
+
+    def _keep(self, listed: _Listed | None) -> None:
+        if listed is not None:
+            self._usual = self._usual_of(listed)  # first: other threads see the list as soon as it is there
+            self._listed = listed
+
+    def _usual_of(self, listed: _Listed) -> _Usual | None:
+        """The list for batches, if each chunk of the dataset is there, was filtered, and may have its size; else None.
+
+        What would have to be asked for each batch again is asked once.
+        """
+        offsets, sizes = (column.view(np.int64) for column in listed[:2])  # a missing chunk is at -1
+        if not len(offsets) or listed[2].any() or int(offsets.min()) < 0:
+            return None
+        if int(sizes.min()) < 0 or int(sizes.max()) > self._most_nbytes or int(offsets.max()) > _NOWHERE // 4:
+            return None
+        if self._filters and (sizes == self._chain.nbytes).any():  # see `_encoded`
+            return None
+        return _Usual(offsets.reshape(self._grid), sizes.reshape(self._grid), int((offsets + sizes).max()))
 
     def _empty_list(self) -> _Listed:
         n = math.prod(self._grid)
@@ -368,17 +411,18 @@ class Hdf5Chunks:
         with phil:
             if self._identifier.get_num_chunks() != len(told):
                 return None
-        cells, at = told["at"].astype(np.int64), np.zeros(len(told), dtype=np.int64)
-        for axis, c, count in zip(cells.T, self._chunk, self._grid, strict=False):
-            place, left = np.divmod(axis, c)
-            if left.any() or (place < 0).any() or (place >= count).any():
+        at = np.zeros(len(told), dtype=np.int64)
+        for k, (c, count) in enumerate(zip(self._chunk, self._grid, strict=True)):
+            axis = told["at"][:, k].astype(np.int64)
+            place = axis // c  # much faster than divmod
+            if (place * c != axis).any() or (place < 0).any() or (place >= count).any():
                 return None
             at = at * count + place
         found = self._empty_list()
         for column, name in zip(found, ("child", "nbytes", "mask"), strict=True):
             column[at] = told[name]
         is_twice = np.count_nonzero(found[0] != _NOWHERE) != len(told)
-        return None if is_twice or cells[:, -1].any() else found
+        return None if is_twice or told["at"][:, -1].any() else found
 
     def _list_by_hdf5(self) -> _Listed | None:
         """The same as HDF5 says it; None if it contradicts itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,68 @@ def test_an_index_of_a_shard_that_points_outside_is_left_to_the_careful_way(tmp_
     assert read_box(source, (range(4),)) is None
     found = read_box(source, (range(2, 4),))
     assert found is not None and found.tolist() == [[5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_spans_in_the_order_of_the_file_and_not(tmp_path: Path, seed: int) -> None:
+    """Both ways give each piece its own bytes, and read no gap that is longer than they may."""
+    rng, path = np.random.default_rng(seed), tmp_path / "bytes"
+    content = rng.integers(0, 256, 5000, dtype=np.uint8)
+    path.write_bytes(content.tobytes())
+    n, most_gap = int(rng.integers(1, 30)), int(rng.choice([0, 1, 20, 5000]))
+    gaps, sizes = rng.choice([0, 0, 1, 20, 21, 60], n), rng.integers(0, 60, n)
+    offsets = np.cumsum(gaps + sizes) - sizes
+    order = rng.permutation(n)
+    joined = sum(gaps[1:][gaps[1:] <= most_gap].tolist()) + int(sizes.sum())
+    for some, lengths in ((offsets, sizes), (offsets[order], sizes[order])):
+        spans = Spans(some, lengths, most_gap=most_gap)
+        assert spans.nbytes == joined
+        with path.open("rb") as file:
+            found = spans.read(file.fileno(), np.empty(spans.nbytes, np.uint8))
+        assert [bytes(one) for one in found] == [content[a : a + k].tobytes() for a, k in zip(some, lengths, strict=True)]
+
+
+ODD_CHUNKS: dict[str, Callable[[Any], None]] = {
+    "none": lambda stored: None,
+    "not filtered": lambda stored: stored.write_direct_chunk((1, 8), bytes(32), filter_mask=3),
+    "as long as its values": lambda stored: stored.write_direct_chunk((2, 8), zlib.compress(bytes(32)).ljust(32, b"\0")),
+    "too long": lambda stored: stored.write_direct_chunk((1, 8), bytes(70_000)),
+}
+
+
+@pytest.mark.parametrize("odd", [*ODD_CHUNKS, "missing"])
+def test_what_is_asked_once_for_all_chunks_of_a_file_is_what_would_be_asked_for_each_batch(tmp_path: Path, odd: str) -> None:
+    """A file in which every chunk is usual is read with fewer questions; one odd chunk is enough that none is left out."""
+    path, data = tmp_path / "a.h5", np.arange(40, dtype="i4").reshape(4, 10)
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("x", shape=(4, 10), dtype="i4", chunks=(1, 8), compression="gzip", shuffle=True)
+        if odd == "missing":
+            made[:3] = data[:3]
+        else:
+            made[...] = data
+            ODD_CHUNKS[odd](made.id)
+    reader: Any = open_of(path, "/x").chunk_reader()
+    boxes = [(range(a, b), range(c, d)) for a in range(4) for b in range(a, 5) for c in (0, 1) for d in range(c, 3)]
+    found = [reader.fetch_many(box) for box in boxes]
+    assert (reader._usual is not None) == (odd == "none") and reader._listed is not None
+    reader._usual = None
+    careful = [reader.fetch_many(box) for box in boxes]
+    for one, other in zip(found, careful, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or [x if x is None else bytes(x) for x in one] == [x if x is None else bytes(x) for x in other]
+
+
+def test_a_file_that_was_cut_after_its_chunks_were_listed(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.random.default_rng(1).random((8, 64)), chunks=(1, 64), compression="gzip")
+    source = open_of(path, "/x")
+    box = (range(8), range(1))
+    assert read_box(source, box) is not None
+    reader: Any = source.chunk_reader()
+    assert reader.fetch_many(box) is not None and reader._usual is not None
+    os.truncate(path, reader._usual.end - 1)
+    assert reader.fetch_many(box) is None  # then they are read one by one, which says what is wrong
 
 
 @pytest.mark.parametrize("damage", ["one byte", "cut"])

@@ -7,6 +7,8 @@ import itertools
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import google_crc32c
@@ -14,6 +16,7 @@ import numcodecs
 import numpy as np
 import pytest
 
+from shardload.formats import codecs
 from shardload.formats.codecs import Chain, Stage, blosc, crc32c, fletcher32, gunzip, inflate, swap_bytes, unshuffle, unzstd
 
 Encode = Callable[[bytes], bytes]
@@ -246,3 +249,65 @@ def test_two_stages_of_any_length_are_refused_unless_the_first_can_be_stopped() 
     with pytest.raises(ValueError, match="lzf and gzip: nothing says how long"):
         Chain([unbounded, unshuffle(2), inflate()], 100)
     Chain([unzstd(), unshuffle(2), unbounded], 100)
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Chunks are decoded in threads; in the main one Blosc is not asked, because it would start threads of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("length", [1, 2, 7, 15, 16, 17, 31, 33, 127, 128, 129, 257, 4096])
+@pytest.mark.parametrize("n", [1, 2, 5, 48])
+def test_many_shuffled_chunks(size: int, length: int, n: int) -> None:
+    """In a thread and in the main one: values that are shuffled again are what was stored, to the last byte."""
+    stored = np.random.default_rng(length).integers(0, 256, (n, size * length), dtype=np.uint8)
+    expected = stored.reshape(n, size, length).swapaxes(1, 2).reshape(n, -1)
+    undo_many = unshuffle(size).undo_many
+    assert undo_many is not None
+
+    def found(data: Any) -> Any:
+        out = np.full_like(stored, 99)
+        return np.asarray(undo_many(data, out))
+
+    for data in (stored, [one.tobytes() for one in stored], [bytearray(one) for one in stored], [one.data for one in stored]):
+        np.testing.assert_array_equal(found(data), expected)
+        np.testing.assert_array_equal(in_a_thread(partial(found, data)), expected)
+
+
+def test_shuffled_chunks_into_rows_with_gaps() -> None:
+    """Wrong if Blosc fills a copy of the rows, and the rows themselves keep what an older chunk left there."""
+    stored = np.random.default_rng(0).integers(0, 256, (3, 32), dtype=np.uint8)
+    whole, undo_many = np.full((3, 40), 99, np.uint8), unshuffle(4).undo_many
+    assert undo_many is not None
+    found = np.asarray(in_a_thread(partial(undo_many, list(stored), whole[:, :32])))
+    np.testing.assert_array_equal(found, stored.reshape(3, 4, 8).swapaxes(1, 2).reshape(3, -1))
+
+
+@pytest.mark.parametrize("lengths", [(16, 15), (16, 17), (8, 24), (16,), (16, 16, 16), (32,)])
+def test_shuffled_chunks_of_other_lengths_are_refused(lengths: tuple[int, ...]) -> None:
+    """Also if together they are as long as expected."""
+    undo_many, data = unshuffle(4).undo_many, [bytes(n) for n in lengths]
+    assert undo_many is not None
+    for run in (in_a_thread, lambda work: work()):
+        with pytest.raises(ValueError):
+            run(partial(undo_many, data, np.zeros((2, 16), np.uint8)))
+
+
+def test_so_many_shuffled_chunks_that_blosc_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real, undo_many = [], codecs._unshuffle_by_blosc, unshuffle(4).undo_many
+    assert undo_many is not None
+
+    def by_blosc(data: Any, out: Any, itemsize: int) -> None:
+        asked.append(len(out))
+        real(data, out, itemsize)
+
+    monkeypatch.setattr(codecs, "_unshuffle_by_blosc", by_blosc)
+    for n in (1024, 1025):
+        stored = np.arange(n * 8, dtype=np.uint32).view(np.uint8).reshape(n, 32)
+        out = np.zeros_like(stored)
+        in_a_thread(partial(undo_many, stored, out))
+        np.testing.assert_array_equal(out, stored.reshape(n, 4, 8).swapaxes(1, 2).reshape(n, -1))
+        undo_many(stored, out)  # in the main thread
+    assert asked == [1024]
