@@ -218,7 +218,10 @@ def needs_coordinates(select: Any) -> bool:
 
 
 def name_axes(
-    select: Mapping[str, Any], dims: Sequence[str | None], coordinates: Mapping[str, np.ndarray[Any, Any] | None]
+    select: Mapping[str, Any],
+    dims: Sequence[str | None],
+    coordinates: Mapping[str, np.ndarray[Any, Any] | None],
+    shape: Sequence[int] | None = None,
 ) -> tuple[Any, ...]:
     """The NumPy-style index for a selection by names of axes. Axes that are not named are taken whole.
 
@@ -230,11 +233,14 @@ def name_axes(
         The names of the axes.
     coordinates : mapping
         The coordinates of the axes that have some, by name.
+    shape : sequence of int, optional
+        The lengths of the axes, to compare with those of the coordinates.
 
     Raises
     ------
     ValueError
-        If there is no such axis, no such coordinate, or it has no such values. The text says what there is.
+        If there is no such axis, no such coordinate, it has no such values, or another length than its axis. The text says
+        what there is.
     """
     index: list[Any] = [slice(None)] * len(dims)
     for name, part in select.items():
@@ -246,7 +252,15 @@ def name_axes(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
                 "coordinate pass shardload.near() of a number, for a range shardload.between()"
             )
-        index[axes[0]] = _position(name, part, coordinates.get(name)) if isinstance(part, Near | Between) else part
+        values = coordinates.get(name)
+        if shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
+            # For netCDF an axis that can grow is as long as its longest array, and -1 is the last of that.
+            raise ValueError(
+                f"select names the axis {name!r}, which has {shape[axes[0]]} elements in the array, but its coordinate "
+                f"{values.size}: the file is not complete, or is being written. Pass positions in the array, as NumPy would "
+                "index it"
+            )
+        index[axes[0]] = _position(name, part, values) if isinstance(part, Near | Between) else part
     return tuple(index)
 
 

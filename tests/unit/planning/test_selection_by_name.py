@@ -126,6 +126,14 @@ def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
         name_axes(select, DIMS, COORDS)
 
 
+def test_coordinates_of_another_length_than_their_axis() -> None:
+    """Wrong if -1 were taken for the last step, where the axis of a netCDF file goes on after this array."""
+    for part in (-1, slice(1, 2), near(50)):
+        with pytest.raises(ValueError, match="'lat', which has 4 elements in the array, but its coordinate 5"):
+            name_axes({"lat": part}, DIMS, COORDS, (4, 4, 7))
+    assert name_axes({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
+
+
 def test_names_that_are_not_clear() -> None:
     with pytest.raises(ValueError, match="has 2 axes of that name"):
         name_axes({"x": 0}, ("x", "x"), {})
