@@ -73,6 +73,7 @@ def describe(
     refused = refused or unaddressable(dataset.shape or (), chunks)
     has_attributes = _has_attributes(dataset)
     attributes, packing = _attributes(dataset, texts, has_attributes)
+    is_scale = has_attributes and _plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE"
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -83,10 +84,8 @@ def describe(
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
-        is_coordinate=has_attributes
-        and _has(dataset, "CLASS")
-        and _is_plain(dataset, "CLASS")
-        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        is_coordinate=is_scale,
+        is_dimension=is_scale and str(_plain_attribute(dataset, "NAME")).startswith(NO_VARIABLE),
         attributes=attributes,
         packing=packing,
     )
@@ -255,6 +254,11 @@ def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
     if kind.get_class() == h5py.h5t.STRING:
         return not kind.is_variable_str()
     return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
+
+
+def _plain_attribute(dataset: h5py.Dataset, key: str) -> Any:
+    """An attribute that is numbers, or text of a fixed length; None if there is no such one."""
+    return _attribute(dataset, key) if _has(dataset, key) and _is_plain(dataset, key) else None
 
 
 @dataclass(frozen=True)
