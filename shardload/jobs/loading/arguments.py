@@ -491,7 +491,7 @@ class ToScatter:
                 f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
             )
         try:
-            return np.asarray(value)
+            return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
         except ValueError as error:
             raise ConfigError(
                 f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "
