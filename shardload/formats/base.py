@@ -94,6 +94,8 @@ class ArrayInfo:
         Why the array cannot be loaded (``"variable-length strings"``); None if it can.
     is_coordinate : bool
         True for a coordinate of other arrays (an HDF5/netCDF dimension scale).
+    is_dimension : bool
+        True for one without values, which stands for an axis only (a netCDF dimension without a variable).
     attributes : mapping
         Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar), for
         people.
@@ -115,6 +117,7 @@ class ArrayInfo:
     shards: tuple[int, ...] | None = None
     refused: str | None = None
     is_coordinate: bool = False
+    is_dimension: bool = False
     attributes: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=dict)
     labels: Labels | OnDemand | None = field(default=None, compare=False, repr=False)

@@ -62,6 +62,7 @@ State = tuple[int, ...] | None
 _NO_NUMBERS = ("string", "object", "opaque", "reference", "vlen", "compound")
 _WORTH_BATCHES = 8  # chunks of a small array from which they are read in batches, not by the format's library
 _MOST_OPEN = 16  # files that a `Finder` has open at a time
+_NO_VARIABLE = "nothing: it is a netCDF dimension without a variable"
 _MOST_LISTED = 1000  # arrays to look at, to say which one the caller could mean
 
 
@@ -594,10 +595,12 @@ class Finder:
         finally:
             source.close()
 
-    def find_below(self, path_or_object: Any, group: str) -> tuple[list[tuple[ArrayInfo, memoryview | None]], list[ArrayInfo]]:
+    def find_below(
+        self, path_or_object: Any, group: str, with_dimensions: bool = False
+    ) -> tuple[list[tuple[ArrayInfo, memoryview | None]], list[ArrayInfo]]:
         """All arrays below a group (empty: the root) that can be loaded, and those that hold no numbers. In the file's order.
 
-        Links are not followed.
+        Links are not followed. A netCDF dimension without a variable holds no numbers, unless `with_dimensions`.
 
         Raises
         ------
@@ -620,6 +623,8 @@ class Finder:
             with as_source_error(path):
                 infos = file_format.sketch_arrays(path, self._access)
         below = [info for info in infos if info.dataset.startswith(f"{group}/")]
+        if not with_dimensions:
+            below = [replace(info, refused=_NO_VARIABLE) if info.is_dimension else info for info in below]
         left_out = [info for info in below if info.refused is not None and not _holds_numbers(info)]
         found = [_loadable(info) for info in below if info.refused is None or _holds_numbers(info)]
         if not found:

@@ -32,7 +32,7 @@ class MemorySource(Source):
     Raises
     ------
     SourceError
-        If JAX has no type for the values.
+        If JAX has no type for the values, or some are masked.
 
     Examples
     --------
@@ -55,6 +55,16 @@ class MemorySource(Source):
                 path=_PATH,
                 dataset=_NAME,
             )
+        if isinstance(array, np.ma.MaskedArray):  # as netCDF4-python returns them, even if no element is masked
+            n_masked = np.count_nonzero(array.mask)
+            if n_masked:
+                raise SourceError(
+                    f"the array of shape {array.shape} in memory has {n_masked} masked elements, and a jax.Array has no mask: "
+                    "they would show what lies below it. Pass array.filled(value), with NaN for instance.",
+                    path=_PATH,
+                    dataset=_NAME,
+                )
+            array = np.asarray(array)
         self._array = array
         self._dtype = native_dtype(array.dtype)
         self._info = info or ArrayInfo(

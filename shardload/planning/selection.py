@@ -6,10 +6,12 @@ A `Selection` converts regions of the selected array to regions of the file. `se
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
 from numbers import Integral, Real
 from types import EllipsisType
 from typing import Any, SupportsIndex
@@ -216,7 +218,10 @@ def needs_coordinates(select: Any) -> bool:
 
 
 def name_axes(
-    select: Mapping[str, Any], dims: Sequence[str | None], coordinates: Mapping[str, np.ndarray[Any, Any] | None]
+    select: Mapping[str, Any],
+    dims: Sequence[str | None],
+    coordinates: Mapping[str, np.ndarray[Any, Any] | None],
+    shape: Sequence[int] | None = None,
 ) -> tuple[Any, ...]:
     """The NumPy-style index for a selection by names of axes. Axes that are not named are taken whole.
 
@@ -228,11 +233,14 @@ def name_axes(
         The names of the axes.
     coordinates : mapping
         The coordinates of the axes that have some, by name.
+    shape : sequence of int, optional
+        The lengths of the axes, to compare with those of the coordinates.
 
     Raises
     ------
     ValueError
-        If there is no such axis, no such coordinate, or it has no such values. The text says what there is.
+        If there is no such axis, no such coordinate, it has no such values, or another length than its axis. The text says
+        what there is.
     """
     index: list[Any] = [slice(None)] * len(dims)
     for name, part in select.items():
@@ -244,7 +252,15 @@ def name_axes(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
                 "coordinate pass shardload.near() of a number, for a range shardload.between()"
             )
-        index[axes[0]] = _position(name, part, coordinates.get(name)) if isinstance(part, Near | Between) else part
+        values = coordinates.get(name)
+        if shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
+            # For netCDF an axis that can grow is as long as its longest array, and -1 is the last of that.
+            raise ValueError(
+                f"select names the axis {name!r}, which has {shape[axes[0]]} elements in the array, but its coordinate "
+                f"{values.size}: the file is not complete, or is being written. Pass positions in the array, as NumPy would "
+                "index it"
+            )
+        index[axes[0]] = _position(name, part, values) if isinstance(part, Near | Between) else part
     return tuple(index)
 
 
@@ -261,7 +277,9 @@ def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
 
 def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | None) -> int | slice:
     """The position, or range of positions, of a coordinate."""
-    numbers = [part.value, 0 if part.within is None else part.within] if isinstance(part, Near) else [part.low, part.high]
+    numbers: list[Any] = [part.low, part.high] if isinstance(part, Between) else [part.value]
+    if isinstance(part, Near) and part.within is not None:
+        numbers.append(part.within)
     if not all(isinstance(number, Real) for number in numbers):
         raise ValueError(
             f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (times are numbers, too: "
@@ -269,7 +287,7 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
         )
     if isinstance(part, Between) and part.low > part.high:
         raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")
-    if numbers[1] < 0 and isinstance(part, Near):
+    if isinstance(part, Near) and part.within is not None and part.within < 0:
         raise ValueError(f"select has {part} on the axis {name!r}: within is a distance, 0 or more")
     if values is None or values.ndim != 1 or not values.size or values.dtype.kind not in "iuf":
         raise ValueError(
@@ -277,19 +295,44 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
             "pass a position"
         )
     ends = f"it goes from {values[0]} to {values[-1]}"
+    # As plain numbers, which take the coordinates' type: in float64, 0.3 is less than the 0.3 of float32, and leaves it out.
+    numbers = [int(number) if isinstance(number, Integral) else float(number) for number in numbers]
     if isinstance(part, Near):
-        distance = np.abs(values.astype("f8") - part.value)
-        if np.isnan(distance).all():
-            raise ValueError(f"select has {part} on the axis {name!r}, but none of its coordinates is a number")
-        at = int(np.nanargmin(distance))
-        if part.within is not None and not distance[at] <= part.within:
+        nearest = _nearest(values, numbers[0])
+        if nearest is None:
+            raise ValueError(f"select has {part} on the axis {name!r}, but none of its coordinates is a number near it")
+        at, distance = nearest
+        if part.within is not None and not distance <= numbers[1]:
             raise ValueError(
                 f"select has {part} on the axis {name!r}, but the nearest coordinate is {values[at]} (position {at}); {ends}"
             )
         return at
-    inside = np.flatnonzero((values >= part.low) & (values <= part.high))
+    low, high = numbers
+    if values.dtype.kind in "iu":  # compared as integers, exactly
+        low = math.ceil(low) if math.isfinite(low) else low
+        high = math.floor(high) if math.isfinite(high) else high
+    with np.errstate(over="ignore"):  # 1e300 is beyond all float32 coordinates
+        inside = np.flatnonzero((values >= low) & (values <= high))
     if not inside.size:
         raise ValueError(f"select has {part} on the axis {name!r}, but no coordinate is in that range; {ends}")
     if inside[-1] - inside[0] + 1 != inside.size:
         raise ValueError(f"select has {part} on the axis {name!r}, but the coordinates in that range are not beside each other")
     return slice(int(inside[0]), int(inside[-1]) + 1)
+
+
+def _nearest(values: np.ndarray[Any, Any], value: float) -> tuple[int, Any] | None:
+    """The position of the coordinate nearest to a value (of several the first), and its distance; None if there is none."""
+    if not math.isfinite(value):
+        return None
+    if values.dtype.kind == "f":
+        distance = np.abs(values.astype("f8") - value)
+        if np.isnan(distance).all():
+            return None
+        at = int(np.nanargmin(distance))
+        return at, distance[at]
+    # Exactly: float64 does not tell large integers (identifiers, nanoseconds) from their neighbours.
+    below, above = values[values <= math.floor(value)], values[values >= math.ceil(value)]
+    sides = [*([int(below.max())] if below.size else []), *([int(above.min())] if above.size else [])]
+    distances = [abs(side - Fraction(value)) for side in sides]
+    at = min(int(np.argmax(values == side)) for side, far in zip(sides, distances, strict=True) if far == min(distances))
+    return at, min(distances)

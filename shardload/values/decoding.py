@@ -256,15 +256,20 @@ class _Rules:
             found = list(np.ravel(self.numbers(key))) if key in self._packing else []
             fills[key] = [number for number in found if number == number]
             has_fill |= bool(fills[key]) or (bool(found) and self._dtype.kind not in "iu")
-        other = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
-        stored_as = self._dtype if other is None else np.dtype(f"{other}{self._dtype.itemsize}")
+        other = self._other()
+        stored_as = self._dtype if other is None else other
         if other is not None:  # only `_FillValue` is converted, as in xarray
             own = fills["_FillValue"]
             converted = [np.asarray(number).astype(self._dtype).view(stored_as)[()] for number in own]
             # Where a `missing_value` is the same, xarray drops it.
             fills["missing_value"] = [number for number in fills["missing_value"] if number not in own]
-            fills["_FillValue"] = [number.item() for number in converted] if other == "u" else converted
+            fills["_FillValue"] = [number.item() for number in converted] if other.kind == "u" else converted
         return stored_as, [*fills["missing_value"], *fills["_FillValue"]], has_fill
+
+    def _other(self) -> np.dtype[Any] | None:
+        """The type with, or without, a sign that ``_Unsigned`` gives the stored numbers; None if it leaves them as they are."""
+        kind = {("i", "true"): "u", ("u", "false"): "i"}.get((self._dtype.kind, self.text("_Unsigned") or ""))
+        return None if kind is None else np.dtype(f"{kind}{self._dtype.itemsize}")
 
     def valid_range(self, is_scaled: bool) -> tuple[Any, Any]:
         """The least and the largest valid number, and whether they are of the values or of the stored numbers.
@@ -275,10 +280,18 @@ class _Rules:
         if pair and len(pair) != 2:
             told = np.asarray(pair).tolist()
             raise ConfigError(f"{self._name} cannot be decoded: its attribute valid_range is {told}, expected two. {_STORED}")
-        low, high = pair or (self.one("valid_min"), self.one("valid_max"))
+        low, high = (self._as_stored(end) for end in pair or (self.one("valid_min"), self.one("valid_max")))
         kinds = {np.asarray(end).dtype.kind for end in (low, high) if end is not None}
         self.is_valid_decoded = is_scaled and self._dtype.kind in "iu" and "f" in kinds
         return low, high
+
+    def _as_stored(self, end: Any) -> Any:
+        """An end of the valid range as a stored number: where ``_Unsigned`` counts, -6 of 16 bits is 65530."""
+        other = self._other()
+        if end is None or other is None or np.asarray(end).dtype.kind not in "iu":
+            return end
+        limits = np.iinfo(self._dtype)
+        return np.asarray(end).astype(self._dtype).view(other)[()] if limits.min <= end <= limits.max else end
 
     def masked_dtype(self, stored_as: np.dtype[Any]) -> np.dtype[Any]:
         """The type that also has NaN."""

@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from jax.sharding import PartitionSpec as P
 
 import shardload
@@ -72,6 +73,40 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
 def test_selection_that_cannot_be(comm: Any, path: str, select: dict[str, Any], says: str) -> None:
     call = lambda: shardload.load(path, mesh_of(), P(), dataset="t", select=select, decode=True)  # noqa: E731
     same_error(comm, call, ConfigError, "select", says, "'/t' in")
+
+
+def test_axes_that_are_longer_elsewhere(comm: Any, shared_tmp_path: Path) -> None:
+    """A run that died while it wrote. Wrong if -1 were the last step of each array: for netCDF it is that of the longest."""
+    path = str(shared_tmp_path / "died.nc")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            for name, n in (("time", 5), ("short", 3), ("long", 5)):
+                file.create_dataset(name, data=np.arange(n, dtype="f4"), maxshape=(None,), chunks=(2,))
+            file["time"].make_scale("time")
+            for name in ("short", "long"):
+                file[name].dims[0].attach_scale(file["time"])
+
+    on_root(comm, write)
+    for select in ({"time": -1}, {"time": slice(0, 2)}, {"time": near(1)}):
+        both = lambda select=select: shardload.load(path, mesh_of(), P(), dataset=["long", "short"], select=select)  # noqa: E731
+        same_error(comm, both, ConfigError, "array 1", "'time', which has 3 elements in the array, but its coordinate 5")
+        shardload.load(path, mesh_of(), P(), dataset="long", select=select)
+    assert float(shardload.load(path, mesh_of(), P(), dataset="short", select=-1)) == 2
+
+
+def test_arrays_of_that_name_along_another_axis(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the numbers of the stations along "obs" were searched for a position along "station"."""
+    path = str(shared_tmp_path / "a.zarr")
+
+    def write() -> None:
+        for name, dim in (("v", "station"), ("station", "obs")):
+            made = zarr.create_array(path, name=name, shape=(4,), dtype="f4", dimension_names=(dim,), zarr_format=3)
+            made[:] = np.arange(4.0)
+
+    on_root(comm, write)
+    call = lambda: shardload.load(path, mesh_of(), P(), dataset="v", select={"station": near(2)})  # noqa: E731
+    same_error(comm, call, ConfigError, "'station', which has no coordinate of that name")
 
 
 def test_a_plan_knows_names_and_calendars(comm: Any, path: str) -> None:

@@ -221,3 +221,15 @@ def test_array_that_jax_cannot_hold(comm: Any) -> None:
     """Wrong if strings or objects were sent as bytes."""
     for given in (np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(3, [("x", "f4")])):
         same_error(comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), shardload.SourceError, "holds")
+
+
+def test_masked_arrays(comm: Any) -> None:
+    """Wrong if what lies below a mask came out as a value: netCDF4-python returns fill values so, JAX refuses such arrays."""
+    values = ramp(cube())
+    plain, masked = np.ma.masked_array(values), np.ma.masked_equal(values, 3)
+    for call in (shardload.load, shardload.scatter):
+        check(call(plain, mesh_of(), P("a")), values, mesh_of(), P("a"))
+        says = f"the array of shape {values.shape} in memory has 1 masked elements"
+        same_error(comm, lambda call=call: call(masked, mesh_of(), P("a")), shardload.SourceError, says, "filled")
+    tree = {"x": plain, "y": [masked]}
+    same_error(comm, lambda: shardload.scatter(tree, mesh_of(), P("a")), shardload.SourceError, "['y'][0]", "1 masked")

@@ -118,6 +118,28 @@ def test_several_files(snap: tuple[str, str]) -> None:
     check(second, of["/gas/mask"], mesh, P("b"))
 
 
+def test_dimensions_without_a_variable_are_no_arrays(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if "*" gave each axis of a netCDF file that has no coordinate one of zeros, and a spec had to divide it."""
+    path = str(shared_tmp_path / "a.nc")
+
+    def write() -> None:
+        with h5py.File(path, "w") as file:
+            file["v"] = np.ones((5, 2), "f4")
+            for axis, n in enumerate(file["v"].shape):
+                file.create_dataset(f"g/d{axis}", shape=(n,), dtype=">f4")
+                file[f"g/d{axis}"].make_scale(f"This is a netCDF dimension but not a netCDF variable.{n:10d}")
+                file["v"].dims[axis].attach_scale(file[f"g/d{axis}"])
+
+    on_root(comm, write)
+    plan = shardload.plan(path, mesh_of(), P(), dataset="*")
+    assert set(plan.execute()) == {"v"} and [one.dataset for one in plan.left_out] == ["/g/d0", "/g/d1"]
+    assert "'/g/d0' (nothing: it is a netCDF dimension without a variable)" in " ".join(str(plan).split())
+    assert plan.plans["v"].info.dims == ("d0", "d1") and not plan.plans["v"].info.coords
+    same_error(comm, lambda: shardload.load(path, mesh_of(), P(), dataset="g/*"), ConfigError, "g")
+    by_name = shardload.load(path, mesh_of(), P(), dataset="g/d0", missing="fill")
+    assert by_name.shape == (5,), "what a program of HDF5 finds there"
+
+
 @pytest.mark.parametrize("kind", ["HDF5", "Zarr"])
 def test_all_arrays(snap: tuple[str, str], kind: str) -> None:
     """Wrong if an array were missing or in another's place, or text ended the load."""

@@ -73,6 +73,7 @@ def describe(
     refused = refused or unaddressable(dataset.shape or (), chunks)
     has_attributes = _has_attributes(dataset)
     attributes, packing = _attributes(dataset, texts, has_attributes)
+    is_scale = has_attributes and _plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE"
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -83,10 +84,8 @@ def describe(
         codec=_codec(filters),
         nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
-        is_coordinate=has_attributes
-        and _has(dataset, "CLASS")
-        and _is_plain(dataset, "CLASS")
-        and _attribute(dataset, "CLASS") == "DIMENSION_SCALE",
+        is_coordinate=is_scale,
+        is_dimension=is_scale and str(_plain_attribute(dataset, "NAME")).startswith(NO_VARIABLE),
         attributes=attributes,
         packing=packing,
     )
@@ -141,9 +140,25 @@ def _axis_name(dataset: h5py.Dataset, axis: int, coords: dict[str, Coordinate]) 
     full = str(scale.name or "")
     name = full.rpartition("/")[2] or label
     told = _attribute(scale, "NAME") if _has_attributes(scale) else None
-    if name is not None and not str(told).startswith(NO_VARIABLE):
-        coords[name] = Coordinate(full)
+    nearer = None if name is None else _nearer(dataset, name, scale)
+    if name is not None and (nearer or not str(told).startswith(NO_VARIABLE)):
+        coords[name] = Coordinate(nearer or full)
     return name
+
+
+def _nearer(dataset: h5py.Dataset, name: str, scale: h5py.Dataset) -> str | None:
+    """The coordinate of an axis that is nearer to a dataset than the axis: in its group, or one between. None if there is none.
+
+    In netCDF the variables of a group may lie along an axis of a group above, and have a coordinate of their own.
+    """
+    above, top = str(dataset.name or "").rpartition("/")[0], str(scale.name or "").rpartition("/")[0]
+    while above != top and above.startswith(f"{top}/"):
+        if isinstance(dataset.file.get(f"{above}/{name}", getlink=True), h5py.HardLink):
+            found = dataset.file[f"{above}/{name}"]
+            if isinstance(found, h5py.Dataset) and found.ndim == 1 and len(found.dims[0]) and found.dims[0][0] == scale:
+                return f"{above}/{name}"
+        above = above.rpartition("/")[0]
+    return None
 
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
@@ -255,6 +270,11 @@ def _is_plain(dataset: h5py.Dataset, key: str) -> bool:
     if kind.get_class() == h5py.h5t.STRING:
         return not kind.is_variable_str()
     return kind.get_class() in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.ENUM)
+
+
+def _plain_attribute(dataset: h5py.Dataset, key: str) -> Any:
+    """An attribute that is numbers, or text of a fixed length; None if there is no such one."""
+    return _attribute(dataset, key) if _has(dataset, key) and _is_plain(dataset, key) else None
 
 
 @dataclass(frozen=True)

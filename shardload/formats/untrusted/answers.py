@@ -86,6 +86,7 @@ def info_of(found: object, path: str) -> ArrayInfo:
         shards=None if found.get("shards") is None else _numbers(found["shards"], "shards", 1),
         refused=None if refused is None else _text(refused, "reason"),
         is_coordinate=found.get("is_coordinate") is True,
+        is_dimension=found.get("is_dimension") is True,
         attributes=_plain(found.get("attributes")),
         packing=_packing(found.get("packing", {})),
     )

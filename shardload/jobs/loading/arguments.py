@@ -37,6 +37,7 @@ from shardload.jobs.loading.request import (
     for_each_kind,
     plan_file,
     plan_memory,
+    positions_of,
     targets_of,
 )
 from shardload.jobs.loading.trees import (
@@ -55,7 +56,7 @@ from shardload.jobs.machine_file import machine_for
 from shardload.options import AUTO, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
-from shardload.planning.selection import Selection, is_by_name, name_axes, needs_coordinates, select_axes
+from shardload.planning.selection import Selection, is_by_name, needs_coordinates, select_axes
 from shardload.system.interruption import let_interruption_pass
 from shardload.transfer.messages import sendable
 
@@ -349,7 +350,7 @@ def _selected(info: ArrayInfo, select: Any) -> Selection | None:
     """What a selection means for an array; None if it means nothing."""
     try:
         if is_by_name(select):
-            select = name_axes(select, info.dims, {name: one.values for name, one in info.coords.items()})
+            select = positions_of(select, info)
         return select_axes(select, info.shape)
     except (ValueError, IndexError):
         return None
@@ -490,7 +491,7 @@ class ToScatter:
                 f"array is None on rank {self._root}, the root. Pass the array there, or root= the rank that has it"
             )
         try:
-            return np.asarray(value)
+            return value if isinstance(value, np.ma.MaskedArray) else np.asarray(value)  # `MemorySource` looks at the mask
         except ValueError as error:
             raise ConfigError(
                 f"array is a {type(value).__name__} on rank {self._root}, of which NumPy makes no array: {error} A list is one "

@@ -50,7 +50,18 @@ from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass, outer_exception
 
-__all__ = ["Call", "Memo", "Planned", "Request", "Target", "for_each_kind", "plan_file", "plan_memory", "targets_of"]
+__all__ = [
+    "Call",
+    "Memo",
+    "Planned",
+    "Request",
+    "Target",
+    "for_each_kind",
+    "plan_file",
+    "plan_memory",
+    "positions_of",
+    "targets_of",
+]
 
 _RECENT = 32  # plans to keep, per group: those of the last calls, or of the arrays of a tree
 # A kept `Plan` has facts only: no group, no communicator, no open file, nothing else of the caller's.
@@ -790,10 +801,17 @@ def _with_staging(options: Options, made: Plan) -> Options:
     return options if options.staging_nbytes == made.staging_nbytes else replace(options, staging=made.staging_nbytes)
 
 
+def positions_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
+    """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
+    # Of that axis alone: an array that has its name may lie along another one.
+    own = {name: one.values for name, one in info.coords.items() if one.dims in ((name,), (None,))}
+    return name_axes(select, info.dims, own, info.shape)
+
+
 def _with_positions(options: Options, info: ArrayInfo) -> Options:
     """The options, with positions in the place of names of axes."""
     try:
-        index = name_axes(options.select, info.dims, {name: one.values for name, one in info.coords.items()})
+        index = positions_of(options.select, info)
     except ValueError as error:
         raise ConfigError(f"{error} ({info} has shape {info.shape})") from None
     return replace(options, select=index)

@@ -91,6 +91,27 @@ def test_as_xarray_finds_them(tmp_path: Path, writer: str) -> None:
         assert found["t"].attrs["scale_factor"] == 0.5 and found["time"].attrs["calendar"] == "noleap"
 
 
+@pytest.mark.parametrize("has_variable", [True, False])
+def test_coordinates_of_a_group_along_axes_of_the_file(tmp_path: Path, has_variable: bool) -> None:
+    """Wrong if a group's own coordinate were passed over for that of the root, or an array along another axis were taken."""
+    path = tmp_path / "a.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        file.createDimension("x", 4)
+        file.createDimension("y", 4)
+        if has_variable:
+            file.createVariable("x", "f4", ("x",))[:] = np.arange(4)
+        for name, dim in (("g", "x"), ("g/h", "y")):
+            group = file.createGroup(name)
+            group.createVariable("x", "f4", (dim,))[:] = [30, 20, 10, 0]
+            group.createVariable("v", "f4", ("x",))[:] = np.arange(4)
+    found = shardload.open(str(path))
+    with xr.open_dataset(path, group="g", engine="h5netcdf") as expected:
+        for name in ("g/v", "g/h/v"):
+            (coordinate,) = found[name].coords.values()
+            assert coordinate.dataset == "/g/x" and coordinate.dims == ("x",)
+            np.testing.assert_array_equal(coordinate.values, expected["v"].coords["x"].values)
+
+
 @pytest.mark.parametrize("writer", ["h5netcdf", "Zarr, format 3"])
 def test_in_a_helper_process(tmp_path: Path, writer: str) -> None:
     """Wrong if an untrusted file's names were not asked of a helper, or came back as others."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,37 @@ def test_ends_are_included() -> None:
     assert name_axes({"lat": near(47, within=2)}, DIMS, COORDS)[1] == 3
 
 
+@given(
+    st.sampled_from([0, 2**60, 2**63 - 2, 2**64 - 2]),
+    st.lists(st.integers(-3, 3), min_size=1, max_size=6, unique=True),
+    st.integers(-4, 4),
+)
+def test_large_integers_are_compared_exactly(base: int, offsets: list[int], offset: int) -> None:
+    """Wrong if identifiers or nanoseconds were compared in float64, which takes many neighbours for one number."""
+    for dtype in ("i8", "u8"):
+        ends = np.iinfo(dtype)
+        numbers = sorted({min(max(base + n, ends.min), ends.max) for n in offsets})
+        coords = {"id": np.array(numbers, dtype)}
+        distances = [abs(n - base - offset) for n in numbers]
+        assert name_axes({"id": near(base + offset)}, ("id",), coords) == (distances.index(min(distances)),)
+        inside = [k for k, n in enumerate(numbers) if base - 1 <= n <= base + offset]
+        if inside:
+            wanted = slice(inside[0], inside[-1] + 1)
+            assert name_axes({"id": between(base - 1, base + offset)}, ("id",), coords) == (wanted,)
+    whole = {"id": np.array([3, 5, 8], "i2")}
+    assert name_axes({"id": near(6.6)}, ("id",), whole) == (2,) and name_axes({"id": near(4)}, ("id",), whole) == (0,)
+    assert name_axes({"id": between(3.5, math.inf)}, ("id",), whole) == (slice(1, 3),)
+
+
+@pytest.mark.parametrize("of", [float, np.float64, lambda x: Fraction(str(x))])
+def test_bounds_of_any_type_of_number(of: Callable[[float], Any]) -> None:
+    """Wrong if NumPy's 0.3 of 64 bits left out the coordinate 0.3 of 32 bits, which Python's 0.3 includes."""
+    coords = {"x": np.array([0.1, 0.2, 0.3, 0.4], "f4")}
+    assert name_axes({"x": between(of(0.1), of(0.3))}, ("x",), coords) == (slice(0, 3),)
+    assert name_axes({"x": near(of(0.3))}, ("x",), coords) == (2,)
+    assert name_axes({"x": between(of(0.2), of(1e300))}, ("x",), coords) == (slice(1, 4),)
+
+
 @pytest.mark.parametrize(
     ("select", "says"),
     [
@@ -81,6 +115,8 @@ def test_ends_are_included() -> None:
         ({"time": near(3)}, "on the axis 'time', which has no coordinate"),
         ({"lat": near(47, within=1)}, r"the nearest coordinate is 45.0 \(position 3\); it goes from 60.0 to 40.0"),
         ({"lat": near(float("nan"))}, "none of its coordinates is a number"),
+        ({"lat": near(float("inf"))}, "none of its coordinates is a number near it"),
+        ({"lon": between(float("nan"), 3)}, "no coordinate is in that range"),
         ({"lat": between(41, 42)}, "no coordinate is in that range"),
         ({"lat": between(55, 45)}, r"between\(55, 45\) on the axis 'lat': the lower end comes first"),
     ],
@@ -88,6 +124,14 @@ def test_ends_are_included() -> None:
 def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         name_axes(select, DIMS, COORDS)
+
+
+def test_coordinates_of_another_length_than_their_axis() -> None:
+    """Wrong if -1 were taken for the last step, where the axis of a netCDF file goes on after this array."""
+    for part in (-1, slice(1, 2), near(50)):
+        with pytest.raises(ValueError, match="'lat', which has 4 elements in the array, but its coordinate 5"):
+            name_axes({"lat": part}, DIMS, COORDS, (4, 4, 7))
+    assert name_axes({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
 
 
 def test_names_that_are_not_clear() -> None:

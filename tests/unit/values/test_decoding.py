@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,24 @@ def test_valid_range_of_stored_numbers() -> None:
         assert_same(ours(stored, given_range, with_valid=True), expected)
     found = ours(stored, {"valid_min": np.int16(0), "_FillValue": np.int16(2)}, with_valid=True)
     np.testing.assert_array_equal(np.isnan(found), (stored < 0) | (stored == 2))
+
+
+@pytest.mark.parametrize("wrap", [np.int16, np.int64, int])
+def test_valid_range_of_unsigned_numbers(wrap: Callable[[int], Any]) -> None:
+    """Satellite files have ``valid_range = 0s, -6s``, up to 65530. Wrong if -6 were compared as it is: all would be masked."""
+    stored = np.array([0, 1, 32767, -32768, -6, -5, -1], "i2")
+    high: dict[str, Any] = {"_Unsigned": "true", "valid_max": wrap(-6), "_FillValue": np.int16(-1)}
+    both = {"_Unsigned": "true", "valid_range": [int(wrap(2)), -6] if wrap is int else np.array([wrap(2), wrap(-6)])}
+    scaled = {"scale_factor": np.float32(0.5), "add_offset": np.float32(180)}
+    for attributes, n_low in ((high, 0), (both, 2), (high | scaled, 0), (both | scaled, 2)):
+        expected = by_xarray(stored, attributes).astype("f4")
+        expected[:n_low], expected[5:] = np.nan, np.nan
+        assert_same(ours(stored, attributes, with_valid=True), expected)
+    wide = {"_Unsigned": "true", "valid_max": np.int32(65530)}  # of a type that holds the number as it is meant
+    np.testing.assert_array_equal(np.isnan(ours(stored, wide, with_valid=True)), [False] * 5 + [True] * 2)
+    signed = {"_Unsigned": "false", "valid_min": np.uint8(250)}
+    found = ours(np.array([0, 249, 250, 255, 127], "u1"), signed, with_valid=True)
+    np.testing.assert_array_equal(found, np.array([0, np.nan, -6, -1, 127], "f4"))
 
 
 @pytest.mark.parametrize(
