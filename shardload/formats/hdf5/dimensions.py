@@ -16,21 +16,54 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats.sink import ArraySpec
 
-__all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
+__all__ = ["check_netcdf", "coordinate_of", "name_axes", "refused_by_netcdf", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 _NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
+_MOST_NAME_NBYTES = 255  # of netCDF; the library reads beyond its own memory if a name is longer
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
 
 def check_netcdf(name: str, spec: ArraySpec) -> None:
-    """ConfigError if netCDF4 has no type for the values."""
+    """ConfigError if netCDF4 has no type for the values, or its library does not read the names."""
+    for part in (*name.strip("/").split("/"), *filter(None, spec.dims or ())):
+        why = _unreadable_name(part)
+        if why is not None:
+            raise ConfigError(
+                f"'{name}' has the name {_told(part)}, {why}, which netCDF programs do not read. Choose another one"
+            )
     if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in _NETCDF_TYPES:
         instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
         raise ConfigError(
             f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
         )
+
+
+def _unreadable_name(name: str) -> str | None:
+    if (nbytes := len(name.encode(errors="replace"))) > _MOST_NAME_NBYTES:
+        return f"of {nbytes} bytes"
+    return "which begins with a space or control character" if name and name[0] <= " " else None
+
+
+def refused_by_netcdf(key: str, value: Any) -> str | None:
+    """Why the netCDF library cannot show an attribute, in words that follow "is"; None if it can.
+
+    HDF5 holds all of these. The library does not open a file with an attribute of two axes at all, and shows none of a type
+    that it does not have.
+
+    >>> refused_by_netcdf("box", np.eye(3)), refused_by_netcdf("units", "m")
+    ('an array of 2 axes; in netCDF4 an attribute has one', None)
+    """
+    if (why := _unreadable_name(key)) is not None:
+        return f"one with a name {why.replace('which begins', 'that begins')}"
+    if isinstance(value, str | bytes | h5py.Empty):
+        return None
+    found = np.asarray(value)
+    if found.ndim > 1:
+        return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
+    is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in _NETCDF_TYPES
+    return None if is_known else f"{found.dtype.name}, which netCDF4 does not have"
 
 
 def coordinate_of(name: str, dim: str, specs: Mapping[str, ArraySpec]) -> str | None:
@@ -133,8 +166,20 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             )
         if value is None:
             raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
-        if isinstance(value, bool | np.bool_) and is_netcdf:
-            value = np.int8(value)
+        if "\0" in str(key):  # HDF5 would cut it off there
+            raise ConfigError(f"the attribute {key!r} of '{name}' has a zero byte in its name. Choose another one")
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.isbuiltin == 2:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {value.dtype.name}, which HDF5 would hold as bytes without a meaning. "
+                "Pass it as float32"
+            )
+        if is_netcdf and (why := refused_by_netcdf(str(key), value)) is not None:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {why}. Pass text, a number of 8 to 64 bits or one row of such numbers, "
+                "or use the suffix .h5"
+            )
+        if is_netcdf and not isinstance(value, str | bytes) and np.asarray(value).dtype.kind == "b":
+            value = np.asarray(value, dtype=np.int8)[()]
         if isinstance(value, str) and is_netcdf and value and value.isascii() and "\0" not in value:
             value = np.bytes_(value)  # text as every netCDF program reads it; others get a string of variable length
         try:
