@@ -439,6 +439,10 @@ class Catalog(abc.ABC):
     def abandon(self) -> None:
         """Remove the temporary, unless it was committed. May be called again. Never raises OSError."""
 
+    def leave(self) -> None:
+        """Let go of the temporary, which stays as it is: another job may go on with it (`Sink.resume`)."""
+        return None
+
     def __enter__(self) -> Self:
         return self
 

@@ -408,6 +408,12 @@ class _Hdf5Catalog(Catalog):
             raise ValueError("finish the catalog first")
         self._target.commit()
 
+    def leave(self) -> None:
+        # HDF5 must not find the file open when the process ends: it would call Python, which has ended before.
+        self._ledger.most_nbytes = 1 << 62  # what HDF5 still writes goes nowhere
+        with contextlib.suppress(OSError, RuntimeError):
+            self._let_go()
+
     def abandon(self) -> None:
         file, self._file = self._file, None
         with contextlib.suppress(OSError, RuntimeError):  # of HDF5, if metadata could not be read back
