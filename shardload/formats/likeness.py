@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
-from shardload.formats.hdf5.dimensions import refused_by_netcdf
+from shardload.formats.netcdf import refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 

@@ -14,56 +14,29 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.netcdf import NETCDF_TYPES, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ArraySpec
 
-__all__ = ["check_netcdf", "coordinate_of", "name_axes", "refused_by_netcdf", "write_attrs"]
+__all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-_NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
-_MOST_NAME_NBYTES = 255  # of netCDF; the library reads beyond its own memory if a name is longer
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
 
 def check_netcdf(name: str, spec: ArraySpec) -> None:
     """ConfigError if netCDF4 has no type for the values, or its library does not read the names."""
     for part in (*name.strip("/").split("/"), *filter(None, spec.dims or ())):
-        why = _unreadable_name(part)
+        why = unreadable_name(part)
         if why is not None:
             raise ConfigError(
-                f"'{name}' has the name {_told(part)}, {why}, which netCDF programs do not read. Choose another one"
+                f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
             )
-    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in _NETCDF_TYPES:
+    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
         instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
         raise ConfigError(
             f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
         )
-
-
-def _unreadable_name(name: str) -> str | None:
-    if (nbytes := len(name.encode(errors="replace"))) > _MOST_NAME_NBYTES:
-        return f"of {nbytes} bytes"
-    return "which begins with a space or control character" if name and name[0] <= " " else None
-
-
-def refused_by_netcdf(key: str, value: Any) -> str | None:
-    """Why the netCDF library cannot show an attribute, in words that follow "is"; None if it can.
-
-    HDF5 holds all of these. The library does not open a file with an attribute of two axes at all, and shows none of a type
-    that it does not have.
-
-    >>> refused_by_netcdf("box", np.eye(3)), refused_by_netcdf("units", "m")
-    ('an array of 2 axes; in netCDF4 an attribute has one', None)
-    """
-    if (why := _unreadable_name(key)) is not None:
-        return f"one with a name {why.replace('which begins', 'that begins')}"
-    if isinstance(value, str | bytes | h5py.Empty):
-        return None
-    found = np.asarray(value)
-    if found.ndim > 1:
-        return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
-    is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in _NETCDF_TYPES
-    return None if is_known else f"{found.dtype.name}, which netCDF4 does not have"
 
 
 def coordinate_of(name: str, dim: str, specs: Mapping[str, ArraySpec]) -> str | None:

@@ -395,7 +395,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         ({"ü" * 128: spec("f4")}, "of 256 bytes, which netCDF programs do not read"),
         ({f"{'g' * 256}/x": spec("f4")}, "of 256 bytes, which netCDF programs do not read"),
         ({"x": spec("f4", dims=("a" * 256, "b", "c"))}, "of 256 bytes, which netCDF programs do not read"),
-        ({"\nx": spec("f4")}, "which begins with a space or control character"),
+        ({"\nx": spec("f4")}, "has a name that begins with a space or control character, which netCDF programs do not read"),
     ],
 )
 def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], words: str) -> None:
