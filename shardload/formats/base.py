@@ -690,6 +690,10 @@ class OpenFile(abc.ABC):
         """
         return {}
 
+    def unread(self) -> Sequence[str]:
+        """What could not be read of these attributes, in words."""
+        return ()
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close the file. Close its arrays first. May be called again."""

@@ -21,10 +21,11 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
-from shardload.formats.sink import ArraySpec, Compression
+from shardload.formats.netcdf import refused_by_netcdf
+from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 
-__all__ = ["KEEP", "Asked", "attrs_for", "spec_like"]
+__all__ = ["KEEP", "Asked", "attrs_for", "marked", "spec_like"]
 
 KEEP = "keep"
 """In `Asked`: as in the source."""
@@ -158,10 +159,56 @@ def attrs_for(
     for key, value in list(found.items()):
         try:
             found[key] = _typed(value)
+            if kind == "netcdf4" and (why := refused_by_netcdf(key, found[key])) is not None:
+                raise ValueError(why)
         except (TypeError, ValueError) as error:
             del found[key]
             notes.append(f"attribute {key!r} of {name} ({error})")
     return found, fill, notes
+
+
+def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[dict[str, Any], Any]:
+    """Attributes and fill value with which a ``_FillValue`` among `attrs` marks missing data, as a format says it.
+
+    It gets the array's type, as CF asks for; numbers without a type of their own are rounded to it. In plain HDF5 it is an
+    attribute like others, and stays what it is if it has no value of that type.
+
+    Raises
+    ------
+    ConfigError
+        If it has none in another format.
+
+    Examples
+    --------
+    >>> marked("netcdf4", "/x", {"_FillValue": 1e20, "units": "K"}, np.dtype("f4"))
+    ({'units': 'K'}, np.float32(1e+20))
+    """
+    found = dict(attrs)
+    if found.get("_FillValue") is None:
+        return found, None
+    value = found.pop("_FillValue")
+    try:
+        marker = fitting(name, _rounded(value, dtype), dtype)
+    except ConfigError:
+        if kind != "hdf5":
+            raise
+        marker = value
+    if kind in ("netcdf4", "zarr2"):
+        return found, marker
+    return found | {"_FillValue": _as_xarray(marker) if kind == "zarr" else marker}, None
+
+
+def _rounded(value: Any, dtype: np.dtype[Any]) -> Any:
+    """One number in floating point, rounded to `dtype` if it is not too large for it; anything else as it is."""
+    number = np.asarray(value)
+    if number.size != 1 or number.dtype.kind not in "biufc":
+        return value
+    number = number.reshape(())
+    if number.dtype.kind not in "fc" or dtype.kind not in "fc" or (number.dtype.kind == "c" and dtype.kind == "f"):
+        return number[()]
+    with np.errstate(all="ignore"):
+        cast = number.astype(native_dtype(dtype))
+    return cast[()] if np.isfinite(cast) == np.isfinite(number) else number[()]
 
 
 def _as_xarray(value: Any) -> Any:
@@ -193,7 +240,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
+        return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -393,6 +393,12 @@ class _Opened(OpenFile):
             return {}
         with as_source_error(str(self._handle)):
             return self._file.groups()
+
+    def unread(self) -> Sequence[str]:
+        if self._file is None:
+            return ()
+        with as_source_error(str(self._handle)):
+            return self._file.unread()
 
     def state(self) -> State:
         return None if self._file is None else self._file.state()

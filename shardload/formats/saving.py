@@ -69,7 +69,7 @@ def make_sink(
     attrs : mapping
         Attributes of the file.
     group_attrs : mapping
-        Attributes of its groups, by their full names. Those of groups without arrays are not written.
+        Attributes of its groups, by their full names. Groups without arrays are made too.
 
     Raises
     ------

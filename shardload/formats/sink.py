@@ -148,7 +148,7 @@ class ArraySpec:
             raise ConfigError(f"{name!r} has an axis that may grow, but no chunks. Pass chunks=, such as {_example(shape)}")
         if chunks is None:
             compression, checksum = None, False
-        fill = None if self.fill_value is None else _fitting(name, self.fill_value, dtype)
+        fill = None if self.fill_value is None else fitting(name, self.fill_value, dtype)
         has_dims = not shape or (self.dims is not None and any(self.dims))
         dims = tuple(self.dims or ()) if has_dims else None
         return replace(
@@ -228,7 +228,7 @@ def _example(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(n, 64) or 1 for n in shape)
 
 
-def _fitting(name: str, found: Any, dtype: np.dtype[Any]) -> Any:
+def fitting(name: str, found: Any, dtype: np.dtype[Any]) -> Any:
     """`found` as a scalar of `dtype`; ConfigError if that changes it."""
     try:
         value = np.asarray(found)
@@ -438,6 +438,10 @@ class Catalog(abc.ABC):
     @abc.abstractmethod
     def abandon(self) -> None:
         """Remove the temporary, unless it was committed. May be called again. Never raises OSError."""
+
+    def leave(self) -> None:
+        """Let go of the temporary, which stays as it is: another job may go on with it (`Sink.resume`)."""
+        return None
 
     def __enter__(self) -> Self:
         return self

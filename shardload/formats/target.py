@@ -220,6 +220,9 @@ class Target:
             raise ConfigError(
                 f"'{self.path}' is a {have}, and a {want} is to be saved there. Remove it, or choose another name"
             )
+        if not is_folder and not os.path.isfile(self._final):
+            # A device or a pipe, such as /dev/null: a rename would put a file in its place, for all programs.
+            raise ConfigError(f"'{self.path}' is no ordinary file, so it is not replaced. Choose another name")
         if is_folder and not any(os.path.lexists(os.path.join(self._final, name)) for name in self._known):
             raise ConfigError(
                 f"'{self.path}' is a folder that holds none of {', '.join(self._known)}, so it is not replaced. "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import netCDF4
 import numpy as np
 import pytest
 import xarray
@@ -307,6 +308,10 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             file["x"] = np.arange(6.0)
             file["x"].attrs["bad"] = np.nan
             file["x"].attrs["ref"] = file["names"].ref
+            file["x"].attrs["raw"] = np.bytes_(b"\xff")
+            file.attrs["of file"] = file.ref
+            header = file.create_group("Header")
+            header.attrs.update({"redshift": 0.5, "box": np.eye(2), "of group": 1j})
 
     on_root(comm, make)
     report = copy(comm, before, after)
@@ -314,9 +319,17 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
     assert "'/names'" in text
     assert "'bad'" in text
     assert "'ref'" in text
+    assert "'raw' of '/x'" in text
+    assert "'of file' of '/'" in text
+    assert "'of group' of '/Header'" in text
+    more = copy(comm, before, shared_tmp_path / "out.nc")
+    assert "attribute 'box' of group '/Header' (an array of 2 axes; in netCDF4 an attribute has one)" in "\n".join(more.notes)
     comm.barrier()
     if comm.rank == 0:
         np.testing.assert_array_equal(zarr.open_group(str(after), mode="r")["x"][...], np.arange(6.0))
+        assert dict(zarr.open_group(str(after), mode="r")["Header"].attrs) == {"redshift": 0.5, "box": [[1, 0], [0, 1]]}
+        with netCDF4.Dataset(shared_tmp_path / "out.nc") as found:
+            assert found["Header"].ncattrs() == ["redshift"] and found["Header"].redshift == 0.5
 
 
 def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
@@ -402,8 +415,13 @@ def stopped(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
         with monkeypatch.context() as patch:
             patch.setattr(copy_reading.CopyReading, "_read", stop)
-            with pytest.raises(Stopped):
+            with pytest.raises(Stopped) as held:  # and with it all that its frames hold, as at the end of a process
                 copy(comm, before, target, **options)
+        # An HDF5 file that is open when the process ends calls Python, which has ended by then: a crash.
+        assert held.value.__traceback__ is not None
+        files = h5py.h5f.get_obj_ids(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_FILE)
+        n_open = sum(one.get_access_plist().get_driver() == h5py.h5fd.fileobj_driver for one in files)
+        assert comm.allgather(n_open) == [0] * comm.size
         comm.barrier()
         return before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -319,6 +320,65 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
     assert not (shared_tmp_path / "no.h5").exists()
 
 
+KINDS_OF_XARRAY = {
+    "h5": ("x.h5", "h5netcdf"),
+    "nc": ("x.nc", "netcdf4"),
+    "zarr": ("x.zarr", "zarr"),
+    "zarr2": ("y.zarr", "zarr"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_XARRAY)
+def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) -> None:
+    """Wrong if xarray could not open the file, or did not see which values are missing."""
+    name, engine = KINDS_OF_XARRAY[kind]
+    how: dict[str, Any] = {"format": "zarr2"} if kind == "zarr2" else {}
+    shape = cube()
+    values = ramp(shape, "int16")
+    values[0, 0, 0] = -9
+
+    def make() -> None:
+        with netCDF4.Dataset(shared_tmp_path / "in.nc", "w") as file:
+            for dim, n in zip("zyx", shape, strict=True):
+                file.createDimension(dim, n)
+            one = file.createVariable("t", "i2", ("z", "y", "x"), fill_value=-9)
+            one.setncatts({"scale_factor": np.float32(0.1), "units": "K"})
+            level = file.createVariable("z", "i2", ("z",))
+            level.scale_factor = 0.5
+            for variable, whole in ((one, values), (level, np.arange(shape[0]))):
+                variable.set_auto_maskandscale(False)
+                variable[...] = whole
+
+    on_root(comm, make)
+    packed, like = put(values, mesh_of(), P("a", "b")), f"{shared_tmp_path}/in.nc:/t"
+    decoded = put(np.where(values == -9, np.nan, values * np.float32(0.1)).astype("float32"), mesh_of(), P("a", "b"))
+    plain = put(values.astype("float32"), mesh_of(), P("a", "b"))
+    whole = np.ma.masked_array(np.arange(3.0), False)  # as netCDF4-python gives it
+    shardload.save(shared_tmp_path / f"packed-{name}", {"t": packed}, like=like, **how)
+    shardload.save(shared_tmp_path / f"decoded-{name}", {"t": decoded}, like=like, **how)
+    for k, fill in enumerate((-9, -9.0, np.float32(-9), np.nan)):
+        shardload.save(shared_tmp_path / f"{k}-{name}", {"t": plain, "w": whole}, attrs={"t": {"_FillValue": fill}}, **how)
+
+    def look() -> None:
+        with xarray.open_dataset(shared_tmp_path / "in.nc", engine="netcdf4") as found:
+            wanted, levels = found.t.values, found.z.values
+        for start in ("packed", "decoded"):
+            with xarray.open_dataset(shared_tmp_path / f"{start}-{name}", engine=engine) as found:
+                exact = start == "decoded" or not kind.startswith("zarr")  # JSON makes the scale factor a float64
+                np.testing.assert_allclose(found.t.values, wanted, rtol=0 if exact else 1e-6)
+                np.testing.assert_array_equal(found.z.values, levels)
+                assert found.t.units == "K" and (found.t.dtype == wanted.dtype or not exact)
+        for k in range(4):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # h5netcdf: axes have no names
+                with xarray.open_dataset(shared_tmp_path / f"{k}-{name}", engine=engine) as found:
+                    assert np.isnan(found.t.values[0, 0, 0]) == (k < 3)
+                    assert kind == "zarr" or found.t.encoding["_FillValue"].dtype == np.float32
+                    np.testing.assert_array_equal(found.w.values, whole)
+
+    on_root(comm, look)
+
+
 @pytest.mark.parametrize("writers", ["all", "root"])
 def test_progress_counts_what_a_rank_writes(comm: Any, shared_tmp_path: Path, writers: str) -> None:
     """Wrong if the bar stopped before the end, or went beyond it; an error of the caller's function is one of all ranks."""
@@ -402,6 +462,8 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, [x], {}, "a list of arrays has no names"),
         (path, {}, {}, "the dict is empty"),
         (path, {"a": 3.0}, {}, "'/a' is a float; expected a jax.Array"),
+        (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
+        (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),
         (path, {"a": x, "/a": x}, {}, "two arrays are called '/a'"),
         (path, {3: x}, {}, "a key is 3"),
         (path, jax.random.key(0), {}, "jax.random.key_data"),

@@ -14,19 +14,25 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.netcdf import NETCDF_TYPES, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ArraySpec
 
 __all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
-_NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
 
 def check_netcdf(name: str, spec: ArraySpec) -> None:
-    """ConfigError if netCDF4 has no type for the values."""
-    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in _NETCDF_TYPES:
+    """ConfigError if netCDF4 has no type for the values, or its library does not read the names."""
+    for part in (*name.strip("/").split("/"), *filter(None, spec.dims or ())):
+        why = unreadable_name(part)
+        if why is not None:
+            raise ConfigError(
+                f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
+            )
+    if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
         instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
         raise ConfigError(
             f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
@@ -133,8 +139,20 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             )
         if value is None:
             raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
-        if isinstance(value, bool | np.bool_) and is_netcdf:
-            value = np.int8(value)
+        if "\0" in str(key):  # HDF5 would cut it off there
+            raise ConfigError(f"the attribute {key!r} of '{name}' has a zero byte in its name. Choose another one")
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.isbuiltin == 2:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {value.dtype.name}, which HDF5 would hold as bytes without a meaning. "
+                "Pass it as float32"
+            )
+        if is_netcdf and (why := refused_by_netcdf(str(key), value)) is not None:
+            raise ConfigError(
+                f"the attribute {key!r} of '{name}' is {why}. Pass text, a number of 8 to 64 bits or one row of such numbers, "
+                "or use the suffix .h5"
+            )
+        if is_netcdf and not isinstance(value, str | bytes) and np.asarray(value).dtype.kind == "b":
+            value = np.asarray(value, dtype=np.int8)[()]
         if isinstance(value, str) and is_netcdf and value and value.isascii() and "\0" not in value:
             value = np.bytes_(value)  # text as every netCDF program reads it; others get a string of variable length
         try:

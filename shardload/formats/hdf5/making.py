@@ -53,16 +53,18 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
     )
 
 
-def groups_of(file: h5py.File) -> dict[str, dict[str, Any]]:
-    """The attributes of all groups of a file."""
-    found = {"/": _attributes(file["/"], "/")[0]}
+def groups_of(file: h5py.File) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The attributes of all groups of a file; and what could not be read."""
+    attrs, unread = _attributes(file["/"], "/")
+    found = {"/": attrs}
 
     def visit(name: Any, thing: Any) -> None:
         if isinstance(thing, h5py.Group) and len(thing.attrs):
-            found[f"/{name}"] = _attributes(thing, f"/{name}")[0]
+            found[f"/{name}"], more = _attributes(thing, f"/{name}")
+            unread.extend(more)
 
     file.visititems(visit)
-    return found
+    return found, unread
 
 
 def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:

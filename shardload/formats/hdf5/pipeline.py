@@ -30,6 +30,8 @@ _NUMBERS = {name: number for number, name in NAMES.items()}
 _BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
+# Filters that change values, or (SZ) end the process, unless they are told how: zfp, SZ, FCIDECOMP, SZ3, SPERR, HTJ2K.
+_TOLD_HOW = {32013, 32017, 32018, 32024, 32028, 32033}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
 
@@ -136,9 +138,14 @@ class Pipeline:
         values = options.pop("cd_values", None)
         number = _NUMBERS.get(name, int(name) if name.isdigit() else None)
         if number is None or number in (1, 2, 3):
-            known = ", ".join(sorted(set(_NUMBERS) - {"shuffle", "fletcher32"}))
+            known = ", ".join(sorted(key for key, k in _NUMBERS.items() if k not in (2, 3) and k not in _TOLD_HOW))
             raise ConfigError(
                 f"compression of '{self._name}' is {name!r}; expected one of {known}, or a filter's number as text"
+            )
+        if values is None and (number in _TOLD_HOW or (number == 6 and self._spec.dtype.kind == "f")):
+            raise ConfigError(
+                f"compression of '{self._name}' is {name!r}, which changes values unless it is told how not to. Pass zstd, or "
+                f"its parameters (hdf5plugin knows them): {{'name': {name!r}, 'options': {{'cd_values': (...)}}}}"
             )
         _available(self._name, name, number)
         step: Step | None = None

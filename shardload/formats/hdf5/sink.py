@@ -173,8 +173,8 @@ class Hdf5Sink(Sink):
                 attrs["_FillValue"] = np.asarray(one.spec.fill_value, dtype=native_dtype(one.spec.dtype))
             write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
         for name, found in self._group_attrs.items():
-            if name.strip("/") and isinstance(file.get(name), h5py.Group):
-                write_attrs(file[name], name, found, is_netcdf=self._is_netcdf)
+            if name.strip("/"):
+                write_attrs(file.require_group(name), name, found, is_netcdf=self._is_netcdf)
         name_axes(file, specs, is_netcdf=self._is_netcdf)
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
@@ -417,6 +417,12 @@ class _Hdf5Catalog(Catalog):
         if self._file is not None:
             raise ValueError("finish the catalog first")
         self._target.commit()
+
+    def leave(self) -> None:
+        # HDF5 must not find the file open when the process ends: it would call Python, which has ended before.
+        self._ledger.most_nbytes = 1 << 62  # what HDF5 still writes goes nowhere
+        with contextlib.suppress(OSError, RuntimeError):
+            self._let_go()
 
     def abandon(self) -> None:
         file, self._file = self._file, None

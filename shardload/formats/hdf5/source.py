@@ -358,7 +358,11 @@ class _Hdf5File(OpenFile):
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
-        return groups_of(self._file)
+        return groups_of(self._file)[0]
+
+    def unread(self) -> list[str]:
+        """What could not be read of them."""
+        return groups_of(self._file)[1]
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""

@@ -49,6 +49,8 @@ _MOST_OPEN = 64  # files that wait for their fsync
 _MOST_BEHIND = 4096  # writes into them
 _MISSING = np.uint64(2**64 - 1)
 
+_TAKEN = {"zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata", FOLDER_MARK}
+
 
 class ZarrEncoder(Encoder):
     """See `Encoder`."""
@@ -136,6 +138,8 @@ class ZarrSink(Sink):
             else:
                 self.arrays[name] = ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
+            if any(part in _TAKEN or "\\" in part for part in name.split("/")):
+                raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
             above = name
             while above.strip("/"):
                 above = above.rpartition("/")[0]
@@ -164,8 +168,8 @@ class ZarrSink(Sink):
     def documents(self) -> Iterator[tuple[str, Any]]:
         """The files of metadata, in the order in which they are written: name in the store, and content."""
         groups = {""}
-        for name in self.arrays:
-            above = name.strip("/").rpartition("/")[0]
+        for name in [*self.arrays, *(f"{group}/" for group in self.group_attrs)]:
+            above = name.lstrip("/").rpartition("/")[0]
             while above:
                 groups.add(above)
                 above = above.rpartition("/")[0]
@@ -260,6 +264,7 @@ class ZarrCatalog(Catalog):
                 elif not allow_missing:
                     self._check_files(name, one)
             for key, content in self._sink.documents():
+                os.makedirs(os.path.join(root, os.path.dirname(key)), exist_ok=True)  # a group without arrays
                 write_file(os.path.join(root, key), json.dumps(content, indent=2, allow_nan=False).encode())
             os.unlink(os.path.join(root, FOLDER_MARK))
             for folder in sorted({os.path.dirname(os.path.join(root, key)) for key, _ in self._sink.documents()}):

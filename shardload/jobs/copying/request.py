@@ -100,7 +100,7 @@ class CopyRequest:
         own: dict[str, Any] = {"dtype": None if checked.dtype is None else checked.dtype.name, "staging": checked.staging}
         own |= {"verify": checked.verify, "allow_external": checked.allow_external, "allow_filters": checked.allow_filters}
         own |= {"untrusted": checked.untrusted}
-        return cls(source, target, **{**given, **own})
+        return cls(source, os.path.expanduser(target), **{**given, **own})
 
     @property
     def access(self) -> Access:
@@ -279,10 +279,11 @@ def _like(
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
     groups = {}
     for group, attrs in file.groups().items():
-        if group.strip("/") in used:
+        if group.strip("/") in used or (is_all and attrs):
             kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
             groups[group] = kept
             notes += [f"{what} was left out" for what in more]
+    notes += [f"{what} was left out" for what in file.unread()]
     return found, groups, notes
 
 

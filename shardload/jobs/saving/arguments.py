@@ -49,8 +49,8 @@ class ToSave:
         In the byte order of the file.
     chunks : tuple of int, ``"auto"`` or None
         None: in one piece.
-    shards, compression, dims, attrs, checksum, fill_value
-        As in `ArraySpec`.
+    shards, compression, dims, attrs, checksum
+        As in `ArraySpec`; ``_FillValue`` is one of the attributes.
     unlimited : tuple of str or int
         Axes that can grow: names or numbers.
     """
@@ -65,7 +65,6 @@ class ToSave:
     dims: tuple[str | None, ...] | None
     attrs: Mapping[str, Any]
     checksum: bool = False
-    fill_value: Any = None
     unlimited: tuple[str | int, ...] = ()
 
     @property
@@ -128,7 +127,7 @@ class SaveArguments:
         options = Options.check(**kept)
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
             raise ConfigError(f"path is {path!r}; expected the name of the new file, such as 'out.h5' or 'out.zarr'")
-        name = os.fspath(path)
+        name = os.path.expanduser(os.fspath(path))  # as loads do
         if not isinstance(name, str):
             raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
         mode, writers = given["mode"], given["writers"]
@@ -138,6 +137,7 @@ class SaveArguments:
             raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
         kind = format_for(name, given["format"])
         leaves, is_single = _arrays_of(tree, given["dataset"])
+        leaves = {name: _unmasked(name, x) if isinstance(x, np.ndarray) else x for name, x in leaves.items()}
         arrays, attrs = _spread(leaves, is_single, given)
         packed = _by_name(list(leaves), "compression", given["compression"], None)
         like = {key: text for key, text in _by_name(list(leaves), "like", given["like"], None).items() if text is not None}
@@ -229,6 +229,15 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
             )
         )
     return made, of_file
+
+
+def _unmasked(name: str, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A NumPy array without what a subclass adds. netCDF4-python gives masked arrays, mostly with nothing masked."""
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise ConfigError(
+            f"'{name}' has masked elements, and files have none. Save x.filled(VALUE), with attrs={{'_FillValue': VALUE}}"
+        )
+    return np.asarray(x)
 
 
 def _check_array(name: str, x: Any) -> None:

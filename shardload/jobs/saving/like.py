@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.labels import from_plain, to_plain
-from shardload.formats.lookup import find_array, read_labels
+from shardload.formats.likeness import attrs_for
+from shardload.formats.lookup import find_array, open_file, read_labels
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
@@ -19,6 +21,8 @@ from shardload.options import AUTO
 __all__ = ["apply_like", "read_like"]
 
 _CHECKSUMS = ("fletcher32", "crc32c")
+_PACKING = {"scale_factor", "add_offset", "_Unsigned"}
+_OF_PACKED = _PACKING | {"_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"}  # of the packed values
 _AS_IT_IS = ("", "none", "bytes", "raw")
 
 
@@ -34,7 +38,12 @@ def read_like(like: Mapping[str, str]) -> str:
     for name, path in like.items():
         if path not in known:
             info = find_array(path)
+            with open_file(info.path) as file:
+                source = file.open(info.dataset)
+                kind, attrs = source.dtype.kind, source.properties().attrs
             known[path] = {
+                "kind": kind,
+                "attrs": {key: told for key, value in attrs.items() if (told := _told(value)) is not None},
                 "shape": info.shape,
                 "chunks": info.chunks,
                 "shards": info.shards,
@@ -80,8 +89,6 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
         if one.name not in asked.packed:
             compression, checksum = _packing(one.name, known["codec"])
     labels = from_plain(known["labels"], len(known["shape"]))
-    attrs: dict[str, Any] = {} if labels is None else dict(labels.attrs)
-    fill = attrs.pop("_FillValue", None)
     dims = one.dims
     if dims is None and labels is not None and len(labels.dims) == len(one.shape) and any(labels.dims):
         dims = tuple(labels.dims)
@@ -92,9 +99,39 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
         compression=compression,
         checksum=checksum,
         dims=dims,
-        attrs=attrs | dict(one.attrs),
-        fill_value=fill if asked.format != "hdf5" else None,
+        attrs=_attrs(one, known, asked.format) | dict(one.attrs),
     )
+
+
+def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The attributes of the array that this one is like, without those that its values do not have."""
+    attrs = {key: _typed(told) for key, told in known["attrs"].items() if key not in one.attrs}
+    is_packed = known["kind"] in "iu" and not _PACKING.isdisjoint(attrs)
+    if is_packed and one.dtype.kind not in "biu":  # the values were decoded, and would be so a second time
+        attrs = {key: value for key, value in attrs.items() if key not in _OF_PACKED}
+    fill = {key: attrs.pop(key) for key in ("_FillValue",) if key in attrs}
+    found, _, lost = attrs_for(kind, f"'{one.name}'", attrs)
+    if lost:
+        raise ConfigError(f"{lost[0]} cannot be taken from the array in like=. Pass another value for it in attrs=")
+    return found | fill
+
+
+def _told(value: Any) -> Any:
+    """An attribute with its type, as JSON; None for one without a value."""
+    found = np.asarray(value)
+    if found.dtype.kind in "biufcS":
+        return [found.dtype.str, found.shape, b64encode(found.tobytes()).decode()]
+    if isinstance(value, (bytes, str, list, tuple, dict)) or found.dtype.kind == "U" or found.ndim:
+        return {"is": found.tolist() if isinstance(value, np.ndarray) else value}
+    return None
+
+
+def _typed(told: Any) -> Any:
+    """The inverse of `_told`."""
+    if isinstance(told, dict):
+        return told["is"]
+    name, shape, data = told
+    return np.frombuffer(b64decode(data), np.dtype(name)).reshape(shape)[()]
 
 
 def _packing(name: str, codec: str) -> tuple[Compression | None, bool]:
@@ -122,6 +159,8 @@ def _coordinates(one: ToSave, known: Mapping[str, Any]) -> list[ToSave]:
         values = np.asarray(values)
         if values.shape != (one.shape[one.dims.index(name)],):
             continue  # the new array has another length there
-        attrs = {key: value for key, value in coordinate.attrs.items() if key != "_FillValue"}
+        is_packed = not _PACKING.isdisjoint(coordinate.attrs)  # these values were decoded
+        left_out = _OF_PACKED if is_packed else {"_FillValue"}
+        attrs = {key: value for key, value in coordinate.attrs.items() if key not in left_out}
         found.append(ToSave(f"{group}/{name}", values, values.shape, values.dtype, None, None, None, (name,), attrs))
     return found

@@ -16,6 +16,7 @@ from shardload.comm.group import Group
 from shardload.comm.launch import rank_of_process
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.likeness import marked
 from shardload.formats.saving import make_sink
 from shardload.formats.sink import ArraySpec, Sink
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
@@ -274,6 +275,7 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
             chunks, is_chosen = plan_chunks(one.shape, one.dtype.itemsize, shards, cap_nbytes), True
             if unlimited and len(one.shape) == 1:  # a time axis: not a chunk for each element that comes
                 chunks = (max(chunks[0], _CHUNK_OF_COORDINATE),)
+    attrs, fill = marked(kind, one.name, one.attrs, one.dtype)
     return (
         ArraySpec(
             one.shape,
@@ -282,9 +284,9 @@ def _spec(one: ToSave, shards: Shards, kind: str, cap_nbytes: int) -> tuple[Arra
             shards=one.shards,
             compression=one.compression,
             dims=one.dims,
-            attrs=one.attrs,
+            attrs=attrs,
             checksum=one.checksum and chunks is not None,
-            fill_value=one.fill_value,
+            fill_value=fill,
             unlimited=unlimited,
         ),
         is_chosen,

@@ -297,13 +297,14 @@ class _Writing:
         catalog = self._catalog
         if self._journal is not None and (stalled or self._is_kept or catalog is None):
             self._journal.close()
-        if catalog is None or self._is_kept or (stalled and self._is_apart):
+        if catalog is None or (stalled and self._is_apart):
             return
         # After a stall, and after Ctrl-C, the file system may hang: then the temporary stays.
-        thread = threading.Thread(target=catalog.abandon, name="shardload-abandon", daemon=True)
+        end = catalog.leave if self._is_kept else catalog.abandon
+        thread = threading.Thread(target=end, name="shardload-abandon", daemon=True)
         thread.start()
         thread.join(_LEAVE_SECONDS if stalled else None)
-        if self._journal is not None:
+        if self._journal is not None and not self._is_kept:
             self._journal.remove()
 
     # --- waiting

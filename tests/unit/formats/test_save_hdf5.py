@@ -381,6 +381,29 @@ def test_netcdf(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found["w"].values, values["g/w"])
 
 
+def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
+    long = "n" * 255
+    attrs = {
+        "b": True,
+        "bs": np.array([True, False]),
+        "i": np.uint64(2**64 - 1),
+        "row": [1.5, 2.5],
+        "texts": ["a", "ü"],
+        "text": np.bytes_(b"ab"),
+        "none": h5py.Empty("f4"),
+        "no": np.zeros(0),
+        long: 3,
+    }
+    save(tmp_path / "x.nc", {f"{long}/{long}": ramp((3,), "f4")}, {f"{long}/{long}": spec("f4", None, None, (3,), attrs=attrs)})
+    with netCDF4.Dataset(tmp_path / "x.nc") as file:
+        one = file[f"{long}/{long}"]
+        found = {name: one.getncattr(name) for name in one.ncattrs()}
+    assert {key: np.asarray(value).tolist() for key, value in found.items()} == {
+        **{key: np.asarray(value).tolist() for key, value in attrs.items()},
+        **{"b": 1, "bs": [1, 0], "text": "ab", "none": []},
+    }
+
+
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
@@ -396,6 +419,16 @@ def test_netcdf(tmp_path: Path) -> None:
             {"a": spec("f4", None, None, (3, 2), dims=("a", "b")), "x": spec("f4", dims=("a", None, None))},
             "must be the coordinate",
         ),
+        # HDF5 holds all of these, but the netCDF library does not open such a file, or does not show the attribute.
+        ({"x": spec("f4", attrs={"box": np.eye(3)})}, "attribute 'box' of '/x' is an array of 2 axes; in netCDF4"),
+        ({"x": spec("f4", attrs={"a": 1j})}, "is complex128, which netCDF4 does not have"),
+        ({"x": spec("f4", attrs={"a": np.float16(1)})}, "is float16, which netCDF4 does not have"),
+        ({"x": spec("f4", attrs={"a" * 256: 1})}, "one with a name of 256 bytes"),
+        ({"x": spec("f4", attrs={" a": 1})}, "one with a name that begins with a space"),
+        ({"ü" * 128: spec("f4")}, "of 256 bytes, which netCDF programs do not read"),
+        ({f"{'g' * 256}/x": spec("f4")}, "of 256 bytes, which netCDF programs do not read"),
+        ({"x": spec("f4", dims=("a" * 256, "b", "c"))}, "of 256 bytes, which netCDF programs do not read"),
+        ({"\nx": spec("f4")}, "has a name that begins with a space or control character, which netCDF programs do not read"),
     ],
 )
 def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], words: str) -> None:
@@ -432,6 +465,12 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
         (spec("f4", shards=(4, 6, 8)), "'/x' has shards, which HDF5 does not have"),
         (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
         (spec("f4", attrs={"CLASS": "x"}), "keep for themselves"),
+        (spec("f4", attrs={"a\0b": 1}), "has a zero byte in its name"),
+        (spec("f4", attrs={"a": ml_dtypes.bfloat16(1)}), "is bfloat16, which HDF5 would hold as bytes .* Pass it as float32"),
+        (spec("f4", "zfp"), "compression of '/x' is 'zfp', which changes values unless it is told how not to"),
+        (spec("f4", "sz"), "which changes values"),  # without parameters it ends the process
+        (spec("f4", "32024"), "which changes values"),
+        (spec("f4", "scaleoffset"), "which changes values"),
         (spec("f8", None, (1 << 30,), (1 << 31,)), "in HDF5 a chunk has less than 4 GiB"),
     ],
 )

@@ -275,6 +275,10 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         a_sink(tmp_path, "y.h5").create()
     with pytest.raises(ConfigError, match=r"Make it first: mkdir -p .*nowhere"):
         a_sink(tmp_path / "nowhere", "x.h5").create()
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null is: a rename would put a file in its place
+    with pytest.raises(ConfigError, match="is no ordinary file, so it is not replaced"):
+        make_sink(str(tmp_path / "pipe"), {"rho": ArraySpec((1,), np.dtype("f4"))}, format="hdf5", mode="w").create()
+    os.unlink(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="mode is 'a'; expected 'w-'"):
         a_sink(tmp_path, "x.h5", "a")
     assert (tmp_path / "y.h5" / "notes.txt").read_text() == "mine" and (tmp_path / "x.h5").read_text() == "mine"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
@@ -272,9 +273,28 @@ def test_what_zarr_cannot_hold(tmp_path: Path, asked: ArraySpec, version: str, w
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x.h5", "x.nc", "x.zarr", "x.zarr2"])
+def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
+    """Wrong if a group that has attributes only, as headers of simulations are, were lost."""
+    path, version = tmp_path / name.replace("zarr2", "zarr"), "zarr2" if name.endswith("2") else None
+    groups = {"/": {"t": 0}, "/g": {"t": 1}, "/Header": {"t": 2}, "/a/b/c": {"t": 3}}
+    asked = {"g/x": spec("i4", None, None, (3,))}
+    sink = make_sink(str(path), asked, format=version, attrs=groups["/"], group_attrs=groups)
+    with sink.create() as catalog:
+        write_all(sink, catalog, {"/g/x": np.arange(3, dtype="i4")})
+        catalog.finish()
+        catalog.commit()
+    opened = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path)
+    assert {
+        group: int(opened[group.strip("/") or "/"].attrs["t"] if group != "/" else opened.attrs["t"]) for group in groups
+    } == {group: attrs["t"] for group, attrs in groups.items()}
+    np.testing.assert_array_equal(opened["g/x"][...], np.arange(3))
+    opened.close() if isinstance(opened, h5py.File) else None
+
+
 def test_names_and_formats(tmp_path: Path) -> None:
     one = spec("f4", None, None, (2,))
-    for names in (["../x"], ["a//b"], ["a", "/a"], ["/", "a"], [], ["a", "a/b"]):
+    for names in (["../x"], ["a//b"], ["a", "/a"], ["/", "a"], [], ["a", "a/b"], ["g/zarr.json"], [".zgroup/x"], ["a\\b"]):
         with pytest.raises(ConfigError):
             make_sink(str(tmp_path / "x.zarr"), dict.fromkeys(names, one))
     for names in (["/"], ["a", "a/b"]):
