@@ -32,7 +32,10 @@ def refused_by_netcdf(key: str, value: Any) -> str | None:
         return f"one with a name {why}"
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) is None:  # h5py.Empty
         return None
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return "no array: its rows have different lengths"
     if found.ndim > 1:
         return f"an array of {found.ndim} axes; in netCDF4 an attribute has one"
     is_known = found.dtype.kind in "bOSU" or f"{found.dtype.kind}{found.dtype.itemsize}" in NETCDF_TYPES

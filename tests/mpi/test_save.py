@@ -469,7 +469,6 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (path, jax.random.key(0), {}, "jax.random.key_data"),
         (path, deleted, {}, "was deleted"),
         (path, np.array(["a"]), {}, "holds"),
-        (path, np.ma.masked_equal([1.0, 2.0], 2), {}, "is a masked array"),
         (path, x, {"mode": "a"}, "mode is 'a'"),
         (path, x, {"format": "npy"}, "format is 'npy'"),
         (path, x, {"dataset": ""}, "dataset is ''"),

@@ -247,8 +247,6 @@ def _check_array(name: str, x: Any) -> None:
         raise ConfigError(
             f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank)"
         )
-    if isinstance(x, np.ma.MaskedArray):
-        raise ConfigError(f"'{name}' is a masked array, and a file has no mask. Pass its values: x.filled(...), x.data")
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ConfigError(f"'{name}' was deleted (donated to a jitted function?), so it has no values. Save it before that")
     try:
