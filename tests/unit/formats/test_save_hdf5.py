@@ -421,7 +421,10 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         ),
         # HDF5 holds all of these, but the netCDF library does not open such a file, or does not show the attribute.
         ({"x": spec("f4", attrs={"box": np.eye(3)})}, "attribute 'box' of '/x' is an array of 2 axes; in netCDF4"),
-        ({"x": spec("f4", attrs={"box": [[1], [1, 2]]})}, "attribute 'box' of '/x' is no array: its rows have different lengths"),
+        (
+            {"x": spec("f4", attrs={"box": [[1], [1, 2]]})},
+            "attribute 'box' of '/x' is no array: its rows have different lengths",
+        ),
         ({"x": spec("f4", attrs={"a": 1j})}, "is complex128, which netCDF4 does not have"),
         ({"x": spec("f4", attrs={"a": np.float16(1)})}, "is float16, which netCDF4 does not have"),
         ({"x": spec("f4", attrs={"a" * 256: 1})}, "one with a name of 256 bytes"),
