@@ -187,6 +187,8 @@ def marked(kind: str, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any])
     if found.get("_FillValue") is None:
         return found, None
     value = found.pop("_FillValue")
+    if kind == "zarr" and _is_as_xarray(value, dtype):
+        return found | {"_FillValue": value}, None
     try:
         marker = fitting(name, _rounded(value, dtype), dtype)
     except ConfigError:
@@ -217,6 +219,16 @@ def _as_xarray(value: Any) -> Any:
     if number.dtype.kind == "c":
         return [_base64(number.real), _base64(number.imag)]
     return _base64(number) if number.dtype.kind == "f" else number.item()
+
+
+def _is_as_xarray(value: Any, dtype: np.dtype[Any]) -> bool:
+    """True for the text that `_as_xarray` makes of a real number."""
+    if not isinstance(value, str) or dtype.kind != "f":
+        return False
+    try:
+        return len(base64.b64decode(value, validate=True)) == 8
+    except ValueError:
+        return False
 
 
 def _base64(value: Any) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardload.errors import ConfigError
+from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
 
-__all__ = ["FORMATS", "format_for", "make_sink"]
+__all__ = ["FORMATS", "format_for", "make_sink", "refused_group"]
 
+_MOST_NAME_NBYTES = 255  # of a file or folder
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
 _SUFFIXES = {
     ".h5": "hdf5",
@@ -92,6 +94,10 @@ def make_sink(
         full[one] = spec
     if not full:
         raise ConfigError("there are no arrays to save")
+    for name in group_attrs or {}:
+        why = refused_group(kind, name, full)  # (an axis that gets its name later is in the way later: see `name_axes`)
+        if why is not None:
+            raise ConfigError(f"a group is called {name!r}, {why}. Leave its attributes out, or choose another name")
     # Here, because whoever loads needs neither the libraries nor their compressors.
     if kind.startswith("zarr"):
         from shardload.formats.zarr.sink import ZarrSink
@@ -102,3 +108,33 @@ def make_sink(
 
     is_netcdf = kind == "netcdf4"
     return Hdf5Sink(path, full, mode=mode, is_netcdf=is_netcdf, alignment=alignment, attrs=attrs, group_attrs=group_attrs)
+
+
+def refused_group(kind: str, name: str, arrays: Iterable[str], axes: Iterable[str | None] = ()) -> str | None:
+    """Why a group that has attributes cannot be in a file with these arrays, in words that follow its name; None if it can.
+
+    A group that has arrays is as good as their names, which are checked with them. In netCDF, `axes` take names too.
+
+    >>> refused_group("zarr", "/g/..", ["/x"]), refused_group("zarr", "/g", ["/x"])
+    ("which is no name: one between slashes is empty, '.' or '..', or has a zero byte", None)
+    """
+    group, full = f"/{name.strip('/')}", set(arrays)
+    if group == "/" or any(one.startswith(f"{group}/") for one in full):
+        return None
+    parts = group.split("/")[1:]
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):  # "..": a folder outside of a Zarr store
+        return "which is no name: one between slashes is empty, '.' or '..', or has a zero byte"
+    if any("/" + "/".join(parts[: k + 1]) in full for k in range(len(parts))):
+        return "which is an array, or below one"
+    if kind == "netcdf4":
+        if parts[0] in axes:
+            return "as is an axis, for which netCDF has a dimension of that name"
+        return next((f"a name {why}, which netCDF programs do not read" for why in map(unreadable_name, parts) if why), None)
+    if kind.startswith("zarr"):
+        from shardload.formats.zarr.sink import is_taken
+
+        if any(is_taken(part) or part.startswith("__") for part in parts):
+            return "and a Zarr store has files of such names itself"
+        if any(len(part.encode(errors="replace")) > _MOST_NAME_NBYTES for part in parts):
+            return "which is too long for a folder"
+    return None

@@ -131,9 +131,12 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
     Several processes that write to one new file then find its blocks there, one after the other, in place of blocks that each
     of their writes asks for (ext4, 8 ranks: two thirds of the time). It is a wish: what a file system refuses is left to the
     writes, and their errors. Where it takes long (a file system in memory, which makes each page), nothing is gained, and the
-    rest is left too.
+    rest is left too. Where there is not so much room, nothing is asked for: it would take all that other programs have left,
+    and where a file system compresses, what is written into reserved space is not compressed.
     """
     call, at, some = _fallocate(), start, _FIRST_RESERVED
+    if stop - start > _room(descriptor):
+        return 0
     while call is not None and at < stop:
         nbytes, began = min(some, stop - at), time.perf_counter()
         if call(descriptor, 0, at, nbytes) != 0:
@@ -142,6 +145,15 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
         if time.perf_counter() - began > _SLOW_SECONDS + nbytes / _FAST_NBYTES:
             break
     return at - start
+
+
+def _room(descriptor: int) -> int:
+    """Bytes that are free on a file's file system, as far as it says."""
+    try:
+        found = os.fstatvfs(descriptor)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
 
 
 def sync_folder(path: str) -> None:

@@ -280,7 +280,7 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
     numbers: list[Any] = [part.low, part.high] if isinstance(part, Between) else [part.value]
     if isinstance(part, Near) and part.within is not None:
         numbers.append(part.within)
-    if not all(isinstance(number, Real) for number in numbers):
+    if not all(isinstance(number, Real) and not isinstance(number, np.timedelta64) for number in numbers):
         raise ValueError(
             f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (times are numbers, too: "
             "shardload.open(path) shows units and values)"
@@ -296,7 +296,7 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
         )
     ends = f"it goes from {values[0]} to {values[-1]}"
     # As plain numbers, which take the coordinates' type: in float64, 0.3 is less than the 0.3 of float32, and leaves it out.
-    numbers = [int(number) if isinstance(number, Integral) else float(number) for number in numbers]
+    numbers = [_plain(number) for number in numbers]
     if isinstance(part, Near):
         nearest = _nearest(values, numbers[0])
         if nearest is None:
@@ -318,6 +318,16 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
     if inside[-1] - inside[0] + 1 != inside.size:
         raise ValueError(f"select has {part} on the axis {name!r}, but the coordinates in that range are not beside each other")
     return slice(int(inside[0]), int(inside[-1]) + 1)
+
+
+def _plain(number: Any) -> int | float:
+    """A number as Python's; one that float64 does not have is infinite."""
+    try:
+        plain = int(number) if isinstance(number, Integral) else float(number)
+        float(plain)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+    return plain
 
 
 def _nearest(values: np.ndarray[Any, Any], value: float) -> tuple[int, Any] | None:

@@ -332,6 +332,37 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             assert found["Header"].ncattrs() == ["redshift"] and found["Header"].redshift == 0.5
 
 
+def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if anything were written beside the new store, or netCDF programs could not open the new file."""
+    inside = shared_tmp_path / "a" / "b"
+    before = inside / "in.h5"
+
+    def make() -> None:
+        inside.mkdir(parents=True)
+        with h5py.File(before, "w") as file:
+            file["x"] = np.arange(6.0)
+            file["x"].dims[0].label = "lon"
+            for name in (" blank", "Header", "lon"):
+                file.create_group(name).attrs["t"] = 1
+            up = h5py.Group(h5py.h5g.create(file.id, b".."))
+            up.attrs["t"] = 2
+            h5py.Group(h5py.h5g.create(up.id, b"..")).attrs["t"] = 3
+
+    on_root(comm, make)
+    for name, kind in (("out.zarr", None), ("two.zarr", "zarr2"), ("out.nc", None), ("out.h5", None)):
+        notes = "\n".join(copy(comm, before, inside / name, format=kind).notes)
+        assert "the attributes of group '/..', which is no name" in notes and "'/../..'" in notes
+        assert ("group ' blank'" in notes or "group '/ blank'" in notes) == (name == "out.nc") == ("group '/lon'" in notes)
+        assert "Header" not in notes
+    comm.barrier()
+    if comm.rank == 0:
+        assert sorted(os.listdir(inside)) == ["in.h5", "out.h5", "out.nc", "out.zarr", "two.zarr"]
+        assert os.listdir(inside.parent) == ["b"] and "a" in os.listdir(shared_tmp_path)
+        assert not {"zarr.json", ".zgroup", ".zattrs"} & set(os.listdir(shared_tmp_path))
+        with netCDF4.Dataset(inside / "out.nc") as found:
+            assert list(found.groups) == ["Header"] and found["Header"].t == 1
+
+
 def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if anything were written, or only rank 0 raised."""
     before = shared_tmp_path / "in.h5"

@@ -60,6 +60,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
     added = {} if is_netcdf else _scales_beside_coordinates(specs)
+    added = {at: scale for at, scale in added.items() if scale not in file}  # a group that has attributes only
     for name, spec in specs.items():
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
@@ -125,6 +126,10 @@ def _scales_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[tuple[str
 
 def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
     """A scale that has a length but no values: a dimension of netCDF without a variable."""
+    if scale in file:
+        raise ConfigError(
+            f"'{scale}' is a group, and the name of an axis without a coordinate. Call one of them by another name"
+        )
     extent = {"maxshape": (None,), "chunks": (1024,)} if grows else {}
     made = file.create_dataset(scale, shape=(length,), dtype=">f4", **extent)
     made.make_scale(f"{_NO_VARIABLE}{length:10d}")

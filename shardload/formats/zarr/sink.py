@@ -42,7 +42,7 @@ from shardload.formats.zarr.encodings import group_metadata, layout, plain_attrs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
-__all__ = ["ZarrCatalog", "ZarrEncoder", "ZarrSink", "write_file"]
+__all__ = ["ZarrCatalog", "ZarrEncoder", "ZarrSink", "is_taken", "write_file"]
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _MOST_OPEN = 64  # files that wait for their fsync
@@ -138,7 +138,7 @@ class ZarrSink(Sink):
             else:
                 self.arrays[name] = ZarrEncoder(path, name, checked, version)
         for name in self.arrays:
-            if any(part in _TAKEN or "\\" in part for part in name.split("/")):
+            if any(map(is_taken, name.split("/"))):
                 raise ConfigError(f"an array is called '{name}'; a Zarr store has files of such names itself. Rename it")
             above = name
             while above.strip("/"):
@@ -204,6 +204,11 @@ class ZarrSink(Sink):
                 "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": below}
             }
         yield from nodes.items()
+
+
+def is_taken(part: str) -> bool:
+    """True for a part of a name that an array or a group cannot have: the store has such files, or zarr-python another name."""
+    return part in _TAKEN or "\\" in part
 
 
 def _check_single(name: str, spec: ArraySpec) -> None:

@@ -277,12 +277,19 @@ def _like(
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
-    groups = {}
+    groups, refused = {}, import_module("shardload.formats.saving").refused_group
+    arrays, axes = [one.full_name for one in found], {dim for one in found for dim in one.spec.dims or ()}
     for group, attrs in file.groups().items():
-        if group.strip("/") in used or (is_all and attrs):
-            kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
-            groups[group] = kept
-            notes += [f"{what} was left out" for what in more]
+        if group.strip("/") not in used:
+            if not is_all or not attrs:
+                continue
+            why = refused(kind, group, arrays, axes)
+            if why is not None:
+                notes.append(f"the attributes of group {group!r}, {why}, were left out")
+                continue
+        kept, _, more = attrs_for(kind, f"group '{group}'", attrs)
+        groups[group] = kept
+        notes += [f"{what} was left out" for what in more]
     notes += [f"{what} was left out" for what in file.unread()]
     return found, groups, notes
 

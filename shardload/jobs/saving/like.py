@@ -118,10 +118,13 @@ def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _told(value: Any) -> Any:
     """An attribute with its type, as JSON; None for one without a value."""
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of different lengths, in JSON
+        return {"is": value}
     if found.dtype.kind in "biufcS":
         return [found.dtype.str, found.shape, b64encode(found.tobytes()).decode()]
-    if isinstance(value, (bytes, str, list, tuple, dict)) or found.dtype.kind == "U" or found.ndim:
+    if isinstance(value, (bytes, str, int, list, tuple, dict)) or found.dtype.kind == "U" or found.ndim:
         return {"is": found.tolist() if isinstance(value, np.ndarray) else value}
     return None
 

@@ -422,6 +422,7 @@ class AFileSystem:
 
     def put_in(self, monkeypatch: pytest.MonkeyPatch) -> AFileSystem:
         monkeypatch.setattr(target, "_fallocate", lambda: self.fallocate)
+        monkeypatch.setattr(target, "_room", lambda descriptor: 1 << 62)  # what it says, true or not
         monkeypatch.setattr(target.time, "perf_counter", lambda: self.now)
         return self
 
@@ -439,6 +440,15 @@ def test_space_is_reserved_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_space_that_is_not_there_is_left_to_the_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     disk = AFileSystem(room=20 << 20).put_in(monkeypatch)
     assert target.reserve(3, 0, 64 << 20) == 16 << 20 and len(disk.asked) == 2
+
+
+def test_a_file_that_is_larger_than_the_disk_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it takes all the room there is, from other programs too; a file system that compresses may not need so much."""
+    disk, room = AFileSystem(), os.statvfs(tmp_path)
+    monkeypatch.setattr(target, "_fallocate", lambda: disk.fallocate)
+    with open(tmp_path / "x", "wb") as file:
+        assert target.reserve(file.fileno(), 0, 2 * room.f_blocks * room.f_frsize) == 0 and not disk.asked
+        assert target.reserve(file.fileno(), 10, 20) == 10 and disk.asked == [(10, 10)]
 
 
 def test_a_file_system_that_takes_long_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@ import zarr
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
+from shardload.formats.likeness import marked
 from shardload.formats.lookup import open_source
 from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
+from shardload.jobs.saving.like import _typed, read_like
 from shardload.testing import check_format
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -290,6 +292,60 @@ def test_attributes_of_groups_without_arrays(tmp_path: Path, name: str) -> None:
     } == {group: attrs["t"] for group, attrs in groups.items()}
     np.testing.assert_array_equal(opened["g/x"][...], np.arange(3))
     opened.close() if isinstance(opened, h5py.File) else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        ("zarr", "/..", "is no name"),
+        ("zarr2", "/g/../../out", "is no name"),
+        ("hdf5", "/./g", "is no name"),
+        ("zarr", "/zarr.json", "has files of such names"),
+        ("zarr2", "/a/.zgroup", "has files of such names"),
+        ("zarr", "/" + "q" * 256, "too long for a folder"),
+        ("netcdf4", "/ g", "begins with a space"),
+        ("netcdf4", "/" + "q" * 256, "of 256 bytes"),
+        *((kind, "/g/x", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr", "zarr2")),
+        *((kind, "/g/x/y", "is an array, or below one") for kind in ("hdf5", "netcdf4", "zarr", "zarr2")),
+        ("netcdf4", "/lon", "is a group, and the name of an axis"),
+    ],
+)
+def test_groups_that_a_file_cannot_have(tmp_path: Path, kind: str, name: str, says: str) -> None:
+    """Wrong if a group called ".." were written beside a Zarr store, or attributes of a group replaced an array."""
+    asked = {"g/x": spec("i4", None, None, (3,), dims=("lon",))}
+    with pytest.raises(ConfigError, match=says):
+        make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={name: {"t": 1}})
+    make_sink(str(tmp_path / "out"), asked, format=kind, group_attrs={"/": {"t": 1}, "/g": {"t": 2}, "/h/..i": {"t": 3}})
+
+
+def test_a_group_with_the_name_of_an_axis(tmp_path: Path) -> None:
+    """Wrong if plain HDF5 wanted a scale of that name beside the coordinate of another axis."""
+    asked = {"v": spec("i4", None, None, (2, 3), dims=("lat", "lon")), "lat": spec("i4", None, None, (2,), dims=("lat",))}
+    values = {"/v": np.arange(6, dtype="i4").reshape(2, 3), "/lat": np.arange(2, dtype="i4")}
+    sink = make_sink(str(tmp_path / "x.h5"), asked, group_attrs={"/lon": {"t": 1}})
+    with sink.create() as catalog:
+        write_all(sink, catalog, values)
+        catalog.finish()
+        catalog.commit()
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["lon"].attrs["t"] == 1 and file["v"].dims[1].label == "lon" and [*file["v"].dims[0]] == ["lat"]
+
+
+@pytest.mark.parametrize("value", [-9, np.float64(-9), "AAAAAAAAIsA="])
+def test_what_marks_missing_data_may_be_said_as_xarray_writes_it(value: Any) -> None:
+    """Wrong if the text that Zarr format 3 has for a number in floating point were refused."""
+    assert marked("zarr", "/x", {"_FillValue": value}, np.dtype("f4")) == ({"_FillValue": "AAAAAAAAIsA="}, None)
+    for text in ("AAAA", "none"):
+        with pytest.raises(ConfigError, match="expected one value of type float32"):
+            marked("zarr", "/x", {"_FillValue": text}, np.dtype("f4"))
+
+
+def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
+    """Wrong if like= failed, or left out a value, where the array that it names has attributes that NumPy has no type for."""
+    attrs = {"rows": [[1, 2], [3]], "large": 10**30, "mixed": [1, "a"], "object": {"a": [1, {}]}}
+    zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4").attrs.update(attrs)
+    told = json.loads(read_like({"x": f"{tmp_path}/in.zarr:/x"}))["x"]["attrs"]
+    assert {key: _typed(value) for key, value in told.items()} == attrs
 
 
 def test_names_and_formats(tmp_path: Path) -> None:

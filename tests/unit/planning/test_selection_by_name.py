@@ -134,6 +134,19 @@ def test_coordinates_of_another_length_than_their_axis() -> None:
     assert name_axes({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
 
 
+def test_numbers_that_float64_does_not_have() -> None:
+    """Wrong if they ended in another error than that of a selection: callers look for ValueError."""
+    for values in (COORDS["lat"], COORDS["lon"], COORDS["lat"].astype("f2")):
+        known = {"x": values}
+        with pytest.raises(ValueError, match="none of its coordinates is a number near it"):
+            name_axes({"x": near(10**400)}, ("x",), known)
+        assert name_axes({"x": between(-(10**400), Fraction(10**400))}, ("x",), known) == (slice(0, values.size),)
+        assert name_axes({"x": near(20, within=10**400)}, ("x",), known) == name_axes({"x": near(20)}, ("x",), known)
+        for part in (near(np.timedelta64(3, "s")), between(np.timedelta64(3, "s"), np.timedelta64(4, "s"))):
+            with pytest.raises(ValueError, match="expected numbers in the units of the coordinate"):
+                name_axes({"x": part}, ("x",), known)
+
+
 def test_names_that_are_not_clear() -> None:
     with pytest.raises(ValueError, match="has 2 axes of that name"):
         name_axes({"x": 0}, ("x", "x"), {})
