@@ -146,9 +146,9 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             raise ConfigError(f"the attribute {key!r} of '{name}' is None, which HDF5 does not have. Leave it out")
         if "\0" in str(key):  # HDF5 would cut it off there
             raise ConfigError(f"the attribute {key!r} of '{name}' has a zero byte in its name. Choose another one")
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.isbuiltin == 2:
+        if (added := _added_type(value)) is not None:
             raise ConfigError(
-                f"the attribute {key!r} of '{name}' is {value.dtype.name}, which HDF5 would hold as bytes without a meaning. "
+                f"the attribute {key!r} of '{name}' is {added}, which HDF5 would hold as bytes without a meaning. "
                 "Pass it as float32"
             )
         if is_netcdf and (why := refused_by_netcdf(str(key), value)) is not None:
@@ -172,3 +172,12 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
 def _told(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:80]}..."
+
+
+def _added_type(value: Any) -> str | None:
+    """The name of a type that another package has added to NumPy (bfloat16), of a value or a list of them; None for others."""
+    try:
+        found = value.dtype if isinstance(value, np.ndarray | np.generic) else np.asarray(value).dtype
+    except ValueError:  # lists of different lengths: h5py's error is told
+        return None
+    return found.name if found.isbuiltin == 2 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +39,7 @@ def read_like(like: Mapping[str, str]) -> str:
     for name, path in like.items():
         if path not in known:
             info = find_array(path)
-            with open_file(info.path) as file:
-                source = file.open(info.dataset)
+            with open_file(info.path) as file, closing(file.open(info.dataset)) as source:
                 kind, attrs = source.dtype.kind, source.properties().attrs
             known[path] = {
                 "kind": kind,
@@ -106,8 +106,10 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
 def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The attributes of the array that this one is like, without those that its values do not have."""
     attrs = {key: _typed(told) for key, told in known["attrs"].items() if key not in one.attrs}
-    is_packed = known["kind"] in "iu" and not _PACKING.isdisjoint(attrs)
-    if is_packed and one.dtype.kind not in "biu":  # the values were decoded, and would be so a second time
+    how = _PACKING & attrs.keys()
+    is_decoded = known["kind"] in "iu" and bool(how) and one.dtype.kind not in "biu"
+    is_decoded |= how == {"_Unsigned"} and one.dtype.kind in "iu" and one.dtype.kind != known["kind"]
+    if is_decoded:  # they would be so a second time
         attrs = {key: value for key, value in attrs.items() if key not in _OF_PACKED}
     fill = {key: attrs.pop(key) for key in ("_FillValue",) if key in attrs}
     found, _, lost = attrs_for(kind, f"'{one.name}'", attrs)

@@ -470,6 +470,7 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
         (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
         (spec("f4", attrs={"CLASS": "x"}), "keep for themselves"),
         (spec("f4", attrs={"a\0b": 1}), "has a zero byte in its name"),
+        (spec("f4", attrs={"a": [ml_dtypes.bfloat16(1)]}), "is bfloat16, which HDF5 would hold as bytes .* Pass it as float32"),
         (spec("f4", attrs={"a": ml_dtypes.bfloat16(1)}), "is bfloat16, which HDF5 would hold as bytes .* Pass it as float32"),
         (spec("f4", "zfp"), "compression of '/x' is 'zfp', which changes values unless it is told how not to"),
         (spec("f4", "sz"), "which changes values"),  # without parameters it ends the process

@@ -27,7 +27,8 @@ from shardload.formats.saving import format_for, make_sink
 from shardload.formats.sink import ArraySpec, Compression, Ticket
 from shardload.formats.zarr import sink as zarr_sink
 from shardload.formats.zarr.source import FORMAT as ZARR
-from shardload.jobs.saving.like import _typed, read_like
+from shardload.jobs.saving.arguments import ToSave
+from shardload.jobs.saving.like import _attrs, _typed, read_like
 from shardload.testing import check_format
 from tests.unit.saving import quick_fsync, ramp, save, write_all  # noqa: F401
 
@@ -346,6 +347,20 @@ def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
     zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4").attrs.update(attrs)
     told = json.loads(read_like({"x": f"{tmp_path}/in.zarr:/x"}))["x"]["attrs"]
     assert {key: _typed(value) for key, value in told.items()} == attrs
+
+
+def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
+    """Wrong if unsigned values were compared with -6: decode="valid" would find none that is valid."""
+    path = f"{tmp_path}/in.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(4, dtype="i1")
+        file["x"].attrs.update({"_Unsigned": "true", "valid_max": np.int8(-6), "units": "K"})
+    found = {}
+    for kind in ("u1", "i1", "f4"):
+        x = np.arange(4, dtype=kind)
+        one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
+        found[kind] = {*_attrs(one, json.loads(read_like({"/x": f"{path}:/x"}))["/x"], "hdf5")}
+    assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
 
 
 def test_names_and_formats(tmp_path: Path) -> None:
