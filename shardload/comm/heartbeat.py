@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from shardload.comm.mpi import abort
+
 __all__ = ["Departures", "MpiMailbox", "leave_alone_at_exit", "leave_at_exit"]
 
 _LONGEST_LEAVE_SECONDS = 15.0
@@ -179,4 +181,4 @@ def _leave(mpi: Any, seconds: float) -> None:
         while time.monotonic() < end:
             mpi.COMM_WORLD.Iprobe(mpi.ANY_SOURCE, mpi.ANY_TAG)  # messages of this rank may need calls into MPI to progress
             time.sleep(_NAP_SECONDS)
-        mpi.COMM_WORLD.Abort(1)
+        abort(mpi.COMM_WORLD)

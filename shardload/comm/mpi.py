@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from shardload.comm.environment import mpi_is_off
 from shardload.errors import ConfigError
 
 __all__ = [
     "Kept",
+    "abort",
     "check_communicator",
     "end_job",
     "kept_on",
@@ -133,8 +135,24 @@ def _keyval() -> int:
 def end_job(seconds: float) -> None:
     """End all processes of the job, `seconds` from now. Not collective: one rank that calls it ends all."""
     mpi, _ = load_mpi()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(seconds)
-        mpi.COMM_WORLD.Abort(1)
+        abort(mpi.COMM_WORLD)
+
+
+def abort(comm: Any) -> NoReturn:
+    """End all processes of the job, and this one.
+
+    MPI's call may return: that of MPICH does, while the job is being ended. What a program does after that, up to
+    ``MPI_Finalize``, can only fail (a segmentation fault, below an error that somebody has to read).
+    """
+    _flush()
+    comm.Abort(1)
+    os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
+            stream.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shardload.comm.mpi import world, world_rank_and_size
+from shardload.comm.mpi import abort, world, world_rank_and_size
 
 __all__ = ["ObjectRanks"]
 
@@ -47,4 +47,4 @@ class ObjectRanks:
     def abort(self) -> None:
         """End all ranks. Not collective."""
         if self._comm:
-            self._comm.Abort(1)
+            abort(self._comm)

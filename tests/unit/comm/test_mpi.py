@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from shardload.comm import mpi
+
+ABORT_THAT_RETURNS = """
+import atexit
+from shardload.comm.mpi import abort
+
+class Comm:
+    def Abort(self, code):
+        print(f"abort {code}", flush=True)
+
+atexit.register(print, "went on")
+print("last words")
+abort(Comm())
+print("went on")
+"""
 
 
 def test_where_there_is_mpi() -> None:
@@ -28,3 +45,10 @@ def test_where_the_user_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
             mpi.check_communicator(object())
     finally:
         mpi.load_mpi.cache_clear()
+
+
+def test_nothing_follows_an_abort() -> None:
+    """MPICH's MPI_Abort returns while another rank ends the job too. Wrong if the program went on, up to MPI_Finalize, or if
+    what it had printed was lost."""
+    job = subprocess.run([sys.executable, "-c", ABORT_THAT_RETURNS], capture_output=True, text=True, timeout=60)
+    assert (job.returncode, job.stdout.split("\n")) == (1, ["last words", "abort 1", ""]), job.stderr
