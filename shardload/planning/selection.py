@@ -239,8 +239,8 @@ def name_axes(
     Raises
     ------
     ValueError
-        If there is no such axis, no such coordinate, it has no such values, or another length than its axis. The text says
-        what there is.
+        If there is no such axis, no such coordinate, it has no such values, or, where that counts, another length than its
+        axis. The text says what there is.
     """
     index: list[Any] = [slice(None)] * len(dims)
     for name, part in select.items():
@@ -252,16 +252,22 @@ def name_axes(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
                 "coordinate pass shardload.near() of a number, for a range shardload.between()"
             )
-        values = coordinates.get(name)
-        if shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
+        values, needs = coordinates.get(name), isinstance(part, Near | Between) or _counts_from_end(part)
+        if needs and shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
             # For netCDF an axis that can grow is as long as its longest array, and -1 is the last of that.
             raise ValueError(
-                f"select names the axis {name!r}, which has {shape[axes[0]]} elements in the array, but its coordinate "
-                f"{values.size}: the file is not complete, or is being written. Pass positions in the array, as NumPy would "
-                "index it"
+                f"select has {part} on the axis {name!r}, which has {shape[axes[0]]} elements in the array, but its coordinate "
+                f"{values.size}: the file is not complete or is being written, or the coordinate is of edges. Pass positions "
+                "from the beginning"
             )
         index[axes[0]] = _position(name, part, values) if isinstance(part, Near | Between) else part
     return tuple(index)
+
+
+def _counts_from_end(part: Any) -> bool:
+    """True for positions that depend on how long an axis is taken to be."""
+    ends = (part.start, part.stop) if isinstance(part, slice) else (part,)
+    return any(isinstance(end, Integral) and end < 0 for end in ends)
 
 
 def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:

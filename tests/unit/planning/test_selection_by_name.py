@@ -128,9 +128,11 @@ def test_what_cannot_be_selected(select: dict[Any, Any], says: str) -> None:
 
 def test_coordinates_of_another_length_than_their_axis() -> None:
     """Wrong if -1 were taken for the last step, where the axis of a netCDF file goes on after this array."""
-    for part in (-1, slice(1, 2), near(50)):
+    for part in (-1, slice(-2, None), slice(1, -1), near(50), between(45, 55)):
         with pytest.raises(ValueError, match="'lat', which has 4 elements in the array, but its coordinate 5"):
             name_axes({"lat": part}, DIMS, COORDS, (4, 4, 7))
+    for plain in (2, slice(1, 2), slice(1, None), slice(None)):  # the same whatever the length; edges are one more
+        assert name_axes({"lat": plain}, DIMS, COORDS, (4, 4, 7))[1] == plain
     assert name_axes({"lat": near(50)}, DIMS, COORDS, (4, 5, 6))[1] == 2, "an axis that is not named"
 
 
