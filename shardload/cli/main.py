@@ -465,7 +465,10 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
     try:
         yield
     except ShardloadError as error:
-        show_error(error, typed(str(error)), sys.stdout, as_json)
+        from shardload.comm.tracebacks import is_shown_elsewhere
+
+        if not is_shown_elsewhere(error):
+            show_error(error, typed(str(error)), sys.stdout, as_json)
         raise typer.Exit(1) from None
 
 
