@@ -6,6 +6,7 @@ The ``complete`` functions say what a flag may go on with, to shells.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ __all__ = [
     "wrong",
 ]
 
+_MOST_DEVICES = 2**24  # JAX makes an object for each; with 2**31 it fails, and before that it takes all memory
+
 
 def names_of(given: Sequence[str] | None) -> str | list[str] | None:
     """What `dataset` is, from the values of ``--dataset``: one name, or a list of them.
@@ -61,6 +64,9 @@ def parse_mesh(text: str) -> dict[str, int]:
         if name in axes:
             raise wrong("--mesh", f"{text!r} has the axis {name!r} twice; give each axis its own name: --mesh a=4,b=2")
         axes[name] = int(size)
+    if math.prod(axes.values()) > _MOST_DEVICES:
+        many = f"{text!r} is a mesh of {math.prod(axes.values()):,} devices; expected at most {_MOST_DEVICES:,}"
+        raise wrong("--mesh", f"{many}. Type smaller sizes: --mesh a=4,b=2")
     return axes
 
 
@@ -205,8 +211,8 @@ def info_as_typed(message: str) -> str:
     return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
 
 
-_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag and option.kept_as}
-_SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(])")
+_FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
+_SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(-])")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
 
 

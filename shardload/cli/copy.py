@@ -10,8 +10,8 @@ from typing import IO, Any
 
 from shardload.cli.arguments import as_typed, show_error, wrong
 from shardload.comm.mpi import world_rank_and_size
-from shardload.errors import ShardloadError, printable
-from shardload.jobs.copying.copy import CopyReport, copy_file
+from shardload.errors import ConfigError, ShardloadError, printable
+from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, width_of, wrap
 from shardload.units import format_nbytes
@@ -98,29 +98,33 @@ def copy_as_typed(message: str) -> str:
     return as_typed(message)
 
 
-def run(request: CopyRequest, *, only_plan: bool, as_json: bool, **how: Any) -> int:
+def run(source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> int:
     """Copy, and print on rank 0 what was done. Collective: yes. Returns the exit code.
 
     Parameters
     ----------
-    request : CopyRequest
-        What is asked for.
+    source, target : str
+        The file, with or without the name of an array, and the new file.
     only_plan : bool
         True to print the plan and write nothing.
     as_json : bool
         Print one JSON document in place of text, also for an error.
-    **how
-        Keywords of `copy_file`.
+    **given
+        Keywords of `CopyRequest.check`.
     """
     with own_stdout() as out:
-        return _run(out, request, only_plan, as_json, how)
+        return _run(out, source, target, only_plan, as_json, given)
 
 
-def _run(out: IO[str], request: CopyRequest, only_plan: bool, as_json: bool, how: dict[str, Any]) -> int:
+def _run(out: IO[str], source: str, target: str, only_plan: bool, as_json: bool, given: dict[str, Any]) -> int:
     rank = 0
     try:
         rank = world_rank_and_size()[0]
-        report = copy_file(request, only_plan=only_plan, **how)
+        try:
+            request = CopyRequest.check(source, target, **given)
+        except ConfigError as error:
+            refuse_copy(source, error)
+        report = copy_file(request, only_plan=only_plan)
     except ShardloadError as error:  # the same on every rank
         if rank == 0:
             show_error(error, copy_as_typed(str(error)), out, as_json)

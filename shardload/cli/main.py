@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -31,10 +32,11 @@ from shardload.cli.arguments import (
     parse_readers,
     parse_select,
     parse_spec,
+    show_error,
 )
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
-from shardload.system.terminal import Column, fit_table, say_error, width_of, wrap
+from shardload.system.terminal import Column, fit_table, width_of, wrap
 from shardload.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ def info(
     allow_external: AllowExternal = DEFAULTS.allow_external,
     allow_filters: AllowFilters = "",
     untrusted: Untrusted = DEFAULTS.untrusted,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table, also of what went wrong.")] = False,
 ) -> None:
     """List the arrays in a file: shape, names of axes, dtype, chunks, codec, sizes.
 
@@ -160,10 +162,10 @@ def info(
 
       shardload info run.zarr --json
 
-    Of what a save that was killed left (NAME.TOKEN.unfinished), it says whether it
-    is whole and what to do with it.
+    Of what a save that was killed left (NAME.TOKEN.unfinished), it says whether
+    it is whole and what to do with it.
     """
-    with _one_message(info_as_typed):
+    with _one_message(info_as_typed, as_json):
         from shardload.formats.access import Access, Limits
         from shardload.formats.leftovers import find_leftover
         from shardload.formats.lookup import find_array, list_labelled, read_labels, split_path
@@ -212,7 +214,7 @@ def plan(
     ranks_per_node: RanksPerNode = DEFAULTS.ranks_per_node,
     machine: MachineText = DEFAULTS.machine,
     allow_filters: AllowFilters = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
     """Show what a load would do and cost, without loading anything.
 
@@ -241,7 +243,7 @@ def plan(
     index = None if select is None else parse_select(select)
     value = None if pad is None else parse_pad(pad)
     who = parse_readers(readers)
-    with _one_message():
+    with _one_message(as_json=as_json):
         import shardload
         from shardload.jobs.loading.describe import describe_plan
         from shardload.jobs.loading.tree_plan import TreePlan
@@ -356,7 +358,7 @@ def copy(
         bool, typer.Option("--resume", help="Go on with what a copy that was killed has left; begin if there is nothing.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and write nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text, also of what went wrong.")] = False,
 ) -> None:
     """Copy a file into other chunks, another compression, another format: on all processes, whatever its size.
 
@@ -371,20 +373,16 @@ def copy(
 
       shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
     """
-    from shardload.cli.copy import copy_as_typed, parse_compression, parse_sizes, run
+    from shardload.cli.copy import parse_compression, parse_sizes, run
 
     names = tuple(dataset or ())
     index = None if select is None else parse_select(select)
     sizes = {"chunks": parse_sizes(chunks, "--chunks"), "shards": parse_sizes(shards, "--shards")}
     packing = parse_compression(compression)
-    with _one_message(copy_as_typed):
-        from shardload.jobs.copying.request import CopyRequest
-
-        more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
-        more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
-        more |= {"resume": resume}
-        request = CopyRequest.check(source, target, dataset=names, select=index, compression=packing, **sizes, **more)
-    raise typer.Exit(run(request, only_plan=dry_run, as_json=as_json))
+    more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
+    more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
+    more |= {"resume": resume, "dataset": names, "select": index, "compression": packing, **sizes}
+    raise typer.Exit(run(source, target, only_plan=dry_run, as_json=as_json, **more))
 
 
 @app.command()
@@ -429,8 +427,9 @@ def doctor(
 
       mpiexec -n 4 python -m shardload doctor --json
 
-    With --measure it writes the figures by which plans choose who reads. It takes
-    less than two minutes, and at most 4 GiB in a folder of its own, which it removes:
+    With --measure it writes the figures by which plans choose who reads. It
+    takes less than two minutes, and at most 4 GiB in a folder of its own, which
+    it removes:
 
       srun -N 2 --ntasks-per-node 4 shardload doctor --measure $SCRATCH
     """
@@ -461,12 +460,15 @@ def _target(axes: Mapping[str, int], parts: Sequence[str | tuple[str, ...] | Non
 
 
 @contextmanager
-def _one_message(typed: Callable[[str], str] = as_typed) -> Iterator[None]:
+def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) -> Iterator[None]:
     """Turn a `ShardloadError` into its message on stderr and exit code 1: the message says what to do, a traceback does not."""
     try:
         yield
     except ShardloadError as error:
-        say_error(typed(str(error)))
+        from shardload.comm.tracebacks import is_shown_elsewhere
+
+        if not is_shown_elsewhere(error):
+            show_error(error, typed(str(error)), sys.stdout, as_json)
         raise typer.Exit(1) from None
 
 
@@ -498,6 +500,8 @@ def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
         row += [array.codec, human_size(_nbytes(array)), human_size(array.nbytes_stored), _notes(array)]
         rows.append([printable(cell) for cell in row])
     narrow = [[column.title for column in columns[:-1]], ["name", "shape", "dtype", "size"], ["name", "shape", "dtype"]]
+    if not any(row[-1] for row in rows):  # no notes, nor a title above nothing
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     lines += fit_table(columns, rows, width_of(), narrow) if arrays else []
     typer.echo("\n".join(lines))
 

@@ -24,6 +24,8 @@ from shardload.system.terminal import own_stdout, width_of, wrap, wrap_parts
 
 __all__ = ["run"]
 
+_MOST_DEVICES = 4096  # of a process: JAX takes 5 s to simulate so many, 37 s for 10,000
+
 
 def run(file: str, axes: Mapping[str, int], parts: tuple[Any, ...], as_json: bool = False, **how: Any) -> int:
     """Load, verify, and print on rank 0 what was checked.
@@ -57,7 +59,7 @@ def _run(out: IO[str], file: str, axes: Mapping[str, int], parts: tuple[Any, ...
     try:
         rank, size = world_rank_and_size()
         n_wanted = math.prod(axes.values())
-        _have_devices(-(-n_wanted // size))
+        _have_devices(-(-n_wanted // size), axes)
         initialize()
         rank = group_of().rank
         made = plan(file, _mesh(axes, n_wanted), PartitionSpec(*parts), **how)
@@ -130,20 +132,28 @@ def _as_json(made: Plan, n_devices: int) -> str:
     return json.dumps(what, indent=2)
 
 
-def _have_devices(n: int) -> None:
+def _have_devices(n: int, axes: Mapping[str, int]) -> None:
     """Have JAX simulate `n` devices on this process's CPU, if JAX runs on the CPU and has not started yet."""
+    if n > _MOST_DEVICES:
+        raise ConfigError(
+            f"--mesh {_sizes_text(axes)} needs {n:,} devices of each process; expected at most {_MOST_DEVICES:,}. Use a "
+            "smaller mesh, or start more processes; shardload plan takes a mesh of any size"
+        )
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except (AttributeError, RuntimeError, ValueError):  # an older JAX without this option, or devices that are in use already
         return
 
 
+def _sizes_text(axes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in axes.items())
+
+
 def _mesh(axes: Mapping[str, int], n: int) -> Mesh:
     devices = jax.devices()
     if len(devices) < n:
-        sizes = ",".join(f"{name}={size}" for name, size in axes.items())
         raise ConfigError(
-            f"--mesh {sizes} needs {n} devices, but this job has {len(devices)}. Use a smaller mesh, or start more processes: "
-            f"mpiexec -n {n} shardload verify ..."
+            f"--mesh {_sizes_text(axes)} needs {n} devices, but this job has {len(devices)}. Use a smaller mesh, or start "
+            f"more processes: mpiexec -n {n} shardload verify ..."
         )
     return Mesh(np.array(devices[:n], dtype=object).reshape(tuple(axes.values())), tuple(axes))

@@ -245,9 +245,10 @@ def _start(
         with _preemption_service(preemption):
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
     except (RuntimeError, ValueError) as found:
+        why = str(found).rstrip(". ")
         raise ConfigError(
-            f"JAX could not be started as one of {n_processes} processes: {found}. Call shardload.initialize() once, at the "
-            "top of the script, before anything that uses JAX devices"
+            f"JAX could not be started as one of {n_processes} processes: {why}. Call shardload.initialize() once, at the top "
+            "of the script, before anything that uses JAX devices"
         ) from found
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from shardload.errors import ShardloadError
 
-__all__ = ["is_pythons_own", "share", "show", "text_of"]
+__all__ = ["is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
 
 _MOST_LINES = 8  # ranks that print a line
 _AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it in full
@@ -34,6 +34,11 @@ def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None
     setattr(error, _AGREED, None if shows or size == 1 else rank)
     if is_pythons_own() and size > 1:
         sys.excepthook = show
+
+
+def is_shown_elsewhere(error: BaseException) -> bool:
+    """True if all ranks raise this error, and others than this one show it."""
+    return getattr(error, _AGREED, None) is not None
 
 
 def is_pythons_own() -> bool:

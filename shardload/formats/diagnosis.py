@@ -115,12 +115,26 @@ def _what_is_there_instead(path: str) -> str:
     if colon and os.path.exists(file):  # a name in the path is read from it if there is none in dataset=
         return f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=."
     folder, name = os.path.split(os.path.normpath(path))
+    whole = next((above for above in _above(path) if os.path.isfile(above)), None)
+    if whole is not None:  # FILE/NAME was typed for FILE:/NAME
+        name = os.path.normpath(path)[len(whole) :]
+        return (
+            f"there is no file '{path}': '{whole}' is a file, not a folder. Pass '{whole}:{name}' if you mean an array in it."
+        )
     if folder and not os.path.isdir(folder):
         return f"there is no file '{path}', nor a folder '{folder}'. Pass a path that this machine sees."
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
     if not near:
         return f"there is no file '{path}'. The working folder is '{os.getcwd()}'."
     return f"there is no file '{path}'. Near it: {', '.join(repr(os.path.join(folder, n)) for n in near)}."
+
+
+def _above(path: str) -> Iterator[str]:
+    """The folders that `path` names, the innermost first."""
+    folder = os.path.dirname(os.path.normpath(path))
+    while folder not in ("", os.sep):
+        yield folder
+        folder = os.path.dirname(folder)
 
 
 def unclaimed(path: str, formats: Sequence[str], failed: Sequence[str]) -> SourceError:

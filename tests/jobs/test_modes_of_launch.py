@@ -95,7 +95,13 @@ def test_forgotten_initialize(field: str, mpi: str) -> None:
 
 def test_initialize_too_late(field: str) -> None:
     """Wrong if JAX went on as four separate processes."""
-    same(launched(field, "late"), "JAX could not be started as one of 4 processes", "at the top", "uses JAX devices")
+    same(
+        launched(field, "late"),
+        "JAX could not be started as one of 4 processes",
+        "others. Call",
+        "at the top",
+        "uses JAX devices",
+    )
 
 
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])

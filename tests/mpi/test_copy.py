@@ -19,7 +19,7 @@ from shardload import ConfigError, SourceError
 from shardload.formats.leftovers import find_leftover
 from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying import reading as copy_reading
-from shardload.jobs.copying.copy import CopyReport, copy_file
+from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from tests.mpi.support import on_root, ramp, same_error
 
@@ -571,3 +571,19 @@ def test_nothing_to_resume(comm: Any, shared_tmp_path: Path) -> None:
     assert report.n_resumed == 0
     assert any("began anew" in note for note in report.notes)
     same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.h5", resume=True), ConfigError, "exists")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("who", ["all", "the last"])
+def test_arguments_that_one_rank_refuses_are_refused_by_all(comm: Any, shared_tmp_path: Path, who: str) -> None:
+    """Wrong if each rank printed the message, or if the others waited for a rank that makes no copy."""
+    source, target = shared_tmp_path / "in.h5", shared_tmp_path / "out.h5"
+    on_root(comm, lambda: make_h5(source))
+
+    def call() -> None:
+        if who == "all" or comm.rank == comm.size - 1:
+            refuse_copy(str(source), ConfigError("mode is 'a'; expected 'w'"), comm)
+        copy(comm, source, target)
+
+    same_error(comm, call, ConfigError, "mode is 'a'; expected 'w'")
+    assert not target.exists()

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from shardload.comm.group import Group, Invocation, group_of
+from shardload.errors import ConfigError
 from shardload.formats.sink import Sink
 from shardload.jobs.copying.plan import CopyPlan, plan_copy
 from shardload.jobs.copying.reading import CopyReading
@@ -26,10 +27,11 @@ from shardload.jobs.copying.resume import Done, resume
 from shardload.jobs.progress import progress_of
 from shardload.jobs.writing.file import Written, write_file
 from shardload.jobs.writing.journal import Journal, Resumed
+from shardload.options import TIMEOUT
 from shardload.planning.copying import Round, plan_rounds
 from shardload.system.interruption import let_interruption_pass
 
-__all__ = ["CopyReport", "copy_file"]
+__all__ = ["CopyReport", "copy_file", "refuse_copy"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,21 @@ def copy_file(
         finally:
             if not group.watch.is_stalled:
                 group.watch.close()
+
+
+def refuse_copy(source: str, error: ConfigError, comm: Any = None) -> NoReturn:
+    """Raise what is wrong with this rank's arguments on all ranks, in the place of `copy_file`. Collective: yes."""
+    group = group_of(comm, TIMEOUT)
+    with group.call(TIMEOUT) as refusal:
+        title = f"copy of '{source}'"
+        group.watch.begin(title, TIMEOUT)
+        _ = group.machine  # as in `copy_file`: other ranks may be in it
+        try:
+            group.settle(Invocation("copy", title, {}), refusal or error)
+        finally:
+            if not group.watch.is_stalled:
+                group.watch.close()
+    raise error
 
 
 class _Copy:

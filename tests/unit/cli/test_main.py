@@ -17,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 import shardload
+from shardload.cli import main as cli
 from shardload.cli.arguments import as_typed, info_as_typed
 from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.comm.stall_report import _END
@@ -63,6 +64,13 @@ def file(tmp_path: Path) -> str:
 
 def test_mesh_keeps_the_order_of_its_axes() -> None:
     assert list(parse_mesh("b=2, a=16").items()) == [("b", 2), ("a", 16)]
+
+
+@pytest.mark.parametrize("text", ["a=99999999999", "a=4096,b=8192"])
+def test_a_mesh_that_nothing_can_plan_for_is_refused_at_once(text: str) -> None:
+    """JAX failed with a C++ cast that did not fit, or took all memory."""
+    with pytest.raises(typer.BadParameter, match=r"is a mesh of [\d,]+ devices; expected at most 16,777,216"):
+        parse_mesh(text)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "a=x", "a=0", "a=-1", "=4", "a=4,", "4", "a=1.5", "a=4;b=2"])
@@ -560,3 +568,39 @@ def test_a_file_that_nobody_vouches_for_is_opened_by_another_process(
     assert run(name, file, *flags)[0] == 1
     code, untrusted, said = run(name, file, "--untrusted", *flags)
     assert (code, untrusted) == (0, printed), said
+
+
+def test_more_devices_than_a_process_can_simulate_are_refused_at_once(file: str) -> None:
+    code, _, said = run("verify", f"{file}:/fields/density", "--mesh", "a=100000", "--spec", "a", "--pad", "0")
+    assert code == 1
+    assert said.startswith("error: --mesh a=100000 needs 100,000 devices of each process; expected at most 4,096.")
+
+
+def test_wrong_numbers_of_processes_are_told_by_their_flags(file: str) -> None:
+    args = ("plan", f"{file}:/fields/density", "--mesh", "a=2", "--spec", "a")
+    assert run(*args, "--processes", "3")[2].startswith("error: --processes is 3, but the mesh has 2 devices")
+    assert run(*args, "--ranks-per-node", "0")[2].startswith("error: --ranks-per-node is 0; expected")
+    assert run(*args, "--ranks-per-node", "-1")[2].startswith("error: --ranks-per-node is -1; expected")
+
+
+@pytest.mark.parametrize("args", [("info",), ("plan", "--mesh", "a=2", "--spec", "a")])
+def test_json_says_what_went_wrong(file: str, args: tuple[str, ...]) -> None:
+    code, out, said = run(args[0], f"{file}:/no", *args[1:], "--json")
+    told = json.loads(out)
+    assert (code, told["ok"], told["error"]) == (1, False, "ConfigError")
+    assert said == f"error: {told['message']}\n"
+
+
+def test_a_table_without_notes_has_no_title_for_them(file: str) -> None:
+    with h5py.File(file, "a") as h5:
+        h5["plain/a"] = np.zeros(3)
+    assert run("info", f"{file}:/plain/*", columns=1000)[1].splitlines()[1].split()[-1] == "stored"
+    assert run("info", f"{file}:/fields/*", columns=1000)[1].splitlines()[1].split()[-1] == "notes"
+
+
+@pytest.mark.parametrize("name", ["info", "plan", "verify", "copy", "demo", "doctor"])
+def test_help_leaves_no_word_alone_in_a_line_at_80_columns(name: str) -> None:
+    """The lines of docstrings are kept: one that is too long for 80 columns leaves its last word in a line of its own."""
+    said = getattr(cli, name).__doc__
+    prose = [line for line in said.splitlines()[1:] if line.strip() and not line.startswith("      ")]
+    assert max(map(len, prose), default=0) <= 82

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardload.cli.doctor import probe
 from shardload.cli.doctor.measure import measure
 from shardload.cli.doctor.probe import Probe, System
 from shardload.cli.main import app
+from shardload.comm.tracebacks import share
 from shardload.errors import ConfigError
 from shardload.jobs.machine_file import machine_for
 
@@ -174,3 +176,17 @@ def test_decoders_are_counted_in_seconds_of_a_core() -> None:
     alone = Probe().decode(0.03)
     assert set(busy) == {"gzip", "zstd", "blosc"}
     assert all(0.1 < busy[codec] / alone[codec] < 10 for codec in busy)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_all_ranks_raise_is_told_once(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which `share` changes
+    error = ConfigError("'nodir' cannot be measured", rank=0)
+    share(error, rank, 2)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "measure", fails)
+    done = CliRunner().invoke(app, ["doctor", "--measure", "nodir"])
+    assert (done.exit_code, done.stderr) == (1, "error: 'nodir' cannot be measured\n" if rank == 0 else "")

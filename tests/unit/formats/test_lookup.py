@@ -211,6 +211,8 @@ def test_no_such_file_names_those_near_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert caught.value.path == "densty.h5"
     with pytest.raises(SourceError, match=f"there is no file '{tmp_path}/x/densty.h5', nor a folder '{tmp_path}/x'"):
         find_array(tmp_path / "x" / "densty.h5")
+    with pytest.raises(SourceError, match=r"'density\.h5' is a file, not a folder\. Pass 'density\.h5:/g/a' if you mean"):
+        find_array("density.h5/g/a")
     with pytest.raises(
         SourceError, match=r"no file 'density\.h5:/g', but 'density\.h5' is there\. Pass that path, and '/g' as a part"
     ):
