@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.mpi import abort
+from shardload.comm.mpi import abort, flush
 
 __all__ = ["Departures", "MpiMailbox", "leave_alone_at_exit", "leave_at_exit"]
 
@@ -172,8 +171,7 @@ def _leave_if_held_up() -> None:
 
 
 def _leave(mpi: Any, seconds: float) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush()
     if mpi is None:
         os._exit(1)
     if not mpi.Is_finalized():

@@ -24,6 +24,7 @@ __all__ = [
     "abort",
     "check_communicator",
     "end_job",
+    "flush",
     "kept_on",
     "library_version",
     "load_mpi",
@@ -135,7 +136,7 @@ def _keyval() -> int:
 def end_job(seconds: float) -> None:
     """End all processes of the job, `seconds` from now. Not collective: one rank that calls it ends all."""
     mpi, _ = load_mpi()
-    _flush()
+    flush()
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         time.sleep(seconds)
         abort(mpi.COMM_WORLD)
@@ -147,12 +148,13 @@ def abort(comm: Any) -> NoReturn:
     MPI's call may return: that of MPICH does, while the job is being ended. What a program does after that, up to
     ``MPI_Finalize``, can only fail (a segmentation fault, below an error that somebody has to read).
     """
-    _flush()
+    flush()
     comm.Abort(1)
     os._exit(1)
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Hand on what this process has printed, before it is ended."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it
             stream.flush()

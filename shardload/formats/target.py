@@ -337,22 +337,20 @@ def _is_same(first: str, second: str) -> bool:
 
 
 @functools.cache
+def _c_function(name: str, *argtypes: Any) -> Any:
+    """A function of the C library; None if it has none of that name."""
+    try:
+        call = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = argtypes
+    return call
+
+
 def _fallocate() -> Any:
-    """The C library's fallocate; None if it has none. (posix_fallocate writes to each block if the system cannot do it.)"""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).fallocate
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return call
+    # Not posix_fallocate, which writes to each block if the system cannot do it.
+    return _c_function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
-@functools.cache
 def _renameat2() -> Any:
-    """The C library's renameat2; None if it has none."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return call
+    return _c_function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)

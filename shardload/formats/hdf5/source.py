@@ -358,11 +358,15 @@ class _Hdf5File(OpenFile):
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The attributes of all groups."""
-        return groups_of(self._file)[0]
+        return self._groups[0]
 
     def unread(self) -> list[str]:
         """What could not be read of them."""
-        return groups_of(self._file)[1]
+        return self._groups[1]
+
+    @functools.cached_property
+    def _groups(self) -> tuple[dict[str, dict[str, Any]], list[str]]:
+        return groups_of(self._file)  # goes through the whole file
 
     def state(self) -> tuple[int, ...] | None:
         """As `Hdf5Source.state`."""

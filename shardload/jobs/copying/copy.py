@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -87,32 +87,32 @@ def copy_file(
     ConfigError, SourceError, PeerError, VerifyError, StallError
         On all ranks the same. Nothing was saved, and what had the name of the target is as it was.
     """
-    group = group_of(comm, request.timeout)
-    with group.call(request.timeout) as refusal:
-        title = f"copy of '{request.source}'"
-        group.watch.begin(title, request.timeout)
-        _ = group.machine  # collective the first time, and here every rank is present
-        group.settle(Invocation("copy", title, request.describe()), refusal)
-        try:
-            return _Copy(group, request).run(only_plan, progress)
-        finally:
-            if not group.watch.is_stalled:
-                group.watch.close()
+    with _call(request.source, request.describe(), request.timeout, comm) as group:
+        return _Copy(group, request).run(only_plan, progress)
 
 
 def refuse_copy(source: str, error: ConfigError, comm: Any = None) -> NoReturn:
     """Raise what is wrong with this rank's arguments on all ranks, in the place of `copy_file`. Collective: yes."""
-    group = group_of(comm, TIMEOUT)
-    with group.call(TIMEOUT) as refusal:
+    with _call(source, {}, TIMEOUT, comm, error):
+        raise error
+
+
+@contextmanager
+def _call(
+    source: str, described: Mapping[str, str], timeout: float | None, comm: Any, error: ConfigError | None = None
+) -> Iterator[Group]:
+    """The call of all ranks, once they have agreed on its arguments. If any rank has an error, all raise it here."""
+    group = group_of(comm, timeout)
+    with group.call(timeout) as refusal:
         title = f"copy of '{source}'"
-        group.watch.begin(title, TIMEOUT)
-        _ = group.machine  # as in `copy_file`: other ranks may be in it
+        group.watch.begin(title, timeout)
+        _ = group.machine  # collective the first time, and here every rank is present
         try:
-            group.settle(Invocation("copy", title, {}), refusal or error)
+            group.settle(Invocation("copy", title, described), refusal or error)
+            yield group
         finally:
             if not group.watch.is_stalled:
                 group.watch.close()
-    raise error
 
 
 class _Copy:
