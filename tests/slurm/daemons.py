@@ -62,6 +62,7 @@ SelectTypeParameters=CR_Core_Memory
 ReturnToService=2
 GresTypes=gpu
 KillWait=2
+MessageTimeout=30
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min_interval=0
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU=500 State=UP

@@ -20,11 +20,13 @@ DEVICES = {"one-process": 4, "two-nodes-wide": 4}  # GPUs of a process, where it
 SCRIPTS = sorted(path.stem for path in SLURM.glob("*.sh") if path.name != "site.sh")
 PLAIN = [name for name in SCRIPTS if name not in ("all-reduce", "ibex", "jean-zay")]
 
-# Lines that are not the program's: site.sh's, and Slurm's, whose cores here are made up, and which waits a second and says so
-# where the step before has not given its node back.
+# Lines that are not the program's: site.sh's, and Slurm's, whose cores here are made up, and which says so where it waits for a
+# node that the step before has not given back, and where it asks a daemon again that did not answer in time. If asking again
+# does not help, the job fails.
 NOISE = (
     r"job \d+: |module |srun: cluster configuration lacks support for cpu binding"
     r"|srun: Job \d+ step creation temporarily disabled, retrying|srun: Step created for job \d+"
+    r"|srun: error: slurm_receive_msgs: \S+ failed: Socket timed out on send/recv operation$"
 )
 
 # gloo writes its line piece by piece, so that those of two processes may be in each other. Then numbers are left.
@@ -82,11 +84,14 @@ def test_comments_are_compared() -> None:
     compare("job 7: x\n" + gloo + right, promised)
     busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\nsrun: Step created for job 7\n"
     compare(busy + right, promised)
+    slow = "srun: error: slurm_receive_msgs: [[localhost]:28248] failed: Socket timed out on send/recv operation\n"
+    compare(slow + right, promised)
     for wrong in (
         f"1\n{right}",
         "sum 3 J\n",
         "sum 3 J\nI am 0, I see 1/1 devices\n",
         "sum 3 J\nI am 0, I see 1/2 devices\nsum 4 J\n",
+        f"srun: error: n1: task 0: Exited with exit code 1\n{right}",
     ):
         with pytest.raises(AssertionError):
             compare(wrong, promised)
