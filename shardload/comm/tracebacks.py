@@ -1,8 +1,11 @@
 """Which rank shows the traceback of an error that all ranks raise?
 
 An error that the ranks have agreed on is the same everywhere: four ranks would print it four times, each with a traceback. So
-rank 0 shows it in full, and so does a rank whose error has a cause of its own, which no other rank has seen. Other ranks print
-one line; if there are many ranks, most print nothing. With ``SHARDLOAD_TRACEBACKS=all`` all ranks show everything.
+rank 0 shows it, and so does a rank whose error has a cause of its own, which no other rank has seen. Other ranks print one
+line; if there are many ranks, most print nothing.
+
+Where the call or the file is at fault, the traceback ends at the user's own line: the calls inside shardload, and causes that
+the text has already, say nothing more. With ``SHARDLOAD_TRACEBACKS=all`` all ranks show everything.
 
 Only the text that Python itself prints for an uncaught exception is cut. Code that handles the exception, and a hook that was
 set by others (IPython), get all of it.
@@ -13,26 +16,29 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 from types import TracebackType
 
-from shardload.errors import ShardloadError
+from shardload.errors import ConfigError, ShardloadError, SourceError
 
 __all__ = ["is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
 
 _MOST_LINES = 8  # ranks that print a line
-_AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it in full
+_AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it
+_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_ALL = "SHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n"
 
 
 def share(error: ShardloadError, rank: int, size: int, shows: bool | None = None) -> None:
     """Mark an error that all `size` ranks raise, here on `rank`. From now on uncaught exceptions are printed by `show`.
 
-    `shows`: whether this rank shows it in full. By default these do: rank 0, the error's rank, a rank with a cause of its own.
+    `shows`: whether this rank shows it. By default these do: rank 0, the error's rank, a rank with a cause of its own.
     """
     if shows is None:
         cause = error.__cause__
         shows = rank in (0, error.rank) or (cause is not None and str(cause) not in str(error))
     setattr(error, _AGREED, None if shows or size == 1 else rank)
-    if is_pythons_own() and size > 1:
+    if is_pythons_own():
         sys.excepthook = show
 
 
@@ -67,7 +73,28 @@ def text_of(error: BaseException | None) -> str | None:
         said = f"rank {rank}: {type(error).__name__}: {error} (as on other ranks; SHARDLOAD_TRACEBACKS=all shows where)\n"
         return said if rank < _MOST_LINES else ""
     found = traceback.TracebackException.from_exception(error)
-    return "".join(found.format()) if _cut(error, found) else None
+    is_cut = _cut(error, found)
+    if hasattr(error, _AGREED) and _end_at_the_call(error, found):
+        return "".join(found.format()) + _ALL
+    return "".join(found.format()) if is_cut else None
+
+
+def _end_at_the_call(error: BaseException, found: traceback.TracebackException) -> bool:
+    """Remove what the user did not write from the traceback of a wrong call or file. Return True if something was removed.
+
+    A cause that the text does not have stays, with all of its calls.
+    """
+    if not isinstance(error, (ConfigError, SourceError)):
+        return False
+    own = next((i for i, frame in enumerate(found.stack) if frame.filename.startswith(_PACKAGE)), 0)
+    if own:
+        found.stack = traceback.StackSummary.from_list(found.stack[:own])
+    cause = error.__cause__
+    said = cause is not None and str(cause) in str(error)
+    if said:
+        found.__cause__ = None
+        found.__suppress_context__ = True
+    return bool(own) or said
 
 
 def _cut(error: BaseException, found: traceback.TracebackException) -> bool:

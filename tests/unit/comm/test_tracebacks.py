@@ -1,15 +1,17 @@
-"""Is an error that all ranks raise printed once, and one that only a single rank knows printed in full?"""
+"""Is an error that all ranks raise printed once, up to the user's line, and one that only a single rank knows in full?"""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from shardload.comm import tracebacks
 from shardload.comm.tracebacks import is_pythons_own, share, show
-from shardload.errors import ConfigError, PeerError, ShardloadError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +72,42 @@ def test_what_one_rank_alone_knows_is_shown_there(capsys: pytest.CaptureFixture[
     assert "Traceback" not in printed(agreed(7, PeerError(text, rank=2)), capsys)
 
 
+def inside(error: ShardloadError, cause: BaseException | None = None, size: int = 16) -> ShardloadError:
+    """Raised by code that lies in the package, as seen by rank 0."""
+    names: dict[str, Any] = {}
+    exec(compile("def fail(error, cause):\n    raise error from cause", tracebacks.__file__, "exec"), names)
+    try:
+        names["fail"](error, cause)
+    except ShardloadError as found:
+        share(found, 0, size)
+        return found
+    raise RuntimeError("nothing was raised")
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("kind", [ConfigError, SourceError])
+def test_a_wrong_call_is_shown_up_to_the_users_line(
+    kind: type[ShardloadError], size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if forty lines of calls inside shardload stood between the user's line and what is wrong with it."""
+    error = inside(kind("no array '/rho'"), raised(kind("no array '/rho'")), size)
+    assert sys.excepthook is show, "of one process too"
+    text = printed(error, capsys)
+    assert text.count("Traceback") == 1 and __file__ in text and tracebacks.__file__ not in text
+    assert text.endswith("Error: no array '/rho'\nSHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n")
+    assert traceback.extract_tb(error.__traceback__)[-1].filename == tracebacks.__file__, "a debugger needs them"
+    monkeypatch.setenv("SHARDLOAD_TRACEBACKS", "all")
+    assert tracebacks.__file__ in printed(error, capsys)
+
+
+def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong if the cause of a damaged file, or the calls that led to a defect, were seen nowhere."""
+    text = printed(inside(SourceError("cannot be read"), raised(OSError("bad magic"))), capsys)
+    assert text.count("Traceback") == 2 and "OSError: bad magic" in text and tracebacks.__file__ not in text
+    peer = printed(inside(PeerError("on rank 2: KeyError: 'x'"), raised(KeyError("x"))), capsys)
+    assert peer.count("Traceback") == 2 and tracebacks.__file__ in peer and "SHARDLOAD_TRACEBACKS" not in peer
+
+
 def test_an_error_that_is_no_agreed_one_is_left_to_python(capsys: pytest.CaptureFixture[str]) -> None:
     for error in (raised(RuntimeError("only here")), raised(ConfigError("only here"))):
         assert __file__ in printed(error, capsys)
@@ -86,8 +124,6 @@ def test_what_is_raised_from_an_agreed_error_keeps_its_own_calls(capsys: pytest.
 
 
 def test_the_hook_is_set_where_it_is_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    share(ConfigError("alone"), 0, 1)
-    assert sys.excepthook is sys.__excepthook__, "one process has nobody to leave it to"
     agreed(3)
     assert sys.excepthook is tracebacks.show and is_pythons_own()
     mine = lambda *_: None  # noqa: E731
