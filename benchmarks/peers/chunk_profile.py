@@ -10,7 +10,6 @@ The decoders run in a thread, as in a load: in the main thread shuffled bytes ar
 
 from __future__ import annotations
 
-import importlib
 import resource
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 import deflate
 import numcodecs
 import numpy as np
+import zstandard
 
 from shardload.formats.codecs import unshuffle
 from shardload.formats.lookup import open_source
@@ -87,11 +87,7 @@ def _timed(decode: Callable[[Any], Any], shuffled: Callable[[Any], Any] | None, 
 def _decoder(codec: str, nbytes: int) -> Callable[[Any], Any]:
     """What decodes a chunk with the library that shardload uses, without a check."""
     if "zstd" in codec and "blosc" not in codec:
-        try:
-            decompress: Callable[[Any], Any] = importlib.import_module("zstandard").ZstdDecompressor().decompress
-        except ImportError:
-            decompress = numcodecs.zstd.decompress
-        return decompress
+        return zstandard.ZstdDecompressor().decompress
     if "gzip" in codec:
         return partial(_inflate, nbytes)
     if "blosc" in codec:

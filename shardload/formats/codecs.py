@@ -13,7 +13,6 @@ libraries see docs/design/decode.md.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import struct
 import sys
 import threading
@@ -27,6 +26,7 @@ import deflate
 import google_crc32c
 import numcodecs
 import numpy as np
+import zstandard
 
 from shardload.formats.base import has_missing
 from shardload.system.scratch import shared_scratch
@@ -493,18 +493,13 @@ _zstd_of_thread = threading.local()
 
 
 def _small_zstd() -> Callable[[Any], bytes]:
-    """The fastest decoder of small frames that is installed: ``decompress(data) -> bytes``, for this thread.
+    """The decoder of small frames of this thread: ``decompress(data) -> bytes``.
 
     numcodecs makes a new context for each frame, which takes a third of the time for 16 KiB; zstandard keeps its context.
     """
     decompress: Callable[[Any], bytes] | None = getattr(_zstd_of_thread, "decompress", None)
     if decompress is None:
-        try:
-            context = importlib.import_module("zstandard").ZstdDecompressor()
-            decompress = partial(context.decompress, allow_extra_data=False)
-        except (ImportError, AttributeError):
-            decompress = numcodecs.zstd.decompress
-        _zstd_of_thread.decompress = decompress
+        decompress = _zstd_of_thread.decompress = partial(zstandard.ZstdDecompressor().decompress, allow_extra_data=False)
     return decompress
 
 

@@ -10,7 +10,6 @@ release the GIL while they work, so that several chunks can be encoded at once.
 
 from __future__ import annotations
 
-import importlib
 import math
 import threading
 import zlib as standard_zlib
@@ -22,8 +21,8 @@ import google_crc32c
 import numcodecs
 import numcodecs.blosc
 import numcodecs.lz4
-import numcodecs.zstd
 import numpy as np
+import zstandard
 
 from shardload.errors import ConfigError
 from shardload.formats.base import native_dtype
@@ -153,7 +152,7 @@ _zstd_of_thread = _ZstdOfThread()
 def zstd(level: int) -> Step:
     """One Zstandard frame that declares its size, without a checksum of the content.
 
-    Uses zstandard if it is installed: its library is newer than that of numcodecs, and its context is kept for the next chunk.
+    Uses zstandard: its library is newer than that of numcodecs, and its context is kept for the next chunk.
     """
 
     def step(data: Any) -> Any:
@@ -161,20 +160,12 @@ def zstd(level: int) -> Step:
         compress = mine.compress
         if compress is None or mine.level != level:
             mine.compress = None  # free the old memory before asking for more
-            compress = mine.compress = _new_zstd(level)
+            kept = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+            compress = mine.compress = kept.compress
             mine.level = level
         return compress(data)
 
     return step
-
-
-def _new_zstd(level: int) -> Step:
-    try:
-        make = importlib.import_module("zstandard").ZstdCompressor
-    except (ImportError, AttributeError):
-        return lambda data: numcodecs.zstd.compress(data, level)
-    compress: Step = make(level=level, write_checksum=False, write_content_size=True).compress
-    return compress
 
 
 def blosc(cname: str, level: int, shuffling: int, itemsize: int) -> Step:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import tensorstore
 import zarr
 
-from shardload.formats import codecs
 from shardload.formats.access import Access
 from shardload.formats.base import BatchReader, Source, Spans
 from shardload.formats.containment import NotAFileError, OutsideError
@@ -29,19 +27,6 @@ Array = np.ndarray[Any, Any]
 SHAPE, CHUNKS = (5, 14, 11), (2, 4, 3)  # edge chunks along every axis; no two axes are alike
 DATA = np.arange(np.prod(SHAPE), dtype="f4").reshape(SHAPE)
 GRID = tuple(range(-(-n // c)) for n, c in zip(SHAPE, CHUNKS, strict=True))
-
-
-@pytest.fixture(params=["zstandard", "numcodecs alone"])
-def either_zstd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the optional decoder, and without."""
-    monkeypatch.setattr(codecs, "_zstd_of_thread", threading.local())
-    if request.param != "zstandard":
-
-        def absent(name: str) -> Any:
-            raise ImportError(name)
-
-        monkeypatch.setattr(codecs.importlib, "import_module", absent)
-    return str(request.param)
 
 
 def write_zarr_3(path: Path, codec: Any = "zstd", shards: tuple[int, ...] | None = None) -> Path:
@@ -105,13 +90,13 @@ def test_chunks_of_a_folder_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", ["zstd", None, zarr.codecs.GzipCodec(), zarr.codecs.BloscCodec(cname="lz4")])
-def test_either_decoder_of_small_frames(tmp_path: Path, codec: Any, either_zstd: str) -> None:
+def test_decoders_of_small_frames(tmp_path: Path, codec: Any) -> None:
     assert check_batches(open_of(write_zarr_3(tmp_path / "a.zarr", codec)), DATA, 20) == 48
 
 
 @pytest.mark.parametrize("options", [{"checksum": True}, {"level": 19}, {"level": -5}])
 @pytest.mark.parametrize("edge", [1, 7, 8, 20, 32])  # frames declare their size in 1, 2 or 4 bytes
-def test_zstd_frames_of_every_size(tmp_path: Path, options: dict[str, Any], edge: int, either_zstd: str) -> None:
+def test_zstd_frames_of_every_size(tmp_path: Path, options: dict[str, Any], edge: int) -> None:
     data = np.arange(edge**3 * 2, dtype="u2").reshape(2 * edge, edge, edge)
     compressor = zarr.codecs.ZstdCodec(**options)
     array = zarr.create_array(tmp_path / "a.zarr", data=data, chunks=(edge,) * 3, compressors=compressor)
@@ -137,7 +122,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_gives_no_values(tmp_path: Path, damage: str, either_zstd: str) -> None:
+def test_a_damaged_file_gives_no_values(tmp_path: Path, damage: str) -> None:
     compressor = zarr.codecs.ZstdCodec(checksum=True)
     data = np.random.default_rng(3).integers(0, 99, (4, 32, 32), dtype="u2")
     zarr.create_array(tmp_path / "a.zarr", data=data, chunks=(1, 16, 16), compressors=compressor)
