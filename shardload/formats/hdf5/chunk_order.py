@@ -1,8 +1,8 @@
 """Where are the chunks that the HDF5 library lists? Not always where it says.
 
 If exactly one axis of a dataset can grow, the newer rules (``libver="latest"``) index its chunks as an "extensible array". That
-numbers them along the growing axis first. But ``H5Dchunk_iter`` and ``H5Dget_chunk_info`` turn these numbers into positions as if
-the axes were in order. So if the growing axis is not the first one, they give chunks the positions of others, inside of the
+numbers them along the growing axis first. But ``H5Dchunk_iter`` and ``H5Dget_chunk_info`` turn these numbers into positions as
+if the axes were in order. So if the growing axis is not the first one, they give chunks the positions of others, inside of the
 dataset or outside of it (seen in HDF5 1.14.4 and 2.0.0). Reading values is right, and so is ``H5Dread_chunk``.
 
 1. `true_place` says for which datasets that matters, and puts a position right.
