@@ -136,6 +136,19 @@ def test_padding_and_cast(comm: Any, layout: Callable[[Array], Array]) -> None:
             check(x, padded(given.astype(dtype or "int16"), mesh, spec, pad), mesh, spec, (spec, dtype, pad))
 
 
+@pytest.mark.parametrize("shape", [(4, 2000), (8000,)])
+def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...]) -> None:
+    """Values that are swapped or cast go through staging buffers, which are as small as `staging` asks for."""
+    mesh, spec = mesh_of(), P(None, ("a", "b")) if len(shape) == 2 else P(("a", "b"))
+    for kind, dtype in ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16")):
+        values = (ramp(shape, "int32") % 100).astype(kind)
+        given, staging = values if comm.rank == 0 else None, ["1KiB", "4KiB", "16KiB", "auto"]
+        for one in staging:
+            x = shardload.scatter(given, mesh, spec, dtype=dtype, pad=0, staging=one)
+            expected = values if dtype is None else values.astype(dtype)
+            check(x, padded(expected, mesh, spec, 0), mesh, spec, (kind, one))
+
+
 @pytest.mark.parametrize("layout", [np.copy, transposed, windowed, moved])
 @pytest.mark.parametrize("spec", [P(), P("a", "b")], ids=str)
 def test_the_callers_array_is_not_the_jax_array(comm: Any, layout: Callable[[Array], Array], spec: Any) -> None:
