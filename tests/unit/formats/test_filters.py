@@ -269,6 +269,30 @@ def test_parameters_that_do_not_fit(
         open_source(path, "/a", Access(allow_filters={"all"}))
 
 
+@pytest.mark.parametrize("kind", ["bool", "enum", "native complex"])
+def test_nbit_of_types_that_it_leaves_alone(tmp_path: Path, kind: str) -> None:
+    """It then has three parameters. HDF5 writes those; other values of them are refused."""
+    flags = h5py.h5t.enum_create(h5py.h5t.STD_I16BE)
+    flags.enum_insert(b"ONE", 1)
+    kinds = {"bool": h5py.h5t.py_create(np.dtype(bool), logical=True), "enum": flags}
+    native = getattr(h5py.h5t, "COMPLEX_IEEE_F32LE", kinds["bool"])  # HDF5 2.0
+    data = flat((6, 5), "int16") % 2
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((4, 3))
+    creation.set_filter(h5py.h5z.FILTER_NBIT, 1, ())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"a", kinds.get(kind, native), h5py.h5s.create_simple((6, 5)), creation)
+        h5py.Dataset(made)[:] = data.astype(made.dtype)
+        values = made.get_create_plist().get_filter(0)[2]
+    source = open_source(tmp_path / "a.h5", "a")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+    if len(values) == 3:
+        stored = SimpleNamespace(get_class=lambda: h5py.h5t.ENUM, get_size=lambda: 2)
+        for wrong in ((3, 0, 12), (3, 1, 13), (4, 1, 12)):
+            assert hdf5_filters._nbit(wrong, stored, (4, 3)) is not None
+
+
 def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp_path: Path) -> None:
     for k, kind in enumerate(kinds.values()):
         path = tmp_path / f"{k}.h5"
