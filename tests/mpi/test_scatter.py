@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -136,11 +136,20 @@ def test_padding_and_cast(comm: Any, layout: Callable[[Array], Array]) -> None:
             check(x, padded(given.astype(dtype or "int16"), mesh, spec, pad), mesh, spec, (spec, dtype, pad))
 
 
+@pytest.fixture
+def wide() -> Iterator[None]:
+    """JAX's 64-bit mode."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
 @pytest.mark.parametrize("shape", [(4, 2000), (8000,)])
-def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...]) -> None:
+def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...], wide: None) -> None:
     """Values that are swapped or cast go through staging buffers, which are as small as `staging` asks for."""
     mesh, spec = mesh_of(), P(None, ("a", "b")) if len(shape) == 2 else P(("a", "b"))
-    for kind, dtype in ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16")):
+    for kind, dtype in ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16"), ("float32", "float64")):
         values = (ramp(shape, "int32") % 100).astype(kind)
         given, staging = values if comm.rank == 0 else None, ["1KiB", "4KiB", "16KiB", "auto"]
         for one in staging:
