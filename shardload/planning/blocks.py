@@ -13,6 +13,7 @@ from shardload.planning.region import Region
 __all__ = [
     "ALIGNMENT",
     "BLOCKS_PER_OWNER",
+    "LONGEST_ROW_NBYTES",
     "NEAR_NBYTES",
     "aligned",
     "count_runs",
@@ -29,6 +30,7 @@ BLOCKS_PER_OWNER = 4
 # Runs that start at most this far apart are read together with the gaps, as formats.hdf5.contiguous does.
 NEAR_NBYTES = 32 << 10
 
+LONGEST_ROW_NBYTES = 1 << 20  # of a run that stands for a chunk
 ALIGNMENT = 64  # bytes: of values in a staging buffer, and of pieces
 _MOST_CHUNKS = 1 << 14  # in a block: each chunk takes some hundred bytes of Python objects, in addition to its own bytes
 
@@ -51,7 +53,7 @@ def most_chunks(chunk_nbytes: int, max_nbytes: int) -> int:
     return max(1, min(_MOST_CHUNKS, max_nbytes // max(1, aligned(chunk_nbytes))))
 
 
-def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = 1 << 20) -> tuple[int, ...]:
+def plan_row_chunks(shape: Sequence[int], itemsize: int, row_nbytes: int = LONGEST_ROW_NBYTES) -> tuple[int, ...]:
     """Shape of stand-in chunks for an array that has none: runs of the last axis, at most `row_nbytes` long.
 
     >>> plan_row_chunks((512, 512, 512), 4), plan_row_chunks((10**9,), 4)

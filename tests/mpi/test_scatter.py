@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -134,6 +134,28 @@ def test_padding_and_cast(comm: Any, layout: Callable[[Array], Array]) -> None:
         for dtype, pad in ((None, -3), ("float32", 0.5), ("float32", np.nan)):
             x = shardload.scatter(given if comm.rank == 0 else None, mesh, spec, dtype=dtype, pad=pad, staging="4KiB")
             check(x, padded(given.astype(dtype or "int16"), mesh, spec, pad), mesh, spec, (spec, dtype, pad))
+
+
+@pytest.fixture
+def wide() -> Iterator[None]:
+    """JAX's 64-bit mode."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.parametrize("shape", [(4, 2000), (8000,)])
+def test_rows_longer_than_a_staging_buffer(comm: Any, shape: tuple[int, ...], wide: None) -> None:
+    """Values that are swapped or cast go through staging buffers, which are as small as `staging` asks for."""
+    mesh, spec = mesh_of(), P(None, ("a", "b")) if len(shape) == 2 else P(("a", "b"))
+    for kind, dtype in ((">f4", None), ("uint16", "float32"), ("float32", "bfloat16"), ("float32", "float64")):
+        values = (ramp(shape, "int32") % 100).astype(kind)
+        given, staging = values if comm.rank == 0 else None, ["1KiB", "4KiB", "16KiB", "auto"]
+        for one in staging:
+            x = shardload.scatter(given, mesh, spec, dtype=dtype, pad=0, staging=one)
+            expected = values if dtype is None else values.astype(dtype)
+            check(x, padded(expected, mesh, spec, 0), mesh, spec, (kind, one))
 
 
 @pytest.mark.parametrize("layout", [np.copy, transposed, windowed, moved])

@@ -9,6 +9,7 @@ integrity                      checks that what the file says of itself is true
 opened                         what is asked once of a file and of a dataset
 chunks, contiguous, raw_file   read without the library and its lock
 chunk_index                    says where all chunks are, without the library
+chunk_order                    where the chunks that the library lists really are
 making                         what must be known to make another dataset like one
 filters, chunk_heads           check filters and stored chunks before HDF5 decodes them
 sink, ledger                   write a new file: places of chunks, and metadata

@@ -22,7 +22,8 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
-from shardload.formats.codecs import check_blosc, unzstd
+from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
+from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.planning.region import Region
@@ -30,7 +31,7 @@ from shardload.planning.region import Region
 __all__ = ["check_heads"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_GZIP, _SHUFFLE, _FLETCHER = 1, 2, 3
+_SHUFFLE, _FLETCHER = 2, 3
 
 
 def check_heads(dataset: h5py.Dataset, region: Region) -> None:
@@ -74,7 +75,7 @@ def _stored(dataset: h5py.Dataset, offsets: tuple[int, ...]) -> tuple[int, bytes
     except (MemoryError, OSError, RuntimeError, ValueError) as error:
         if any(words in str(error) for words in MISSING_WORDS):
             return None
-        if dataset.id.get_chunk_info_by_coord(offsets).byte_offset is None:  # the texts of HDF5's versions differ
+        if not is_listed(dataset, offsets):  # the texts of HDF5's versions differ
             return None
         raise
     return mask, data
@@ -89,17 +90,63 @@ def _check_chunk(stored: Bytes, applied: list[tuple[int, tuple[int, ...]]], n: i
     if not set(before) <= {_SHUFFLE, _FLETCHER}:
         raise ValueError(f"it is compressed twice (filters {[number for number, _ in applied]})")
     nbytes = n * size + 4 * before.count(_FLETCHER)
-    for number, _ in reversed(applied[at + 1 :]):
-        if number == _FLETCHER:
-            stored = stored[: max(0, len(stored) - 4)]
-        elif number == _GZIP:
-            stored = _inflated(stored, nbytes + nbytes // 2 + 4096)
-        elif number != _SHUFFLE or applied[at][0] not in _BY_LENGTH:
-            raise ValueError(f"filter {number} hides what it says of its length")
+    for number, values in reversed(applied[at + 1 :]):
+        if number not in _UNDO:
+            raise ValueError(
+                f"filter {number} hides what it says of its length (it need not be damaged: write it again with one compressor)"
+            )
+        stored = _UNDO[number](stored, nbytes + nbytes // 2 + 4096, values)
     _CHECKS[applied[at][0]](stored, nbytes, applied[at][1], n)
 
 
-def _inflated(stored: Bytes, most: int) -> Bytes:
+def _without_checksum(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
+    return stored[: max(0, len(stored) - 4)]
+
+
+def _unshuffled(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
+    """h5py shuffles what scale-offset has packed, as if these were elements."""
+    if not values or values[0] < 1:
+        raise ValueError("a shuffle of elements of unknown size hides what it says of its length")
+    out = np.empty_like(stored)
+    unshuffle(values[0]).undo(stored, out)
+    return out
+
+
+def _unpacked(stage: Stage) -> Callable[[Bytes, int, tuple[int, ...]], Bytes]:
+    """Undo a compressor whose data declares its length; ValueError if that is more than it may be."""
+
+    def undo(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
+        if stage.within is None:
+            raise ValueError(f"{stage.name} has no limit")
+        return stage.within(stored, most)
+
+    return undo
+
+
+def _unlzf(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
+    """LZF: bytes as they are (one of 0 to 31 says how many, less one), or a copy of earlier ones (a longer head)."""
+    data, out, at = stored.tobytes(), bytearray(), 0
+    while at < len(data) and len(out) <= most:
+        head, at = data[at], at + 1
+        if head < 32:
+            out += data[at : at + head + 1]
+            at += head + 1
+            continue
+        n = head >> 5
+        if n == 7:
+            n, at = n + data[at] if at < len(data) else 0, at + 1
+        back = len(out) - ((head & 31) << 8 | (data[at] if at < len(data) else 0)) - 1
+        at += 1
+        if at > len(data) or back < 0:
+            raise ValueError("its LZF data is damaged")
+        for k in range(n + 2):  # may copy what it has just written
+            out.append(out[back + k])
+    if at > len(data) or len(out) > most:
+        raise ValueError("its LZF data is damaged, or longer than the chunk")
+    return np.frombuffer(bytes(out), dtype=np.uint8)
+
+
+def _inflated(stored: Bytes, most: int, values: tuple[int, ...]) -> Bytes:
     try:
         return np.frombuffer(zlib.decompressobj().decompress(stored.tobytes(), most), dtype=np.uint8)
     except zlib.error as error:
@@ -177,4 +224,12 @@ _CHECKS: dict[int, Callable[[Bytes, int, tuple[int, ...], int], None]] = {
     32004: _lz4,
     32015: _zstd,
 }
-_BY_LENGTH = frozenset({5})  # only the length is checked, which a shuffle after these filters does not change
+# Filters that may come after those.
+_UNDO: dict[int, Callable[[Bytes, int, tuple[int, ...]], Bytes]] = {
+    1: _inflated,
+    2: _unshuffled,
+    3: _without_checksum,
+    32000: _unlzf,
+    32001: _unpacked(blosc()),
+    32015: _unpacked(unzstd()),
+}

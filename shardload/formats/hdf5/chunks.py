@@ -28,6 +28,7 @@ from h5py._objects import phil  # HDF5's lock in h5py, which its raw reads did n
 from shardload.formats.base import Encoded, Room, Spans, fresh
 from shardload.formats.codecs import Chain, Stage, blosc, decode_many, fletcher32, inflate, swap_bytes, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_index import list_tree
+from shardload.formats.hdf5.chunk_order import PutRight, UnknownOrderError, is_listed, true_place
 from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
@@ -156,7 +157,7 @@ class Hdf5Chunks:
         self._shape: tuple[int, ...] = dataset.shape
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
-        self._filling = dataset
+        self._dataset = dataset
         self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
         # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
         own = dataset if isinstance(dataset, OpenDataset) else None
@@ -174,7 +175,7 @@ class Hdf5Chunks:
     def _fill(self) -> np.ndarray[Any, Any]:
         """The value of missing chunks."""
         with phil:
-            return fill_value(self._filling, self._dtype)
+            return fill_value(self._dataset, self._dtype)
 
     def fetch(self, index: tuple[int, ...], room: Room = fresh) -> Encoded | None:
         """Read the chunk at `index` as it is stored; None if it is missing.
@@ -327,7 +328,7 @@ class Hdf5Chunks:
             said = str(error)
             if any(words in said for words in MISSING_WORDS):
                 return None
-            if self._identifier.get_chunk_info_by_coord(offsets).byte_offset is None:
+            if not is_listed(self._dataset, offsets):
                 return None
             if isinstance(error, ValueError) and "buffer is only" in said:
                 raise self._too_long() from None
@@ -426,32 +427,38 @@ class Hdf5Chunks:
 
     def _list_by_hdf5(self) -> _Listed | None:
         """The same as HDF5 says it; None if it contradicts itself."""
+        try:
+            put_right = true_place(self._dataset)
+        except UnknownOrderError:
+            return None
         n, found = math.prod(self._grid), self._empty_list()
         told: list[Any] = []
 
         def tell(chunk: Any) -> None:
             told.append(chunk)
             if len(told) == _TOLD_AT_ONCE:
-                self._note(told, found)
+                self._note(told, found, put_right)
                 told.clear()
 
         with phil:
             # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
             self._identifier.chunk_iter(told.append if n <= _TOLD_AT_ONCE else tell)
-            self._note(told, found)
+            self._note(told, found, put_right)
             last = next(iter(np.flatnonzero(found[0] != _NOWHERE)[::-1].tolist()), None)
-            if last is not None:
+            if last is not None and put_right is None:
                 offsets = tuple(int(k) * c for k, c in zip(np.unravel_index(last, self._grid), self._chunk, strict=True))
                 info = self._identifier.get_chunk_info_by_coord(offsets)
                 if (info.byte_offset, info.size, info.filter_mask) != tuple(int(column[last]) for column in found):
                     return None
         return found
 
-    def _note(self, told: list[Any], found: _Listed) -> None:
+    def _note(self, told: list[Any], found: _Listed, put_right: PutRight | None) -> None:
         """Add to a list what HDF5 says of some chunks."""
         if not told:
             return
         offsets, masks, places, sizes = zip(*told, strict=True)
+        if put_right is not None:
+            offsets = tuple(map(put_right, offsets))
         ndim = len(self._grid)
         coordinates = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim)
         at, is_inside = np.zeros(len(told), dtype=np.int64), np.ones(len(told), dtype=bool)

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
+from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.opened import creation_of
 from shardload.planning.region import Region
 
@@ -38,7 +39,7 @@ class MissingChunks:
     """
 
     def __init__(self, dataset: h5py.Dataset) -> None:
-        self._identifier = dataset.id
+        self._dataset = dataset
         creation = creation_of(dataset)
         self._layout = creation.get_layout()
         self._chunk: tuple[int, ...] = ()
@@ -86,8 +87,11 @@ class MissingChunks:
         return np.frombuffer(places, dtype=np.int64).reshape(-1, len(self._grid)).T
 
     def _go_through(self, tell: Callable[[list[int]], None]) -> None:
+        put_right = true_place(self._dataset)
+
         def keep(stored: Any) -> None:
-            tell([offset // length for offset, length in zip(stored.chunk_offset, self._chunk, strict=True)])
+            place = stored.chunk_offset if put_right is None else put_right(stored.chunk_offset)
+            tell([offset // length for offset, length in zip(place, self._chunk, strict=True)])
 
         with phil:
-            self._identifier.chunk_iter(keep)
+            self._dataset.id.chunk_iter(keep)

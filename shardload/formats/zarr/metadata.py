@@ -106,7 +106,7 @@ def layout_of(metadata: Mapping[str, Any], dtype: np.dtype[Any]) -> Layout:
 # The output size of these codecs follows from their input size or the chunk's size; that of other codecs depends on the data.
 _SIZED = {
     *("bytes", "transpose", "crc32c", "sharding_indexed", "shuffle", "delta", "fixedscaleoffset", "astype", "quantize"),
-    *("bitround", "packbits", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
+    *("bitround", "packbits", "base64", "crc32", "adler32", "fletcher32", "jenkins_lookup3"),
 }
 
 

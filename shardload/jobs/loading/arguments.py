@@ -508,7 +508,9 @@ class ToScatter:
         for k, (target, (info, can_be_viewed, dtype)) in enumerate(zip(self.targets, told, strict=True)):
             with naming_errors(target.where):
                 call = calls[0] if self._tree.is_single else request.call_of(target, memo)
-                as_it_is = can_be_viewed and call.options.dtype in (None, np.dtype(dtype))
+                wanted = call.options.dtype
+                # Not `in (None, ...)`: NumPy takes None for float64 where it compares types.
+                as_it_is = can_be_viewed and (wanted is None or wanted == np.dtype(dtype))
                 source = None if self._sources is None else self._sources[k]
                 made = plan_memory(call, ArrayInfo.from_json(info), source, int(self._root), as_it_is)
                 loads.append(replace(made, where=target.where))

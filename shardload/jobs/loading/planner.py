@@ -26,7 +26,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.plan import Layout, Plan
 from shardload.options import AUTO, Options, pad_value
-from shardload.planning.blocks import BLOCKS_PER_OWNER
+from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
 from shardload.planning.hops import MESSAGES, WAYS, n_partners
@@ -205,15 +205,16 @@ def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
     file_dtype = np.dtype(info.dtype)
     dtype = _target_dtype(ask.options.dtype, info, file_dtype)
     shards = _lay_out(ask, info.shape, dtype, f"the array on rank {root}")
-    phase = (0,) * len(info.shape)
+    phase, most_nbytes = (0,) * len(info.shape), ask.max_block_nbytes(0)
     if as_it_is:  # blocks are views: one per shard, however large
         blocks = chunks = Grid(info.shape, tuple(max(1, n) for n in shards.shard_shape), phase)
     else:
+        # A block goes through a staging buffer, which is as long as a message may be: no run may be longer.
         itemsize = max(dtype.itemsize, file_dtype.itemsize)
-        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize), phase)
-        blocks = plan_blocks(chunks, itemsize, max_nbytes=ask.max_block_nbytes(0), n_owners=1)
+        chunks = Grid(info.shape, plan_row_chunks(info.shape, itemsize, min(LONGEST_ROW_NBYTES, most_nbytes)), phase)
+        blocks = plan_blocks(chunks, itemsize, max_nbytes=most_nbytes, n_owners=1)
     source = SourceLayout(select_axes(None, info.shape), chunks, None, file_dtype, dtype, info.codec)
-    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=ask.max_block_nbytes(0))
+    schedule = Schedule(blocks, shards, dtype.itemsize, ask.ranks.n, Root(root), max_message_nbytes=most_nbytes)
     return _choose(ask, info, source, {ROOT: schedule})
 
 

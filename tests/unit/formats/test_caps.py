@@ -266,6 +266,16 @@ def test_compressors_that_were_allowed(names: tuple[str, ...], allowed: tuple[st
         )
 
 
+def test_base64_is_no_compressor(tmp_path: Path) -> None:
+    data = flat((8, 6), "int16")
+    group = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=2)
+    filters, zstd = [numcodecs.Base64()], numcodecs.Zstd()
+    group.create_array("x", data=data, chunks=(3, 4), filters=filters, compressors=zstd)
+    source = open_source(tmp_path / "a.zarr", "x")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+
+
 def test_what_is_allowed_reaches_every_look_at_compressors(tmp_path: Path) -> None:
     data = flat((4096,), "u1").tobytes()
     with h5py.File(tmp_path / "a.h5", "w") as file:

@@ -269,6 +269,30 @@ def test_parameters_that_do_not_fit(
         open_source(path, "/a", Access(allow_filters={"all"}))
 
 
+@pytest.mark.parametrize("kind", ["bool", "enum", "native complex"])
+def test_nbit_of_types_that_it_leaves_alone(tmp_path: Path, kind: str) -> None:
+    """It then has three parameters. HDF5 writes those; other values of them are refused."""
+    flags = h5py.h5t.enum_create(h5py.h5t.STD_I16BE)
+    flags.enum_insert(b"ONE", 1)
+    kinds = {"bool": h5py.h5t.py_create(np.dtype(bool), logical=True), "enum": flags}
+    native = getattr(h5py.h5t, "COMPLEX_IEEE_F32LE", kinds["bool"])  # HDF5 2.0
+    data = flat((6, 5), "int16") % 2
+    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    creation.set_chunk((4, 3))
+    creation.set_filter(h5py.h5z.FILTER_NBIT, 1, ())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        made = h5py.h5d.create(file.id, b"a", kinds.get(kind, native), h5py.h5s.create_simple((6, 5)), creation)
+        h5py.Dataset(made)[:] = data.astype(made.dtype)
+        values = made.get_create_plist().get_filter(0)[2]
+    source = open_source(tmp_path / "a.h5", "a")
+    np.testing.assert_array_equal(read_all(source), data)
+    source.close()
+    if len(values) == 3:
+        stored = SimpleNamespace(get_class=lambda: h5py.h5t.ENUM, get_size=lambda: 2)
+        for wrong in ((3, 0, 12), (3, 1, 13), (4, 1, 12)):
+            assert hdf5_filters._nbit(wrong, stored, (4, 3)) is not None
+
+
 def test_parameters_that_fit_in_all_good_files(kinds: dict[str, FilterKind], tmp_path: Path) -> None:
     for k, kind in enumerate(kinds.values()):
         path = tmp_path / f"{k}.h5"
@@ -302,6 +326,8 @@ def test_lengths_that_can_be() -> None:
     head(6, scaled(8, 100), SCALED)
     head(6, bytes(400), (2, 32, *SCALED[2:]))
     head(6, zlib.encode(scaled(8, 101)), SCALED, after=(1,))
+    head(6, bytes(numcodecs.Zstd().encode(scaled(8, 101))), SCALED, after=(32015,))
+    head(6, bytes(numcodecs.Blosc("lz4").encode(scaled(8, 101))) + b"sum.", SCALED, after=(32001, 3))
     head(32001, bytes(numcodecs.Blosc("lz4").encode(bytes(400))) + b"sum.", after=(3,))
     head(32004, struct.pack(">QII", 400, 400, 5) + bytes(5))
     head(32004, struct.pack(">QII200sI", 400, 200, 200, b"", 3) + bytes(3))
@@ -323,6 +349,9 @@ def test_lengths_that_can_be() -> None:
         (6, bytes(399), (2, 32, *SCALED[2:]), ()),
         (6, numcodecs.Zlib().encode(scaled(8, 99)), SCALED, (1,)),
         (6, b"no gzip", SCALED, (1,)),
+        (6, numcodecs.Zstd().encode(scaled(8, 99)), SCALED, (32015,)),
+        (6, numcodecs.Blosc("lz4").encode(scaled(8, 99)), SCALED, (32001,)),
+        (6, numcodecs.Blosc("lz4").encode(scaled(8, 9999)), SCALED, (32001,)),
         (6, scaled(8, 100), SCALED, (32000,)),
         (6, scaled(8, 100), SCALED, (2,)),
         (32001, numcodecs.Blosc("lz4").encode(bytes(404)), (), ()),
@@ -372,6 +401,52 @@ class Asked:
         return getattr(self._identifier, name)
 
 
+def test_filters_after_one_whose_lengths_are_checked(tmp_path: Path) -> None:
+    """h5py puts shuffle, LZF and others after scale-offset, and the length is then inside of what these made."""
+    shape, chunk, seed = (20, 30), (7, 9), np.random.default_rng(1)
+    data = {"long": np.arange(600, dtype="i4").reshape(shape) % 97, "noise": seed.integers(0, 2**31, shape).astype("i4")}
+    data["runs"] = np.repeat(np.arange(20, dtype="i4"), 30).reshape(shape)
+    zstd, blosc = dict(hdf5plugin.Zstd()), dict(hdf5plugin.Blosc("zstd"))
+    after: list[dict[str, Any]] = [{"compression": "gzip"}, {"compression": "lzf"}, zstd, blosc, {}]
+    more: list[dict[str, Any]] = [{}, {"shuffle": True}]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        names = []
+        for name, values in data.items():
+            for k, options in enumerate([one | other for one in after for other in more]):
+                file.create_dataset(f"{name}-{k}", data=values, chunks=chunk, scaleoffset=0, **options)
+                names.append(f"{name}-{k}")
+            nbit = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            nbit.set_chunk(chunk)
+            nbit.set_filter(h5py.h5z.FILTER_NBIT, 1, ())
+            nbit.set_filter(h5py.h5z.FILTER_LZF, 1, ())
+            nbit.set_fletcher32()
+            made = h5py.h5d.create(file.id, f"{name}-nbit".encode(), h5py.h5t.NATIVE_INT32, h5py.h5s.create_simple(shape), nbit)
+            h5py.Dataset(made)[:] = values
+            names.append(f"{name}-nbit")
+    for name in names:
+        source = open_source(tmp_path / "a.h5", name)
+        np.testing.assert_array_equal(read_all(source), data[name.partition("-")[0]], err_msg=name)
+        np.testing.assert_array_equal(source.plain(Region.whole(shape)), data[name.partition("-")[0]], err_msg=name)
+        source.close()
+
+
+def test_lzf_as_the_library_writes_it(tmp_path: Path) -> None:
+    seed = np.random.default_rng(2)
+    for k, data in enumerate([bytes(5000), b"abc" * 700, seed.bytes(100) * 9, bytes(seed.integers(0, 3, 9000, "u1"))]):
+        with h5py.File(tmp_path / f"{k}.h5", "w") as file:
+            made = file.create_dataset("x", data=np.frombuffer(data, "u1"), chunks=(len(data),), compression="lzf")
+            mask, stored = made.id.read_direct_chunk((0,))
+        assert mask == 0
+        packed = np.frombuffer(stored, "u1")
+        assert hdf5_heads._unlzf(packed, len(data), ()).tobytes() == data
+        for most, cut in ((len(data) - 1, len(packed)), (len(data), len(packed) - 1)):
+            with pytest.raises(ValueError, match="LZF data is damaged"):
+                if hdf5_heads._unlzf(packed[:cut], most, ()).tobytes() != data:
+                    raise ValueError("LZF data is damaged: it is shorter")
+    with pytest.raises(ValueError, match="LZF data is damaged"):
+        hdf5_heads._unlzf(np.frombuffer(b"\x20\x05", "u1"), 100, ())  # a copy of what comes before the first byte
+
+
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 def test_the_list_of_chunks_is_not_walked_for_each(tmp_path: Path, libver: str) -> None:
     with h5py.File(tmp_path / "a.h5", "w", libver=libver) as file:
@@ -382,7 +457,8 @@ def test_the_list_of_chunks_is_not_walked_for_each(tmp_path: Path, libver: str) 
     with h5py.File(tmp_path / "a.h5") as file:
         for name in ("x", "some"):
             asked = Asked(file[name].id)
-            hdf5_heads.check_heads(SimpleNamespace(id=asked), Region.whole((8, 8)))  # type: ignore[arg-type]
+            dataset: Any = SimpleNamespace(id=asked, chunks=(1, 8), maxshape=(8, 8))
+            hdf5_heads.check_heads(dataset, Region.whole((8, 8)))
             assert asked.n == 0 or name == "some", name
             source = open_source(tmp_path / "a.h5", name)
             np.testing.assert_array_equal(read_all(source), file[name][:])

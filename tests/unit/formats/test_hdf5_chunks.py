@@ -20,7 +20,9 @@ import pytest
 
 from shardload.formats.access import Access
 from shardload.formats.base import ChunkReader, Encoded, Source
+from shardload.formats.hdf5 import chunk_order
 from shardload.formats.hdf5 import chunks as hdf5_chunks
+from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.lookup import open_source
 from shardload.planning.region import Region
 from tests.unit.batches import check_batches
@@ -154,7 +156,7 @@ def test_chunks_that_every_filter_was_applied_to(tmp_path: Path, filters: str) -
 
 
 @pytest.mark.parametrize("libver", LIBVERS)
-@pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14)])
+@pytest.mark.parametrize("maxshape", [None, (None, 7), (None, None), (11, 14), (5, None), (11, None)])
 def test_every_chunk_index(tmp_path: Path, libver: Any, maxshape: Any, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7), ">i4", first=1000)
     with h5py.File(path, "w", libver=libver) as file:
@@ -187,7 +189,7 @@ def test_many_chunks_are_listed_only_when_many_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "int16", ">f4", ">c16"])
 @pytest.mark.parametrize("libver", LIBVERS)
-@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4)])
+@pytest.mark.parametrize("maxshape", [None, (None, 7, 4), (None, None, 4), (5, None, 9), (6, 7, None)])
 def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape: Any, either_way: str) -> None:
     path, data = tmp_path / "a.h5", flat((5, 7, 4), dtype)
     never = h5py.h5d.FILL_TIME_NEVER
@@ -201,6 +203,53 @@ def test_chunks_never_written(tmp_path: Path, dtype: str, libver: Any, maxshape:
         np.testing.assert_array_equal(check(path, f"{name} empty"), expected)
         expected[2:4, 3:6] = data[2:4, 3:6]
         np.testing.assert_array_equal(check(path, name), expected)
+
+
+@pytest.mark.parametrize("libver", LIBVERS)
+@pytest.mark.parametrize("growing", [0, 1, 2])
+def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver: Any, growing: int) -> None:
+    """HDF5 lists the chunks of an extensible array in the places of others, unless the first axis is the one that can grow."""
+    path, shape, chunk = tmp_path / "a.h5", (5, 7, 4), (2, 3, 1)
+    maxshape = tuple(None if axis == growing else n + 3 for axis, n in enumerate(shape))
+    stored = {(0, 0, 0), (1, 2, 0), (2, 0, 3), (2, 1, 1)}
+    with h5py.File(path, "w", libver=libver) as file:
+        for name, options in {"plain": {}, "gzip": {"compression": "gzip"}, "left to HDF5": {"scaleoffset": 0}}.items():
+            made = file.create_dataset(name, shape, "int32", chunks=chunk, maxshape=maxshape, fillvalue=-1, **options)
+            for k, index in enumerate(sorted(stored)):
+                made[tuple(slice(i * c, (i + 1) * c) for i, c in zip(index, chunk, strict=True))] = k
+    for name in ("plain", "gzip", "left to HDF5"):
+        with h5py.File(path) as file:
+            expected = file[name][...]
+            whole = open_source(file[name], name)
+            assert set(grid_of(whole)) - set(whole.missing(Region.whole(shape))) == stored
+        source = open_source(str(path), name)
+        out = np.empty(shape, "int32")
+        source.read_into(Region.whole(shape), out)
+        assert_same(out, expected, name)
+        assert set(grid_of(source)) - set(source.missing(Region.whole(shape))) == stored
+        for index in grid_of(source):  # a missing chunk of a kind whose errors do not say that it is missing
+            with h5py.File(path) as file:
+                at = tuple(i * c for i, c in zip(index, chunk, strict=True))
+                assert is_listed(file[name], at) == (index in stored)
+        source.close()
+
+
+def test_a_library_that_lists_chunks_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are then found without the list. What is missing cannot be told, and that is an error."""
+    path, data = tmp_path / "a.h5", flat((5, 7), "int32", first=1)
+    with h5py.File(path, "w", libver="latest") as file:
+        make(file, "a", data, (2, 3), "gzip", maxshape=(5, None))
+        make(file, "some", data, (2, 3), "gzip", maxshape=(5, None), write=False)[2:4] = data[2:4]
+    monkeypatch.setattr(chunk_order, "_kind_of_index", lambda identifier: None)
+    check_all(path, ["a", "some"])
+    source = open_source(str(path), "some")
+    with pytest.raises(ValueError, match="does not say how it numbers the chunks"):
+        source.missing(Region.whole((5, 7)))
+    source.close()
+    monkeypatch.setattr(chunk_order, "_is_in_order", lambda: True)  # a library that lists them where they are
+    source = open_source(str(path), "a")
+    assert source.missing(Region.whole((5, 7))) == []
+    source.close()
 
 
 def test_read_into_leaves_nothing_in_the_buffer(tmp_path: Path) -> None:
