@@ -21,7 +21,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
-from shardload.formats.netcdf import refused_by_netcdf
+from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 
@@ -159,7 +159,10 @@ def attrs_for(
     for key, value in list(found.items()):
         try:
             found[key] = _typed(value)
-            if kind == "netcdf4" and (why := refused_by_netcdf(key, found[key])) is not None:
+            why = refused_by_hdf5(key, found[key])
+            if why is None and kind == "netcdf4":
+                why = refused_by_netcdf(key, found[key])
+            if why is not None:
                 raise ValueError(why)
         except (TypeError, ValueError) as error:
             del found[key]
