@@ -6,7 +6,9 @@ import itertools
 import os
 import shutil
 import subprocess
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,26 @@ def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> N
     assert masks == [0, 1, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("name", BY_LIBRARY)
+def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> None:
+    """Wrong if the files in memory in which it does so were one: HDF5 takes those of the same name for the same."""
+    values = ramp((8, 40, 32), "i4")
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", BY_LIBRARY[name], (1, 40, 32), values.shape)})
+    encoder = sink.arrays["/x"]
+    ready = threading.Barrier(4)
+
+    def encode(k: int) -> list[Any]:
+        ready.wait(60)
+        return [encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1]) for m in (k, k + 4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(enumerate(pool.map(encode, range(4))))
+    for k, both in found.items():
+        for m, one in zip((k, k + 4), both, strict=True):
+            alone = encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1])
+            assert (bytes(one.data), one.mask) == (bytes(alone.data), alone.mask)
+
+
 def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:
     values = np.array([1, -2.5, 3e38, 1e-40, np.inf, np.nan, 0.1], dtype=ml_dtypes.bfloat16)
     specs = {
@@ -374,6 +396,10 @@ def test_an_unlimited_axis(tmp_path: Path) -> None:
         file["x"].resize(7, axis=0)
         file["x"][5:] = 9
         assert file["x"][...].tolist() == [*values.tolist(), [9, 9, 9], [9, 9, 9]]
+    # Wrong if chunks were cut to an axis without elements that is not the one that grows.
+    save(tmp_path / "y.h5", {"y": values[:, :0]}, {"y": spec("i4", "gzip", (2, 3), (5, 0), unlimited=(0,))})
+    with h5py.File(tmp_path / "y.h5") as file:
+        assert file["y"].shape == (5, 0) and file["y"].chunks == (2, 1) and file["y"].maxshape == (None, 0)
 
 
 # --- netCDF4
