@@ -79,6 +79,10 @@ _INSTEAD = (
 )
 _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
 _EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
+_LENGTHS = re.compile(
+    r"axis '(?P<axis>[^']+)' has (?P<n>\d+) elements in (?P<where>.+), but (?P<m>\d+) in (?P<other>.+)\. "
+    r"Axes of one name have one length: pass other dims="
+)
 _FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
 
 
@@ -90,12 +94,23 @@ def copy_as_typed(message: str) -> str:
     >>> copy_as_typed("'out.h5' exists, and mode is 'w-'. Pass mode='w' to replace it, or choose another name")
     "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
     """
+    message = _LENGTHS.sub(_as_long_as_each_other, message)
     for before, after in _INSTEAD:
         message = message.replace(before, after)
     message = _EXAMPLE.sub(lambda found: f"Type --chunks {(found[1] or found[2]).replace(' ', '')}", message)
     message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)
     message = _WORDS.sub(lambda found: f"--{found[1]} {found[2].strip('()').replace(' ', '').strip(chr(39))}".rstrip(), message)
     return as_typed(message)
+
+
+def _as_long_as_each_other(found: re.Match[str]) -> str:
+    """What to type if arrays of a file, as of a netCDF run that died, have different lengths along one axis."""
+    least = min(int(found["n"]), int(found["m"]))
+    rows = f"--select {found['axis']}=0:{least} for what they have in common, or " if least else ""
+    return (
+        f"axis '{found['axis']}' has {found['n']} elements in {found['where']}, but {found['m']} in {found['other']}, and the "
+        f"new file has one length for both. Type {rows}--dataset for some of the arrays"
+    )
 
 
 def run(source: str, target: str, *, only_plan: bool, as_json: bool, **given: Any) -> int:

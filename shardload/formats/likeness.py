@@ -21,11 +21,11 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, Properties, native_dtype
-from shardload.formats.netcdf import refused_by_netcdf
+from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
 
-__all__ = ["KEEP", "Asked", "attrs_for", "marked", "spec_like"]
+__all__ = ["KEEP", "Asked", "attrs_for", "is_empty_text", "marked", "spec_like"]
 
 KEEP = "keep"
 """In `Asked`: as in the source."""
@@ -159,7 +159,10 @@ def attrs_for(
     for key, value in list(found.items()):
         try:
             found[key] = _typed(value)
-            if kind == "netcdf4" and (why := refused_by_netcdf(key, found[key])) is not None:
+            why = refused_by_hdf5(key, found[key])
+            if why is None and kind == "netcdf4":
+                why = refused_by_netcdf(key, found[key])
+            if why is not None:
                 raise ValueError(why)
         except (TypeError, ValueError) as error:
             del found[key]
@@ -247,6 +250,8 @@ def _json(name: str, attrs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 def _plain(value: Any) -> Any:
     """An attribute as JSON has it: netCDF stores a number as an array of one."""
+    if is_empty_text(value):
+        return ""
     if isinstance(value, np.ndarray) and value.shape == (1,):
         value = value[0]
     if isinstance(value, np.ndarray | np.generic):
@@ -262,6 +267,11 @@ def _plain(value: Any) -> Any:
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(f"{type(value).__name__}, which JSON does not have")
     return value
+
+
+def is_empty_text(value: Any) -> bool:
+    """True for what h5py gives for an attribute of netCDF that is text without a character: it has no elements and no shape."""
+    return getattr(value, "shape", ()) is None and value.dtype.kind in "SOU"
 
 
 def _typed(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""What does the netCDF library not read, though HDF5 holds it? Names, types, and attributes of several axes."""
+"""What does the netCDF library not read, though HDF5 holds it? Names, types, and attributes of several axes. What does HDF5 not
+hold? Long attributes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NETCDF_TYPES", "refused_by_netcdf", "unreadable_name"]
+__all__ = ["NETCDF_TYPES", "refused_by_hdf5", "refused_by_netcdf", "unreadable_name"]
 
 NETCDF_TYPES = {"i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8"}
+_MOST_ATTR_NBYTES = 65_350  # name and values; with its type an attribute has less than 64 KiB in a file that every HDF5 reads
 _MOST_NAME_NBYTES = 255  # the library cuts a longer one off, without an end of the text
 
 
@@ -17,6 +20,27 @@ def unreadable_name(name: str) -> str | None:
     if (nbytes := len(name.encode(errors="replace"))) > _MOST_NAME_NBYTES:
         return f"of {nbytes} bytes"
     return "that begins with a space or control character" if name and name[0] <= " " else None
+
+
+def refused_by_hdf5(key: str, value: Any) -> str | None:
+    """Why HDF5 cannot hold an attribute beside its array, in words that follow "is"; None if it can, or says so itself.
+
+    Text by itself may have any length: it is stored elsewhere in the file.
+
+    >>> refused_by_hdf5("table", np.zeros(9000)), refused_by_hdf5("history", "x" * 72000)
+    ('of 72,005 bytes; in HDF5 an attribute that is no text has less than 64 KiB', None)
+    """
+    if isinstance(value, str | bytes) or getattr(value, "shape", ()) is None:  # h5py.Empty
+        return None
+    try:
+        found = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return None
+    nbytes = found.size * 16 if found.dtype.kind in "OU" else found.nbytes  # of each text, where it is
+    nbytes += len(key.encode(errors="replace"))
+    if nbytes <= _MOST_ATTR_NBYTES:
+        return None
+    return f"of {nbytes:,} bytes; in HDF5 an attribute that is no text has less than 64 KiB"
 
 
 def refused_by_netcdf(key: str, value: Any) -> str | None:

@@ -176,13 +176,14 @@ class ArraySpec:
         if not shape or (0 in shape and not self.unlimited):
             return None, None
         chunks = tuple(
-            int(c) if k in self.unlimited else min(int(c), n) for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
+            int(c) if k in self.unlimited else min(int(c), n or 1)
+            for k, (c, n) in enumerate(zip(self.chunks, shape, strict=True))
         )
         if self.shards is None:
             return chunks, None
         if any(s % c for s, c in zip(self.shards, self.chunks, strict=True)):
             raise ConfigError(f"shards of {name!r} are {self.shards!r}; expected a multiple of the chunks {self.chunks!r}")
-        whole = tuple(-(-n // c) * c for n, c in zip(shape, chunks, strict=True))  # chunks that fill the array
+        whole = tuple(-(-(n or 1) // c) * c for n, c in zip(shape, chunks, strict=True))  # chunks that fill the array
         # Chunks were cut to the array only along axes on which one chunk, and so one shard, is the whole axis.
         shards = tuple(
             int(s) if k in self.unlimited or c == asked else c

@@ -16,6 +16,7 @@ import xarray
 import zarr
 
 from shardload import ConfigError, SourceError
+from shardload.cli.copy import copy_as_typed
 from shardload.formats.leftovers import find_leftover
 from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying import reading as copy_reading
@@ -332,6 +333,51 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             assert found["Header"].ncattrs() == ["redshift"] and found["Header"].redshift == 0.5
 
 
+@pytest.mark.parametrize("target", ["out.h5", "out.nc", "out.zarr"])
+def test_attributes_of_more_than_64_kib(comm: Any, shared_tmp_path: Path, target: str) -> None:
+    """netCDF has them. Wrong if a long history kept a file from being copied, or a long table vanished without a word."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / target
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            file.createDimension("x", 4)
+            file.createVariable("v", "f4", ("x",))[:] = np.arange(4)
+            file["v"].setncatts({"table": np.arange(9000.0), "units": "K"})
+            file.history = "h" * 70000
+
+    on_root(comm, make)
+    notes = "\n".join(copy(comm, before, after).notes)
+    comm.barrier()
+    assert ("attribute 'table' of '/v'" in notes and "less than 64 KiB" in notes) == (target != "out.zarr")
+    with xarray.open_dataset(after, **({"engine": "h5netcdf", "phony_dims": "sort"} if target == "out.h5" else {})) as found:
+        assert found.attrs["history"] == "h" * 70000 and found["v"].attrs["units"] == "K"
+        assert ("table" in found["v"].attrs) == (target == "out.zarr")
+
+
+def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if a store that xarray does not open were made without a word, or if no way out were told."""
+    before = shared_tmp_path / "in.nc"
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            file.createDimension("time", None)
+            for name, n in (("a", 5), ("b", 3)):
+                file.createVariable(name, "i4", ("time",))[:n] = np.arange(n)
+
+    on_root(comm, make)
+    notes = copy(comm, before, shared_tmp_path / "out.zarr").notes
+    assert "axis 'time' has 3 elements in '/b', but 5 in '/a': xarray opens no group with both" in notes
+    error = same_error(comm, lambda: copy(comm, before, shared_tmp_path / "out.nc"), ConfigError, "one length")
+    assert "Type --select time=0:3 for what they have in common" in copy_as_typed(str(error))
+    assert not copy(comm, before, shared_tmp_path / "part.zarr", select={"time": slice(0, 3)}).notes
+    copy(comm, before, shared_tmp_path / "out.nc", select={"time": slice(0, 3)})
+    comm.barrier()
+    for name in ("out.nc", "part.zarr"):
+        with xarray.open_dataset(shared_tmp_path / name) as found:
+            np.testing.assert_array_equal(found["a"], np.arange(3))
+            np.testing.assert_array_equal(found["b"], np.arange(3))
+
+
 def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) -> None:
     """Wrong if anything were written beside the new store, or netCDF programs could not open the new file."""
     inside = shared_tmp_path / "a" / "b"
@@ -381,6 +427,7 @@ def test_what_is_refused(comm: Any, shared_tmp_path: Path) -> None:
         (before, "out.h5", {"chunks": (4, 5)}, None, ""),  # of '/g/big'
         (before, "out2.h5", {"chunks": (4, 5, 6, 7)}, ConfigError, "no array has so many"),
         (before, "out2.h5", {"dataset": ("g/big",), "compression": "gzip"}, ConfigError, "Pass chunks= too"),
+        (before, "out2.h5", {"dataset": ("scalar", "g/big"), "compression": "gzip"}, ConfigError, "such as chunks='31,9'"),
         (before, "out2.h5", {"staging": 1000}, ConfigError, "staging is 1000 B, but this copy needs"),
         (before, "out2.h5", {"select": {"z": 1}}, ConfigError, "no array has"),
         (before, "out2.h5", {"select": (0,)}, ConfigError, "Name one with dataset="),

@@ -7,6 +7,7 @@ array has a coordinate, because xarray opens no array of which some axes have sc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,12 +15,13 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
-from shardload.formats.netcdf import NETCDF_TYPES, refused_by_netcdf, unreadable_name
+from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ArraySpec
 
 __all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+_MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
@@ -113,7 +115,7 @@ def _scales_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[tuple[str
     for name, spec in specs.items():
         dims = spec.dims or ()
         without = [axis for axis, dim in enumerate(dims) if dim and coordinate_of(name, dim, specs) is None]
-        if len(without) < len(dims):
+        if len(without) < sum(map(bool, dims)):  # axes without a name have no coordinate either
             for axis in without:
                 wanted.setdefault(f"/{dims[axis]}", []).append((name, axis))
     taken = {one for name in specs for one in (name, *_groups(name))}
@@ -151,6 +153,7 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
                 f"the attribute {key!r} of '{name}' is {added}, which HDF5 would hold as bytes without a meaning. "
                 "Pass it as float32"
             )
+        value = _plain_text(value)
         if is_netcdf and (why := refused_by_netcdf(str(key), value)) is not None:
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is {why}. Pass text, a number of 8 to 64 bits or one row of such numbers, "
@@ -158,15 +161,33 @@ def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: b
             )
         if is_netcdf and not isinstance(value, str | bytes) and np.asarray(value).dtype.kind == "b":
             value = np.asarray(value, dtype=np.int8)[()]
-        if isinstance(value, str) and is_netcdf and value and value.isascii() and "\0" not in value:
+        is_simple = isinstance(value, str) and 0 < len(value) <= _MOST_FIXED and value.isascii() and "\0" not in value
+        if is_netcdf and is_simple:
             value = np.bytes_(value)  # text as every netCDF program reads it; others get a string of variable length
         try:
             owner.attrs[key] = value
         except (TypeError, ValueError, OSError, RuntimeError) as error:
+            if (why := refused_by_hdf5(str(key), value)) is not None:
+                found = f"the attribute {key!r} of '{name}' is {why}. Save it as an array, or use the suffix .zarr"
+                raise ConfigError(found) from error
             raise ConfigError(
                 f"the attribute {key!r} of '{name}' is {_told(value)}, which HDF5 cannot hold ({error}). Pass text, a number, "
                 "or an array of numbers"
             ) from error
+
+
+def _plain_text(value: Any) -> Any:
+    """NumPy's text as Python's, which h5py writes, in lists and arrays too; long bytes as text, whose length has no limit."""
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bytes) and len(value) > _MOST_FIXED:
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode()
+    if isinstance(value, np.ndarray) and value.dtype.kind == "U":
+        return value.astype(object) if value.ndim else str(value[()])
+    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+        return [str(one) for one in value]
+    return value
 
 
 def _told(value: Any) -> str:

@@ -20,6 +20,7 @@ from shardload.formats.hdf5.opened import creation_of
 __all__ = ["groups_of", "properties_of"]
 
 _MOST_NBYTES = 1 << 20  # of one attribute
+_READ = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM)
 _BLOSC_NAMES = {0: "blosclz", 1: "lz4", 2: "lz4hc", 4: "zlib", 5: "zstd"}
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
@@ -81,13 +82,18 @@ def _attributes(owner: Any, name: str) -> tuple[dict[str, Any], list[str]]:
             nbytes = opened.get_space().get_simple_extent_npoints() * kind.get_size()
             if nbytes > _MOST_NBYTES:
                 unread.append(f"{what} ({nbytes} bytes)")
-            elif kind.get_class() not in (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM):
+            elif kind.get_class() not in _READ and not _is_complex(kind):
                 unread.append(f"{what} (neither text nor numbers)")
             else:
                 found[key] = owner.attrs[key]
         except (OSError, RuntimeError, TypeError, ValueError) as error:
             unread.append(f"{what} ({error})")
     return found, unread
+
+
+def _is_complex(kind: h5py.h5t.TypeID) -> bool:
+    """True for complex numbers, which are compounds for HDF5."""
+    return kind.get_class() == h5py.h5t.COMPOUND and bool(kind.dtype.kind == "c") and refusal(kind.dtype) is None
 
 
 def _compression(filters: list[tuple[int, int, Any, bytes]]) -> tuple[dict[str, Any] | None, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "b
 _TOLD_HOW = {32013, 32017, 32018, 32024, 32028, 32033}
 _OPTIONAL = h5py.h5z.FLAG_OPTIONAL
 _MOST_NBYTES = 2**32 - 1  # of a chunk
+_files = itertools.count()
 
 
 def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
@@ -179,7 +181,8 @@ class Pipeline:
         """Have HDF5 encode one chunk, in memory."""
         chunks, dataset = self._spec.chunks or (), getattr(self._local, "dataset", None)
         if dataset is None:  # of one chunk, which this thread writes again and again
-            file = h5py.File(f"{id(self._local)}", "w", driver="core", backing_store=False)
+            # With a name of its own: files in memory that have the same name are one file for HDF5.
+            file = h5py.File(f"chunk {next(_files)}", "w", driver="core", backing_store=False)
             dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)

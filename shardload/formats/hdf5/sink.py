@@ -174,13 +174,23 @@ class Hdf5Sink(Sink):
             write_attrs(file[name], name, attrs, is_netcdf=self._is_netcdf)
         for name, found in self._group_attrs.items():
             if name.strip("/"):
-                write_attrs(file.require_group(name), name, found, is_netcdf=self._is_netcdf)
+                write_attrs(self._group(file, name.strip("/")), name, found, is_netcdf=self._is_netcdf)
         name_axes(file, specs, is_netcdf=self._is_netcdf)
+
+    def _group(self, file: h5py.File, name: str) -> h5py.Group:
+        """A group, made with those above it if they are not there. The netCDF library writes only to a file of which every
+        group keeps the order of its members.
+        """
+        found = file
+        for part in filter(None, name.split("/")):
+            is_new = part not in found
+            found = found.create_group(part, track_order=self._is_netcdf or None) if is_new else found.require_group(part)
+        return found
 
     def _make(self, file: h5py.File, name: str, one: Hdf5Encoder, is_trial: bool) -> None:
         group, _, last = name.strip("/").rpartition("/")
         try:
-            parent = file.require_group(group) if group else file
+            parent = self._group(file, group)
             most = tuple(h5py.h5s.UNLIMITED if k in one.spec.unlimited else n for k, n in enumerate(one.spec.shape))
             space = h5py.h5s.create_simple(one.spec.shape, most) if one.spec.shape else h5py.h5s.create(h5py.h5s.SCALAR)
             creation = one.pipeline.creation

@@ -274,6 +274,8 @@ def _like(
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
+    if kind.startswith("zarr"):
+        notes += _different_lengths(found)
     if request.untrusted:
         notes.append("attributes of the file and its groups were left out, because it is untrusted")
     used = {""} | {name.strip("/")[:k] for name in described for k, c in enumerate(name.strip("/")) if c == "/"}
@@ -389,11 +391,33 @@ def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, mai
             )
     is_new = not (isinstance(asked.compression, str) and asked.compression == KEEP)
     wants = is_new and Compression.of(asked.compression) is not None
-    if wants and not any(one.spec.chunks is not None for one in mine):
-        example = ",".join(str(min(n, 64) or 1) for n in mine[0].spec.shape)
+    in_one_piece = [one for one in mine if one.spec.chunks is None and one.spec.shape]  # one number has nothing to compress
+    if wants and in_one_piece and not any(one.spec.chunks is not None for one in mine):
+        first = in_one_piece[0]
+        example = ",".join(str(min(n, 64) or 1) for n in first.spec.shape)
         raise ConfigError(
-            f"compression is of chunks, and {mine[0].info} is in one piece. Pass chunks= too, such as chunks='{example}'"
+            f"compression is of chunks, and {first.info} is in one piece. Pass chunks= too, such as chunks='{example}'"
         )
+
+
+def _different_lengths(found: Sequence[Found]) -> list[str]:
+    """Notes of axes that have one name but two lengths in a group, as in a netCDF file of a run that died: netCDF shows fill
+    values where rows are missing, but a copy has the rows that are there.
+    """
+    known: dict[tuple[str, str], Found] = {}
+    lengths: dict[tuple[str, str], int] = {}
+    notes: dict[tuple[str, str], str] = {}
+    for one in found:
+        for dim, n in zip(one.spec.dims or (), one.spec.shape, strict=True):
+            at = (one.full_name.rpartition("/")[0], dim or "")
+            first = known.setdefault(at, one)
+            if dim and lengths.setdefault(at, n) != n:
+                notes.setdefault(
+                    at,
+                    f"axis {dim!r} has {n} elements in '{one.full_name}', but {lengths[at]} in '{first.full_name}': "
+                    "xarray opens no group with both",
+                )
+    return list(notes.values())
 
 
 def _check_apart(source: str, target: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.labels import from_plain, to_plain
-from shardload.formats.likeness import attrs_for
+from shardload.formats.likeness import attrs_for, is_empty_text
 from shardload.formats.lookup import find_array, open_file, read_labels
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
@@ -106,6 +106,8 @@ def _like(one: ToSave, known: Mapping[str, Any], asked: SaveArguments) -> ToSave
 def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The attributes of the array that this one is like, without those that its values do not have."""
     attrs = {key: _typed(told) for key, told in known["attrs"].items() if key not in one.attrs}
+    if not kind.startswith("zarr"):  # JSON's null, which says nothing
+        attrs = {key: value for key, value in attrs.items() if value is not None}
     how = _PACKING & attrs.keys()
     is_decoded = known["kind"] in "iu" and bool(how) and one.dtype.kind not in "biu"
     is_decoded |= how == {"_Unsigned"} and one.dtype.kind in "iu" and one.dtype.kind != known["kind"]
@@ -119,7 +121,9 @@ def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _told(value: Any) -> Any:
-    """An attribute with its type, as JSON; None for one without a value."""
+    """An attribute with its type, as JSON; None for numbers of which there are none."""
+    if value is None or is_empty_text(value):
+        return {"is": None if value is None else ""}
     try:
         found = np.asarray(value)
     except ValueError:  # lists of different lengths, in JSON

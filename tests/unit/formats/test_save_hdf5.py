@@ -6,7 +6,9 @@ import itertools
 import os
 import shutil
 import subprocess
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,26 @@ def test_a_filter_of_the_library_may_leave_a_chunk_as_it_is(tmp_path: Path) -> N
     assert masks == [0, 1, 0, 1, 0, 1]
 
 
+@pytest.mark.parametrize("name", BY_LIBRARY)
+def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> None:
+    """Wrong if the files in memory in which it does so were one: HDF5 takes those of the same name for the same."""
+    values = ramp((8, 40, 32), "i4")
+    sink = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", BY_LIBRARY[name], (1, 40, 32), values.shape)})
+    encoder = sink.arrays["/x"]
+    ready = threading.Barrier(4)
+
+    def encode(k: int) -> list[Any]:
+        ready.wait(60)
+        return [encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1]) for m in (k, k + 4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(enumerate(pool.map(encode, range(4))))
+    for k, both in found.items():
+        for m, one in zip((k, k + 4), both, strict=True):
+            alone = encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1])
+            assert (bytes(one.data), one.mask) == (bytes(alone.data), alone.mask)
+
+
 def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:
     values = np.array([1, -2.5, 3e38, 1e-40, np.inf, np.nan, 0.1], dtype=ml_dtypes.bfloat16)
     specs = {
@@ -330,11 +352,40 @@ def test_xarray_opens_plain_hdf5_of_which_some_axes_have_coordinates(tmp_path: P
         for name in ("a", "b", "c", "z"):
             np.testing.assert_array_equal(found[name].values, values[name])
     assert [one.dataset for one in HDF5.list_arrays(str(tmp_path / "x.h5"))] == ["/a", "/b", "/c", "/g/x", "/x", "/y", "/z"]
-    dims |= {"c": ("z", "y"), "b": ("z", "g")}
+    dims |= {"a": (None, "y"), "b": ("i", None), "c": (None, None)}  # no axis of them has a coordinate
+    save(tmp_path / "w.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
+    with h5py.File(tmp_path / "w.h5") as file:
+        assert list(file) == ["a", "b", "c", "g", "z"] and file["a"].dims[1].label == "y"
+    with xr.open_dataset(tmp_path / "w.h5", engine="h5netcdf", phony_dims="sort") as found:
+        np.testing.assert_array_equal(found["a"].values, values["a"])
+    dims |= {"a": ("z", "y"), "c": ("z", "y"), "b": ("z", "g")}
     save(tmp_path / "y.h5", values, {n: spec(v.dtype, None, None, v.shape, dims=dims[n]) for n, v in values.items()})
     with h5py.File(tmp_path / "y.h5") as file:
         assert list(file) == ["a", "b", "c", "g", "z"]
         assert [file[name].dims[1].label for name in ("a", "b", "c")] == ["y", "g", "y"]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+def test_text_of_numpy_and_long_text_are_attributes(tmp_path: Path, name: str) -> None:
+    """Wrong if text of NumPy were refused, or text of more than 64 KiB, of which HDF5 has room elsewhere in the file only."""
+    attrs = {"one": np.str_("ü"), "row": np.array(["a", "bü"]), "list": [np.str_("c")], "none": np.array("d")}
+    attrs |= {"long": "l" * 70000, "bytes": np.bytes_(b"b" * 70000), "most": "m" * 64000}
+    save(
+        tmp_path / name,
+        {"x": ramp((3,), "f4")},
+        {"x": spec("f4", None, None, (3,), attrs=attrs)},
+        attrs={"history": "h" * 70000},
+    )
+    expected = {key: np.asarray(value).tolist() for key, value in attrs.items()} | {"bytes": "b" * 70000}
+    with h5py.File(tmp_path / name) as file:
+        found = {key: file["x"].attrs[key] for key in attrs}
+        assert file.attrs["history"] == "h" * 70000
+    texts = {key: value.decode() if isinstance(value, bytes) else np.asarray(value).tolist() for key, value in found.items()}
+    assert texts == expected
+    if name.endswith(".nc"):
+        with netCDF4.Dataset(tmp_path / name) as file:
+            shown = {key: file["x"].getncattr(key) for key in attrs}
+        assert shown == {**expected, "list": "c"}
 
 
 def test_an_unlimited_axis(tmp_path: Path) -> None:
@@ -345,6 +396,10 @@ def test_an_unlimited_axis(tmp_path: Path) -> None:
         file["x"].resize(7, axis=0)
         file["x"][5:] = 9
         assert file["x"][...].tolist() == [*values.tolist(), [9, 9, 9], [9, 9, 9]]
+    # Wrong if chunks were cut to an axis without elements that is not the one that grows.
+    save(tmp_path / "y.h5", {"y": values[:, :0]}, {"y": spec("i4", "gzip", (2, 3), (5, 0), unlimited=(0,))})
+    with h5py.File(tmp_path / "y.h5") as file:
+        assert file["y"].shape == (5, 0) and file["y"].chunks == (2, 1) and file["y"].maxshape == (None, 0)
 
 
 # --- netCDF4
@@ -379,6 +434,23 @@ def test_netcdf(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found["v8"].transpose("x", "time", "y").values, values["v8"].transpose(2, 0, 1))
         with xr.open_dataset(path, engine=engine, group="g", mask_and_scale=False) as found:
             np.testing.assert_array_equal(found["w"].values, values["g/w"])
+
+
+def test_the_netcdf_library_writes_to_groups(tmp_path: Path) -> None:
+    """Wrong if a group did not keep the order of its members: the library opens a file with such a group to read only."""
+    path, values = tmp_path / "x.nc", ramp((3, 4), "f4")
+    specs = {name: spec("f4", None, (1, 4), (3, 4), dims=("t", "x"), unlimited=(0,)) for name in ("a/b/v", "a/w", "u")}
+    with make_sink(str(path), specs, group_attrs={"/a/c/d": {"n": 1}, "/a": {"n": 2}}).create() as catalog:
+        catalog.finish(allow_missing=True)
+        catalog.commit()
+    with netCDF4.Dataset(path, "a") as file:
+        for name in specs:
+            file[name][3] = values[0]
+        file["a/c/d"].m = 3
+    with netCDF4.Dataset(path) as file:
+        assert file["a/c/d"].ncattrs() == ["n", "m"]
+        for name in specs:
+            np.testing.assert_array_equal(file[name][3], values[0])
 
 
 def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
@@ -468,6 +540,8 @@ def test_what_netcdf_cannot_hold(tmp_path: Path, specs: dict[str, ArraySpec], wo
         (spec("i2", fill_value=70000), "the fill value of '/x' is 70000"),
         (spec("f4", shards=(4, 6, 8)), "'/x' has shards, which HDF5 does not have"),
         (spec("f4", attrs={"a": object()}), "the attribute 'a' of '/x' is <object .*which HDF5 cannot hold"),
+        (spec("f4", attrs={"a": [1, "b"]}), "the attribute 'a' of '/x' is .*which HDF5 cannot hold"),
+        (spec("f4", attrs={"a": np.zeros(9000)}), "of 72,001 bytes; .* less than 64 KiB. Save it as an array"),
         (spec("f4", attrs={"CLASS": "x"}), "keep for themselves"),
         (spec("f4", attrs={"a\0b": 1}), "has a zero byte in its name"),
         (spec("f4", attrs={"a": [ml_dtypes.bfloat16(1)]}), "is bfloat16, which HDF5 would hold as bytes .* Pass it as float32"),
