@@ -158,27 +158,30 @@ class Invocation:
         The call, for people: ``"load of 'data.h5'"``.
     values : mapping of str to str
         Its arguments, as text.
+    names : tuple of str
+        The names of its arrays, in their order, if it was given several by name. They too determine the keys of `values`.
     """
 
     kind: str
     title: str
     values: Mapping[str, str]
+    names: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> int:
-        """64-bit digest of kind and values."""
+        """64-bit digest of kind, names and values."""
         values = self.values
         return (
             values.digest(self.kind)
             if isinstance(values, ArgumentsOfOne)
-            else digest_of(json.dumps(self.kind) + compact(values))
+            else digest_of(json.dumps([self.kind, *self.names]) + compact(values))
         )
 
     def also(self, **values: str) -> Invocation:
         """A copy with more values."""
         mine = self.values
         more = mine.also(values) if isinstance(mine, Arguments) else {**mine, **values}
-        return Invocation(self.kind, self.title, more)
+        return Invocation(self.kind, self.title, more, self.names)
 
 
 class Agreement:
@@ -414,19 +417,30 @@ class Agreement:
         Raises
         ------
         PeerError
-            The text names the first rank that differs from rank 0, and the two calls or the first value that differs.
+            The text names the first rank that differs from rank 0, and the two calls, or the first array or value that differs.
         """
         if self.size == 1:
             self.agree(error)
             return
-        all_fine, differs = self._compare([digest_of(asked.kind)], error is None)
+        names = json.dumps(asked.names)
+        all_fine, differs = self._compare([digest_of(asked.kind), digest_of(names)], error is None)
         if not all_fine:
             self.agree(error)
-        if differs.size:
+        if 0 in differs:
             other, theirs, reference = self._first_other(asked.kind, asked.title)
             raise PeerError(
                 f"rank {other} called {theirs}, rank 0 called {reference}: all ranks must make the same calls in the same "
                 "order, and all ranks must pass the same path, sharding and options. Nothing was done",
+                rank=other,
+            )
+        if differs.size:
+            other, theirs, reference = self._first_other(names, json.dumps([asked.title, *asked.names]))
+            (their_call, *found), (call, *expected) = json.loads(theirs), json.loads(reference)
+            told = _tell_names(found, expected)
+            raise PeerError(
+                f"rank {other} called {their_call} with {told[0]}, rank 0 called {call} with {told[1]}: all ranks must pass "
+                "the same arrays, under the same names and in the same order (a set has another order in each process). "
+                "Nothing was done",
                 rank=other,
             )
         _, differs = self._compare([digest_of(v) for v in asked.values.values()], True)
@@ -446,6 +460,27 @@ class Agreement:
         reference = self.send_text(mine, 0)
         other = int(self.gather_int(self.rank if mine != reference else self.size).min())
         return other, self.send_text(text, other), self.send_text(text, 0)
+
+
+def _tell_names(*lists: Sequence[str]) -> list[str]:
+    """What each list of arrays is, for people, with the first name that differs.
+
+    >>> _tell_names(["/x", "/y", "/z"], ["/x", "/z"])
+    ["3 arrays, of which number 2 is '/y'", "2 arrays, of which number 2 is '/z'"]
+    >>> _tell_names([], ["/x", "/y"]), _tell_names(["/x", "/y"], ["/x"])
+    (['one array alone', "2 arrays, of which number 1 is '/x'"], ["2 arrays, of which number 2 is '/y'", '1 array'])
+    """
+    same = 0
+    while all(same < len(names) for names in lists) and len({names[same] for names in lists}) == 1:
+        same += 1
+
+    def tell(names: Sequence[str]) -> str:
+        if not names:
+            return "one array alone"
+        told = f"{len(names)} array{'s' * (len(names) > 1)}"
+        return f"{told}, of which number {same + 1} is {names[same]!r}" if same < len(names) else told
+
+    return [tell(names) for names in lists]
 
 
 def _to_bytes(text: str) -> bytes:

@@ -56,6 +56,7 @@ _NO_MPI = (
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own variable
 _PREEMPTION = "jax_enable_preemption_service"  # its option
+_MEET_SECONDS = 900.0  # how long ranks wait for each other to start JAX; a load waits as long by default
 _LAST_WORDS_SECONDS = 1.0  # for other ranks, which may be about to print the same error
 
 _WITHOUT = "To run without MPI, where every process reads for itself, set SHARDLOAD_MPI=0"
@@ -147,7 +148,8 @@ def initialize(
 
 
 def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: bool) -> None:
-    group = group_of(comm)
+    group = group_of(comm, _MEET_SECONDS)
+    group.watch.begin("initialize()", _MEET_SECONDS)
     on_node = comm.Split_type(group.mpi.COMM_TYPE_SHARED)
     visible = zlib.crc32(os.environ.get("CUDA_VISIBLE_DEVICES", "all").encode())
     mine = np.array([visible, group.rank], dtype=np.int64)
@@ -158,6 +160,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
     address, bind = _meeting_place(group, is_beside_0=not seen[:, 1].min())
     error: Exception | None = None
     try:
+        _refuse_devices_in_use(group.size)
         if local_device_ids is None and not _cpu_only():
             local_device_ids = _device_share(local_rank, local_size, bool((seen[:, 0] == visible).all()), os.environ)
     except ConfigError as found:
@@ -168,6 +171,7 @@ def _start_from_mpi(comm: Any, local_device_ids: list[int] | None, preemption: b
     except ConfigError as found:
         error = found
     group.agree(error)
+    group.watch.close()
     _end_job_on_error()
 
 
@@ -245,11 +249,24 @@ def _start(
         with _preemption_service(preemption):
             jax.distributed.initialize(address, n_processes, process, local_device_ids, coordinator_bind_address=bind)
     except (RuntimeError, ValueError) as found:
-        why = str(found).rstrip(". ")
-        raise ConfigError(
-            f"JAX could not be started as one of {n_processes} processes: {why}. Call shardload.initialize() once, at the top "
-            "of the script, before anything that uses JAX devices"
-        ) from found
+        raise _not_started(n_processes, str(found).rstrip(". ")) from found
+
+
+def _not_started(n_processes: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"JAX could not be started as one of {n_processes} processes: {why}. Call shardload.initialize() once, at the top "
+        "of the script, before anything that uses JAX devices"
+    )
+
+
+def _refuse_devices_in_use(n_processes: int) -> None:
+    """Raise the error that JAX would, before the others wait in JAX for this process: up to five minutes."""
+    from jax._src import xla_bridge  # there is no public way to ask
+
+    if xla_bridge.backends_are_initialized():
+        raise _not_started(
+            n_processes, "devices are in use here already, by a computation, jax.devices, jax.device_put or others"
+        )
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def temporary_of(path: str) -> tuple[str, str] | None:
 
 def mark(token: str, path: str) -> bytes:
     """What the temporary of a file begins with, until its own first bytes are written: 64 bytes of text."""
-    return (MARK_BEGINS + f"{token} {os.path.basename(path)}".encode())[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
+    return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
 def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
@@ -200,7 +200,9 @@ class Target:
                 os.mkdir(temporary)
             else:
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if os.path.isdir(self.folder):  # /proc, for one, makes no files
+                raise unwritten(error, self.path) from error
             raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: mkdir -p {self.folder}") from None
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None

@@ -1,7 +1,8 @@
 """Was this error raised by a signal handler of the application?
 
 An exception of a signal handler (an alarm, Ctrl-C) is no error of the call: it interrupts the call at any point, and ends it
-there. Code that stores errors, to agree on them later, calls `let_interruption_pass` first.
+there. Code that stores errors, to agree on them later, calls `let_interruption_pass` first. A finalizer, of which Python
+prints and forgets all exceptions, calls `interrupt_again`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType
 
-__all__ = ["let_interruption_pass", "outer_exception"]
+__all__ = ["interrupt_again", "let_interruption_pass", "outer_exception"]
 
+_LOOK_SECONDS = 1e-3
 _own = threading.local()
 
 
@@ -35,7 +38,7 @@ def let_interruption_pass(error: BaseException) -> None:
     does not count (`outer_exception`).
     """
     outer = getattr(_own, "outer", None)
-    handlers = {code for number in signal.valid_signals() if (code := _code_of(signal.getsignal(number))) is not None}
+    handlers = _handlers()
     seen: BaseException | None = error
     while handlers and seen is not None and seen is not outer:
         trace = seen.__traceback__
@@ -44,6 +47,48 @@ def let_interruption_pass(error: BaseException) -> None:
                 raise seen
             trace = trace.tb_next
         seen = seen.__cause__ or seen.__context__
+
+
+def interrupt_again(error: BaseException) -> None:
+    """Send this process once more the signal whose handler raised `error`, as soon as the caller has returned.
+
+    For a finalizer. Otherwise a Ctrl-C, or an alarm that the program has set, would end in a line on stderr, and the call that
+    it was to interrupt would go on, while other ranks stop.
+    """
+    caller, codes = sys._getframe(1), set[CodeType]()
+    trace = error.__traceback__
+    while trace is not None:
+        codes.add(trace.tb_frame.f_code)
+        trace = trace.tb_next
+    numbers = [number for code, number in _handlers().items() if code in codes]
+    if not numbers and isinstance(error, KeyboardInterrupt):  # Python's own handler, which has no frame
+        numbers = [signal.SIGINT]
+    if numbers:
+        # A thread, because handlers run wherever the main thread is, and that is still in the caller.
+        threading.Thread(target=_send, args=(numbers[0], threading.main_thread().ident, caller.f_code), daemon=True).start()
+
+
+def _send(number: int, thread: int, code: CodeType) -> None:
+    """Send a signal to a thread once it has left a function."""
+
+    def is_inside() -> bool:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back
+        return False
+
+    while is_inside():
+        time.sleep(_LOOK_SECONDS)
+    if callable(signal.getsignal(number)):  # not if the program has taken its handler away by now
+        signal.pthread_kill(thread, number)
+
+
+def _handlers() -> dict[CodeType, int]:
+    """The signal that each handler in Python is for, by the handler's code."""
+    found = ((number, _code_of(signal.getsignal(number))) for number in signal.valid_signals())
+    return {code: int(number) for number, code in found if code is not None}
 
 
 def _code_of(handler: object) -> CodeType | None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.system.interruption import interrupt_again
 from shardload.system.spare_memory import keeps_addresses, spare_nbytes
 from shardload.transfer.buffers import aligned_empty
 
@@ -134,8 +135,10 @@ class Reserve:
             if self.nbytes + len(block) <= self._room():
                 block.madvise(mmap.MADV_FREE)
                 return self._free.append(block)
-        except (OSError, RuntimeError):  # the kernel cannot; or another block came back while the bytes were summed
-            pass
+        except (OSError, RuntimeError) as error:  # the kernel cannot; or another block came back while the bytes were summed
+            interrupt_again(error)
+        except BaseException as error:
+            interrupt_again(error)
         block.close()
 
 

@@ -104,6 +104,22 @@ def test_initialize_too_late(field: str) -> None:
     )
 
 
+def test_initialize_too_late_on_one_rank(field: str) -> None:
+    """Wrong if the others waited in JAX for that rank, for five minutes."""
+    same(
+        launched(field, "late", "2"), "on rank 2 of 4: JAX could not be started as one of 4 processes: devices are in use here"
+    )
+
+
+def test_a_rank_that_never_starts(field: str) -> None:
+    """Wrong if the others waited for it in silence, for ever."""
+    job = run_job([*PYTHON, SCRIPTS / "launched.py", field, "never", "1"], 4, timeout=120, env=ENV)
+    assert job.returncode != 0
+    for rank in (0, 2, 3):
+        (said,) = lines(job.rank_stdout[rank])
+        assert said["type"] == "StallError" and "not all ranks of this communicator have made their first call" in said["text"]
+
+
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_an_exception_of_one_rank_ends_the_job(field: str, mpi: str) -> None:
     """Wrong if that process waited in JAX's shutdown for the others, and they for it in their load: five minutes long."""

@@ -457,6 +457,7 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
     deleted.delete()
     bad: list[tuple[Any, Any, dict[str, Any], str]] = [
         (7, x, {}, "path is 7"),
+        (f"{path}\0.h5", x, {}, "no file can have a name with the character \\0"),
         (shared_tmp_path / "out.dat", x, {}, "does not tell a format"),
         ("s3://b/out.zarr", x, {}, "is a URL"),
         (shared_tmp_path / "no" / "out.h5", x, {}, "mkdir -p"),
@@ -509,6 +510,7 @@ def test_ranks_that_do_not_ask_for_the_same(comm: Any, shared_tmp_path: Path) ->
         (lambda: shardload.save(path, x, chunks=(2, 2, 2 + last)), "was called with chunks of '/data'"),
         (lambda: shardload.save(path, x, attrs={"a": np.arange(3 + last)}), "was called with attrs of '/data'"),
         (lambda: shardload.save(path, {"a": x, "b" if last else "c": x}), "called save"),
+        (lambda: shardload.save(path, {k: x for k in ("aba" if last else "ab")[last:]}), "2 arrays, of which number 1 is '/a'"),
         (lambda: shardload.save(path, x, verify="full" if last else "index"), "was called with verify"),
         (lambda: shardload.plan_save(path, x) if last else shardload.save(path, x), "called save"),
     ]

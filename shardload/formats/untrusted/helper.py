@@ -101,13 +101,14 @@ class Helper:
         try:
             self._log = self._holds.keep(os.memfd_create("shardload-helper-log"))
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            self._values = self._holds.keep(os.memfd_create("shardload-helper-values", flags))
+            self._values = self._holds.keep(_above_standard(os.memfd_create("shardload-helper-values", flags)))
             os.ftruncate(self._values, FIRST_NBYTES)
             # Otherwise the helper could make it shorter, and this process would die of reading memory that no longer exists.
             fcntl.fcntl(self._values, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             self._memory = mmap.mmap(self._values, 0, prot=mmap.PROT_READ)
             self._channel, other = socket.socketpair()
             self._holds.channel = self._channel
+            other = socket.socket(fileno=_above_standard(other.detach()))
             with other:  # only the helper may hold this end, or its death would not be noticed
                 self._start(other)
             begin = {"do": "begin", "places": _places(), "memory_nbytes": limits.memory_nbytes}
@@ -350,6 +351,19 @@ class _Holds:
             self.channel.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+
+def _above_standard(descriptor: int) -> int:
+    """Give a descriptor a number above those of the standard streams, which in the helper would take its place.
+
+    A process that has closed its own streams gives such numbers to whatever it opens next.
+    """
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -683,9 +683,8 @@ def _invocation(kind: str, targets: Sequence[Target], calls: Sequence[Call] | No
     own_names = [name for name in described[0] if name in _OWN_NAMES]
     own = [(target.where, {name: one[name] for name in own_names}) for target, one in zip(targets, described, strict=True)]
     names = [target.where.removeprefix("array ") for target in targets]
-    kind = json.dumps([kind, *names])  # a kind of its own, because it has other values
     told = ", ".join(names[:_MOST_TOLD]) + (", ..." if len(names) > _MOST_TOLD else "")
-    return Invocation(kind, f"{title} ({len(targets)} arrays: {told})", Arguments(shared, own))
+    return Invocation(kind, f"{title} ({len(targets)} arrays: {told})", Arguments(shared, own), tuple(names))
 
 
 def for_each_kind(calls: Sequence[Call], make: Callable[[Call], Call]) -> list[Call]:

@@ -130,6 +130,8 @@ class SaveArguments:
         name = os.path.expanduser(os.fspath(path))  # as loads do
         if not isinstance(name, str):
             raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
+        if "\0" in name:
+            raise ConfigError(f"path is {path!r}; no file can have a name with the character \\0")
         mode, writers = given["mode"], given["writers"]
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")

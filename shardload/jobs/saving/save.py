@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -180,8 +179,7 @@ def _invocation(call: str, title: str, asked: SaveArguments | None) -> Invocatio
     if asked is None:
         return Invocation(call, title, {})
     own = [(f"'{one.name}'", one.describe()) for one in asked.arrays]
-    kind = json.dumps([call, *(one.name for one in asked.arrays)])  # other arrays are another call: they have other values
-    return Invocation(kind, title, Arguments(asked.describe(), own))
+    return Invocation(call, title, Arguments(asked.describe(), own), tuple(one.name for one in asked.arrays))
 
 
 def plan_save(path: Any, tree: Any, given: Mapping[str, Any], comm: Any) -> SavePlan:

@@ -1,11 +1,11 @@
 """Try to start and to load the way that is named; print what comes of it, one line of JSON a rank.
 
-``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late`` (devices first), ``part`` (of a
-coordinator), ``own jax`` (each rank a JAX of its own), ``jax ADDRESS N K`` (JAX started by itself as process
-K of N, then load), ``given ADDRESS N K`` (the same by shardload), ``mistyped [initialize]`` (an error of all ranks,
-which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone makes of SIGTERM, and where it listens), or
-``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's barrier), or ``leaves ADDRESS N K`` (process 1
-ends, the others load).
+``launched.py PATH WHAT``: ``initialize`` (then load), ``load`` (without), ``late [RANK]`` (devices first, on all ranks or on one),
+``never RANK`` (which starts MPI and not JAX), ``part`` (of a coordinator), ``own jax`` (each rank a JAX of its own),
+``jax ADDRESS N K`` (JAX started by itself as process K of N, then load), ``given ADDRESS N K`` (the same by shardload),
+``mistyped [initialize]`` (an error of all ranks, which nobody catches), ``signals ADDRESS PREEMPTION`` (what a process alone
+makes of SIGTERM, and where it listens), or ``waits ADDRESS N K`` (for the test to end it: idle, in a load, in JAX's
+barrier), or ``leaves ADDRESS N K`` (process 1 ends, the others load).
 """
 
 from __future__ import annotations
@@ -68,8 +68,17 @@ def main(path: str, what: str, *more: str) -> None:
     if what == "initialize":
         attempt(shardload.initialize)
     elif what == "late":
-        jax.devices()
+        if not more or os.environ["PMI_RANK"] in more:
+            jax.devices()
         attempt(shardload.initialize)
+        return
+    elif what == "never":
+        importlib.import_module("shardload.comm.launch")._MEET_SECONDS = 4.0
+        if os.environ["PMI_RANK"] not in more:
+            attempt(shardload.initialize)
+        else:
+            importlib.import_module("mpi4py.MPI")
+            time.sleep(600)  # the test does not wait so long: the others end the job
         return
     elif what == "part":
         attempt(lambda: shardload.initialize(num_processes=2))

@@ -260,6 +260,13 @@ def test_two_saves_that_replace(tmp_path: Path, name: str, has_flags: bool, monk
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
+    """Loads take such a path as the system gives it."""
+    save(tmp_path / f"\udcff{name}", {"rho": VALUES})
+    assert np.array_equal(read(tmp_path / f"\udcff{name}", "rho"), VALUES)
+
+
 def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "x.h5").write_text("mine")
     (tmp_path / "x.zarr").mkdir()
@@ -275,6 +282,8 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         a_sink(tmp_path, "y.h5").create()
     with pytest.raises(ConfigError, match=r"Make it first: mkdir -p .*nowhere"):
         a_sink(tmp_path / "nowhere", "x.h5").create()
+    with pytest.raises(SourceError, match=r"/proc/x.h5' cannot be written: No such file"):  # the folder exists
+        a_sink(Path("/proc"), "x.h5").create()
     os.mkfifo(tmp_path / "pipe")  # as /dev/null is: a rename would put a file in its place
     with pytest.raises(ConfigError, match="is no ordinary file, so it is not replaced"):
         make_sink(str(tmp_path / "pipe"), {"rho": ArraySpec((1,), np.dtype("f4"))}, format="hdf5", mode="w").create()

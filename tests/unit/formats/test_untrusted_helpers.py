@@ -33,6 +33,7 @@ from shardload.formats.untrusted.answers import HelperError, info_of
 from shardload.formats.untrusted.helper import Helper
 from shardload.formats.untrusted.source import UntrustedSource, find
 from shardload.planning.region import Region
+from tests.jobs.launch import ROOT
 from tests.unit.fakes import fetch, reader_of, whole
 from tests.unit.files import flat, read_all, spoiled, write_hdf5, write_zarr
 
@@ -496,6 +497,17 @@ def test_a_helper_that_cannot_start(monkeypatch: pytest.MonkeyPatch, fake: Calla
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="could not be started here"):
         Helper(LIMITS)
+
+
+def test_a_process_without_standard_streams_can_start_helpers(tmp_path: Path) -> None:
+    """Whatever it opens has the numbers 0, 1 and 2, which in the helper are those of the streams."""
+    script = (
+        "import os, sys\nfrom shardload.formats.access import Access, Limits\n"
+        "from shardload.formats.lookup import list_arrays\nfor number in range(3):\n    os.close(number)\n"
+        f"found = list_arrays({gzip(tmp_path / 'a.h5')!r}, access=Access(untrusted=Limits()))\n"
+        f"os._exit(42 if [info.shape for info in found] == [{SHAPE}] else 43)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=120, cwd=ROOT, capture_output=True).returncode == 42
 
 
 def test_a_helper_takes_itself_for_no_rank(fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
