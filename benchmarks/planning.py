@@ -288,6 +288,7 @@ def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
 
     matplotlib.rcParams |= {"svg.hashsalt": "shardload", "svg.fonttype": "none"}  # the same file each time, with text as text
     marks = {MESSAGES: ("s", "#D55E00"), NODES: ("^", "#009E73"), TWO_HOPS: ("o", "#0072B2")}
+    told = {MESSAGES: "part by part", NODES: "relays on each node", TWO_HOPS: "two hops"}  # as docs/planning.md calls them
     names = {
         "seconds": "estimated seconds",
         "messages": "messages of the busiest sender",
@@ -302,7 +303,7 @@ def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
         panel = panels[row][column]
         for way, (mark, colour) in marks.items():
             of = [one for one in rows if one["kind"] == kind and one["asked"] == way == one["way"]]
-            panel.plot([one["ranks"] for one in of], [one[key] for one in of], marker=mark, color=colour, ms=4, label=way)
+            panel.plot([one["ranks"] for one in of], [one[key] for one in of], marker=mark, color=colour, ms=4, label=told[way])
         taken = [one for one in rows if one["kind"] == kind and one["asked"] == AUTO_WAY]
         panel.plot(
             [one["ranks"] for one in taken], [one[key] for one in taken], "o", mfc="none", mec="black", ms=10, label="chosen"
@@ -313,7 +314,7 @@ def plot_ways(rows: list[dict[str, Any]], machine: str, path: Path) -> None:
         panel.minorticks_off()
         panel.grid(alpha=0.3)
         if not row:
-            panel.set_title(f"{kind}")
+            panel.set_title(f"chunks of {kind}" if kind[0].isdigit() else kind)
         if not column:
             panel.set_ylabel(name)
         if row == len(names) - 1:

@@ -113,4 +113,4 @@ if not TYPE_CHECKING:  # or a type checker would accept any name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})  # what an editor offers

@@ -125,6 +125,15 @@ def _verify(verify: Any) -> str:
     return verify
 
 
+def _how(how: Any) -> str:
+    if not isinstance(how, str) or how not in VERIFY:
+        raise ConfigError(
+            f"how of verify is {how!r}; expected 'full' (all elements), 'file' (some regions), 'checksum' (replicas) or "
+            "'index' (shape and dtype)"
+        )
+    return how
+
+
 def _progress(progress: Any) -> Any:
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ConfigError(f"progress is {progress!r}; expected True, False, None or a function(done_nbytes, total_nbytes)")
@@ -327,7 +336,7 @@ _DECLARED = (
         _verify, str, choices=VERIFY, flag="--how", other_defaults=_in_saves(CHECKSUM),
     ),
     Option(
-        "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _verify, None,
+        "how", FULL, "What `verify` compares: index, checksum, file (some regions) or full (all).", ("verify",), _how, None,
         field="", choices=VERIFY,
     ),
     Option("seed", 0, "Seed for the random regions of how='file'.", ("verify",), field=""),

@@ -1,16 +1,18 @@
-"""How are sizes in bytes parsed, and how are sizes and lists of ranks written in messages?"""
+"""How are sizes in bytes parsed, and how are sizes, lists of ranks and wrong arguments written in messages?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from numbers import Integral
+from typing import Any
 
 from shardload.errors import ConfigError
 
-__all__ = ["first_ranks", "format_nbytes", "parse_nbytes", "ranges", "ranks_text"]
+__all__ = ["counted", "first_ranks", "format_nbytes", "parse_nbytes", "ranges", "ranks_text", "shown"]
 
+_MOST_SHOWN = 8  # elements of an array, entries of a list
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
 _UNITS |= {f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
@@ -32,6 +34,15 @@ def parse_nbytes(text: object) -> int:
     if n <= 0:
         raise ConfigError(f"staging is {text!r}; expected more than 0 bytes, such as '256MiB'")
     return n
+
+
+def counted(n: int, what: str) -> str:
+    """So many of something.
+
+    >>> counted(1, "chunk"), counted(1024, "chunk")
+    ('1 chunk', '1,024 chunks')
+    """
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def first_ranks(ranks: Sequence[int], most: int = 4) -> str:
@@ -80,3 +91,21 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def shown(value: Any, most: int = 200) -> str:
+    """A wrong argument in a message: its `repr`, but arrays by shape and type, and not more than `most` characters.
+
+    >>> shown({"rho": 1.5, "steps": range(3)}), shown("x" * 300, 10)
+    ("{'rho': 1.5, 'steps': range(0, 3)}", "'xxxxxx...")
+    """
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key!r}: {shown(one, most)}" for key, one in list(value.items())[:_MOST_SHOWN]) + "}"
+    elif type(value) in (list, tuple) and len(value) > 1:
+        ends = "[]" if isinstance(value, list) else "()"
+        text = ", ".join(shown(one, most) for one in value[:_MOST_SHOWN]).join(ends)
+    elif getattr(value, "size", 0) and hasattr(value, "dtype") and value.size > _MOST_SHOWN:
+        text = f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+    else:
+        text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

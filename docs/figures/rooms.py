@@ -24,7 +24,7 @@ ROOMS = {
     "__main__": "python -m shardload",
     "cli": "the commands: what is typed in a shell, and what is printed",
     "testing": "does a format behave as a format must?",
-    "api": "the functions: load, plan, scatter, verify, mask, unpad",
+    "api": "the functions: load, plan, scatter, verify, save, append, mask, unpad",
     "jobs": "one call: from its arguments to a plan, its execution and its report",
     "arrays": "JAX's side: shardings, pieces to jax.Array, verification",
     "transfer": "blocks of the file ↔ pieces of shards, between ranks",
@@ -42,8 +42,8 @@ VALUES = {"arrays": "shards on devices", "transfer": "pieces ↔ blocks", "forma
 # Where an extension goes.
 PLACES = {
     "cli": "a new command: one module",
-    "api": "save (the opposite direction): one more function",
-    "transfer": "save: pieces → blocks; a new transport: one channel",
+    "api": "a new function: one wrapper of a job",
+    "transfer": "a new transport: one channel",
     "options": "a new option: one declaration",
     "formats": "a new format: one package",
 }
@@ -97,10 +97,11 @@ def main() -> None:
     way = LEFT + WIDTH + 0.4
     high, low = max(middles[room] for room in VALUES) + 0.3, min(middles[room] for room in VALUES) - 0.3
     ax.add_patch(FancyArrowPatch((way, low), (way, high), arrowstyle="-|>", mutation_scale=12, color=BLUE, linewidth=2))
-    dashes = {"arrowstyle": "-|>", "mutation_scale": 12, "color": LINE, "linewidth": 1.4, "linestyle": (0, (3, 2))}
-    ax.add_patch(FancyArrowPatch((way + 0.35, high), (way + 0.35, low), **dashes))
+    ax.add_patch(
+        FancyArrowPatch((way + 0.35, high), (way + 0.35, low), arrowstyle="-|>", mutation_scale=12, color=BLUE, linewidth=2)
+    )
     ax.text(way - 0.02, high + 0.02, "load", ha="center", va="bottom", fontsize=8.6, color=BLUE, weight="bold")
-    ax.text(way + 0.2, low - 0.02, "save (later)", ha="left", va="top", fontsize=8.6, color="#666666")
+    ax.text(way + 0.37, low - 0.02, "save", ha="center", va="top", fontsize=8.6, color=BLUE, weight="bold")
     for room, text in VALUES.items():
         ax.text(way + 0.75, middles[room] + 0.14, text, va="center", fontsize=8.6, color=BLUE, weight="bold")
     for room, text in PLACES.items():

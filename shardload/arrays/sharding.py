@@ -27,6 +27,7 @@ from shardload.errors import ConfigError, ShardloadError
 from shardload.planning.halo import WRAP, Halo
 from shardload.planning.region import Region
 from shardload.planning.schedule import RankBoxes, Shards, plan_shards
+from shardload.units import shown
 
 __all__ = [
     "describe_decomposition",
@@ -66,7 +67,10 @@ def read_sharding(mesh: Any, spec: Any) -> NamedSharding:
             "for one device: Mesh([device], ('a',)) and P()"
         )
     if not hasattr(mesh, "axis_names") or not hasattr(mesh, "shape"):
-        raise ConfigError(f"expected a jax.sharding.Mesh or NamedSharding, found {type(mesh).__name__}: {mesh!r}")
+        raise ConfigError(
+            f"expected a jax.sharding.Mesh or NamedSharding, found {type(mesh).__name__}: {shown(mesh)}. Pass it before the "
+            "spec; a mesh of all devices is Mesh(np.array(jax.devices()), ('a',))"
+        )
     _check_mesh(mesh)
     if spec is None:
         raise ConfigError(

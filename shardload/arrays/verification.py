@@ -36,7 +36,7 @@ from shardload.planning.region import Region
 from shardload.planning.schedule import Schedule, plan_blocks
 from shardload.planning.source_layout import SourceLayout
 from shardload.transfer.checksum import join_sums
-from shardload.units import first_ranks, format_nbytes
+from shardload.units import counted, first_ranks, format_nbytes
 from shardload.values.decoding import Decoding
 
 __all__ = ["Found", "Verifier", "VerifyHow", "VerifyReport", "agree_all"]
@@ -90,11 +90,13 @@ class VerifyReport:
 
     def __str__(self) -> str:
         """For a person: one line."""
-        parts = [f"verified by {self.how}: {self.n_shards:,} shards where JAX asks for them"]
+        parts = [f"verified by {self.how}: {counted(self.n_shards, 'shard')} where JAX asks for them"]
         if self.n_parts or self.n_devices:
-            parts.append(f"{self.n_parts:,} parts and {self.n_devices:,} device shards with the right checksum")
+            sums = f"{counted(self.n_parts, 'part')} and {counted(self.n_devices, 'device shard')}"
+            parts.append(f"{sums} with the right checksum")
         if self.n_boxes or self.n_padding:
-            again = f"{self.n_elements:,} elements ({format_nbytes(self.nbytes_reread)}) in {self.n_boxes:,} regions"
+            elements, regions = counted(self.n_elements, "element"), counted(self.n_boxes, "region")
+            again = f"{elements} ({format_nbytes(self.nbytes_reread)}) in {regions}"
             parts.append(f"{again} read again and the same bit by bit, {self.n_padding:,} of padding")
         if self.digest is not None:
             parts.append(f"CRC-32 of the array {self.digest:08x}")

@@ -150,7 +150,8 @@ def info(
     """List the arrays in a file: shape, names of axes, dtype, chunks, codec, sizes.
 
     Attributes such as scale_factor or _FillValue are shown because they change
-    the meaning of the values. A load applies them with --decode only.
+    the meaning of the values. A load applies them with --decode only. Of one
+    array all attributes are shown.
 
     For example:
 
@@ -538,12 +539,17 @@ def _print_array(array: ArrayInfo) -> None:
         "codec": array.codec,
         "size": human_size(_nbytes(array)),
         "stored": human_size(array.nbytes_stored),
-        "coordinate": "of other arrays (a dimension scale)" if array.is_coordinate else "",
+        "coordinate": "" if array.is_dimension or not array.is_coordinate else "of other arrays (a dimension scale)",
+        "dimension": "without a variable: it holds no values" if array.is_dimension else "",
         "refused": as_typed(array.refused or ""),
     }
-    rows |= {printable(key): f"{_plain_text(value)}  (reported, not applied)" for key, value in array.attributes.items()}
-    widest = max(map(len, rows))
-    lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in rows.items() if text]
+    from shardload.values.decoding import ATTRIBUTES
+
+    told = [(title, text) for title, text in rows.items() if text]
+    for key, value in {**array.attributes, **array.attrs}.items():  # an attribute may be called shape, too
+        told.append((printable(key), f"{_plain_text(value)}{'  (reported, not applied)' if key in ATTRIBUTES else ''}"))
+    widest = max(len(title) for title, _ in told)
+    lines = [wrap(printable(text), width_of(), f"{title:<{widest}}  ") for title, text in told]
     typer.echo("\n".join(line for some in lines for line in some))
 
 
@@ -581,7 +587,7 @@ def _packing_text(array: ArrayInfo) -> str:
 
 def _notes(array: ArrayInfo) -> str:
     notes = [f"cannot be loaded: {as_typed(array.refused)}"] if array.refused else []
-    notes += ["coordinate"] if array.is_coordinate else []
+    notes += ["dimension without a variable" if array.is_dimension else "coordinate"] if array.is_coordinate else []
     notes += [f"{key}={_plain_text(value)}" for key, value in array.attributes.items()]
     return ", ".join(notes)
 

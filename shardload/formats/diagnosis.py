@@ -113,7 +113,10 @@ def _what_is_there_instead(path: str) -> str:
         return f"'{path}' is a symbolic link to '{os.readlink(path)}', which does not exist. Pass another path."
     file, colon, array = path.rpartition(":")
     if colon and os.path.exists(file):  # a name in the path is read from it if there is none in dataset=
-        return f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=."
+        return (
+            f"there is no file '{path}', but '{file}' is there. Pass that path, and '{array}' as a part of dataset=: "
+            "an array is named in one of the two."
+        )
     folder, name = os.path.split(os.path.normpath(path))
     whole = next((above for above in _above(path) if os.path.isfile(above)), None)
     if whole is not None:  # FILE/NAME was typed for FILE:/NAME

@@ -10,7 +10,7 @@ from shardload.errors import ConfigError
 from shardload.formats.netcdf import unreadable_name
 from shardload.formats.sink import ArraySpec, Sink
 
-__all__ = ["FORMATS", "format_for", "make_sink", "refused_group"]
+__all__ = ["FORMATS", "SUFFIXES", "format_for", "make_sink", "refused_group"]
 
 _MOST_NAME_NBYTES = 255  # of a file or folder
 FORMATS = ("hdf5", "netcdf4", "zarr", "zarr2")
@@ -23,6 +23,7 @@ _SUFFIXES = {
     ".nc4": "netcdf4",
     ".zarr": "zarr",
 }
+SUFFIXES = tuple(_SUFFIXES)
 
 
 def format_for(path: str, name: str | None = None) -> str:

@@ -61,7 +61,8 @@ class Contents(Mapping[str, ArrayInfo]):
         for info in self._infos.values():
             names = [f"{name or '-'}={n}" for name, n in zip(info.dims, info.shape, strict=True)]
             axes = f"({', '.join(names)})" if any(info.dims) else str(info.shape)
-            lines.append(f"  {info.dataset}  {axes}  {info.refused or info.dtype}")
+            what = "dimension without a variable" if info.is_dimension else info.refused or info.dtype
+            lines.append(f"  {info.dataset}  {axes}  {what}")
         return "\n".join(lines)
 
 

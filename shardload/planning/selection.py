@@ -19,6 +19,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from shardload.planning.region import Region
+from shardload.units import shown
 
 __all__ = ["Between", "Near", "Selection", "between", "is_by_name", "name_axes", "near", "needs_coordinates", "select_axes"]
 
@@ -121,7 +122,11 @@ def select_axes(
             try:
                 low, high, _ = part.indices(size)
             except TypeError:
-                raise ValueError(f"select has {part} on axis {name}; the bounds of a slice are integers") from None
+                fix = "; for a range of coordinates pass shardload.between() by the name of the axis"
+                is_range = any(isinstance(end, Real) for end in (part.start, part.stop))
+                raise ValueError(
+                    f"select has {part} on axis {name}; the bounds of a slice are integers{fix if is_range else ''}"
+                ) from None
             start.append(low)
             stop.append(max(low, high))
             kept.append(axis)
@@ -133,7 +138,10 @@ def select_axes(
                 raise ValueError(
                     f"select has {part!r} on axis {name}; a coordinate needs the name of its axis: select={{'lat': {part}}}"
                 ) from None
-            raise ValueError(f"select has {part!r} on axis {name}; each axis takes a slice with step 1 or an integer") from None
+            raise ValueError(
+                f"select has {shown(part)} on axis {name}; each axis takes a slice with step 1 or an integer, as in "
+                "select=np.s_[0, 10:20]"
+            ) from None
         if not -size <= i < size:
             raise IndexError(f"select has {part!r} on axis {name}, which has {size} elements")
         start.append(i % size)
@@ -250,7 +258,7 @@ def name_axes(
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
-                "coordinate pass shardload.near() of a number, for a range shardload.between()"
+                "coordinate pass shardload.near() of a number, for a range shardload.between(); for dates see docs/values.md"
             )
         values, needs = coordinates.get(name), isinstance(part, Near | Between) or _counts_from_end(part)
         if needs and shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
@@ -289,7 +297,7 @@ def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | No
     if not all(isinstance(number, Real) and not isinstance(number, np.timedelta64) for number in numbers):
         raise ValueError(
             f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (times are numbers, too: "
-            "shardload.open(path) shows units and values)"
+            "shardload.open(path) shows units and values; for dates see docs/values.md)"
         )
     if isinstance(part, Between) and part.low > part.high:
         raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")

@@ -67,6 +67,9 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
         ({"depth": 0}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"time": slice(None, None, 2)}, "step 2"),
         ({"time": 10**6}, "1000000"),
+        ({"lat": slice(41.0, 45.0)}, "for a range of coordinates pass shardload.between()"),
+        ({"time": "2001-02-01"}, "for dates see docs/values.md"),
+        ({"time": shardload.between("2001-02", "2001-03")}, "for dates see docs/values.md"),
         ({"lat": near(0, within=1)}, "the nearest coordinate is 40.0"),
     ],
 )

@@ -463,6 +463,12 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (shared_tmp_path / "no" / "out.h5", x, {}, "mkdir -p"),
         (path, [x], {}, "a list of arrays has no names"),
         (path, {}, {}, "the dict is empty"),
+        ({"rho": x}, path, {}, "path is {'rho': an array of shape"),  # the wrong way round; not all values of the array
+        (f"{path}:/rho", x, {}, f"Pass '{path}', and the array's name in the file as a key: {{'rho': x}}"),
+        (path, {"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
+        (path, {"a": 3.0}, {}, "same on every rank). Pass numpy.asarray of it"),
+        (path, np.array(["2001-01-01"], "M8[s]"), {}, "holds dates (datetime64[s]), which cannot be saved. Save numbers"),
+        (path, x, {"compression": {"rho": "gzip"}}, "or a dict by the names of arrays: {'data': 'gzip'}"),
         (path, {"a": 3.0}, {}, "'/a' is a float; expected a jax.Array"),
         (path, {"a": np.ma.masked_less(np.arange(3.0), 1)}, {}, "'/a' has masked elements, and files have none. Save x.filled"),
         (path, x, {"attrs": {"_FillValue": 1e300}, "format": "netcdf4"}, "the fill value of '/data' is np.float64(1e+300)"),

@@ -170,6 +170,7 @@ def test_arrays_that_cannot_be_of_the_file(comm: Any, files: dict[str, str]) -> 
     same_error(comm, call(x, select=slice(0, 4), pad=0), ConfigError, "x has shape")
     same_error(comm, call(x.astype("float16")), ConfigError, "float16", "dtype=")
     same_error(comm, call(x, how="all"), ConfigError, "verify is 'all'")
+    same_error(comm, call(x, how="all"), ConfigError, "how of verify is 'all'; expected 'full' (all elements)")
     same_error(comm, call(x, seed=-1), ConfigError, "seed is -1")
     same_error(comm, lambda: shardload.verify(x, path + ".none"), SourceError, "there is no file")
     same_error(comm, lambda: shardload.scatter(values, mesh, P(), verify="full"), ConfigError, "no file to read again")

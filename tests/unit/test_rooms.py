@@ -118,6 +118,10 @@ def test_public_names_are_looked_up_when_they_are_used(name: str) -> None:
         subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60, cwd=ROOT)
 
 
+def test_an_editor_offers_public_names_only() -> None:
+    assert [name for name in dir(shardload) if not name.startswith("__")] == sorted(shardload.__all__)
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'shardload' has no attribute 'lode'"):
         shardload.lode  # type: ignore[attr-defined]  # noqa: B018

@@ -27,7 +27,7 @@ from shardload.api import scatter
 from shardload.cli.doctor.facts import SHARED_NBYTES, Facts
 from shardload.comm.group import Group
 from shardload.errors import ShardloadError
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["Check", "Deadline", "run_checks"]
 
@@ -238,9 +238,8 @@ def _scatter(devices: list[Any]) -> str:
             raise ValueError(
                 f"device {shard.device.id} holds wrong values, expected rows {first // _WIDTH} to {first // _WIDTH + n_rows}"
             )
-    return (
-        f"{format_nbytes(x.nbytes)} from rank 0 to {len(devices)} devices, checksums of all {len(devices)} shards as expected"
-    )
+    shards = f"checksums of all {len(devices)} shards" if len(devices) > 1 else "checksum of its shard"
+    return f"{format_nbytes(x.nbytes)} from rank 0 to {counted(len(devices), 'device')}, {shards} as expected"
 
 
 def _pattern(nbytes: int) -> Bytes:

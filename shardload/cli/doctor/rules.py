@@ -151,7 +151,9 @@ def _threads(rows: Rows) -> Iterator[Finding]:
 
 def _jax_failed(rows: Rows) -> Iterator[Finding]:
     failed = [row for row in rows if row.jax_problem]
+    asked = failed[0].environ.get("JAX_PLATFORMS") if failed else None
     text = f"JAX could not be started: {_short(failed[0].jax_problem) if failed else ''}"
+    text += f" (JAX_PLATFORMS is {asked!r})" if asked else ""  # without the platform JAX's own text may be AssertionError alone
     fix = (
         "call shardload.initialize() at the top of the script; for GPUs pip install 'shardload[cuda12]', else JAX_PLATFORMS=cpu"
     )

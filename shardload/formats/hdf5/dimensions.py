@@ -79,7 +79,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
             if known != spec.shape[axis]:
                 raise ConfigError(
                     f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
-                    "have one length: pass other dims="
+                    "have one length: pass other dims=, or cut the longer one (padding is not saved)"
                 )
             scale_of[name, axis] = scale
     numbers = {}

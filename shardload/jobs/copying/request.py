@@ -386,8 +386,9 @@ def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, mai
     for name, sizes in (("chunks", asked.chunks), ("shards", asked.shards)):
         if isinstance(sizes, tuple) and not any(len(one.spec.shape) == len(sizes) for one in mine):
             shapes = some([f"{one.info.dataset} {one.spec.shape}" for one in mine])
+            axes = f"{len(sizes)} {'axis' if len(sizes) == 1 else 'axes'}"
             raise ConfigError(
-                f"{name} are {sizes}, for {len(sizes)} axes, but no array has so many: {shapes}. Pass one size for each axis"
+                f"{name} are {sizes}, for {axes}, but no array has so many: {shapes}. Pass one size for each axis"
             )
     is_new = not (isinstance(asked.compression, str) and asked.compression == KEEP)
     wants = is_new and Compression.of(asked.compression) is not None

@@ -53,7 +53,7 @@ from shardload.jobs.loading.trees import (
     where_text,
 )
 from shardload.jobs.machine_file import machine_for
-from shardload.options import AUTO, OWN, Options
+from shardload.options import AUTO, OPTIONS, OWN, Options
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, is_by_name, needs_coordinates, select_axes
@@ -385,7 +385,12 @@ class ToVerify(Arguments):
         if others or not leaves:
             where, one = others[0] if others else ((), x)
             error = ConfigError(f"x{text_of(where)} is a {type(one).__name__}; expected a jax.Array")
-        elif isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        else:
+            try:
+                OPTIONS["how"].check(options["verify"])  # as which it is checked below, where its name would be the other one
+            except ConfigError as wrong:
+                error = wrong
+        if error is None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0):
             error = ConfigError(f"seed is {seed!r}; expected an integer, 0 or more")
         told = (
             "nothing"

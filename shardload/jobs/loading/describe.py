@@ -12,7 +12,7 @@ from shardload.errors import printable
 from shardload.planning.hops import MESSAGES, NODES, TWO_HOPS
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED
 from shardload.system.terminal import WIDTH, wrap, wrap_parts
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["describe_job", "describe_plan", "describe_plan_as_html", "describe_plan_in_a_line"]
 
@@ -141,7 +141,8 @@ def _quantities(plan: Plan) -> tuple[list[str], dict[str, list[str]]]:
     rows = {
         "readers": [f"{c.n_readers:,}" for c in costs],
         "decoded": [
-            f"{c.chunks_decoded:,} chunks" if plan.info.chunks is not None else format_nbytes(c.decoded_nbytes) for c in costs
+            counted(c.chunks_decoded, "chunk") if plan.info.chunks is not None else format_nbytes(c.decoded_nbytes)
+            for c in costs
         ],
         "amplification": [f"{c.amplification:.2f}x" for c in costs],
         "per reader": [format_nbytes(c.reader_nbytes) for c in costs],

@@ -9,7 +9,7 @@ from shardload.arrays.verification import VerifyReport
 from shardload.options import INDEX
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Moved
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["ArrayReport", "LoadReport", "Phase", "join_proven", "make_report"]
 
@@ -47,7 +47,7 @@ class ArrayReport:
 
     def __str__(self) -> str:
         """For a person: one line."""
-        decoded = f"{self.chunks_decoded:,} chunks decoded, " if self.chunks_decoded else ""
+        decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded, " if self.chunks_decoded else ""
         missing = f"{self.chunks_missing:,} not stored, " if self.chunks_missing else ""
         return f"{self.where} {self.name}: {decoded}{missing}{format_nbytes(self.nbytes_read)} read; {self.proven}"
 
@@ -95,9 +95,9 @@ class LoadReport:
     def _total(self) -> str:
         parts = [f"{name} {p.seconds:.3g} s, {format_nbytes(p.nbytes)}" for name, p in self.phases.items() if p.nbytes]
         missing = f" ({self.chunks_missing:,} not stored)" if self.chunks_missing else ""
+        decoded = f"{counted(self.chunks_decoded, 'chunk')} decoded{missing}"
         return (
-            f"{self.seconds:.3g} s; {self.chunks_decoded:,} chunks decoded{missing} and {format_nbytes(self.nbytes_read)} read "
-            "in the job; "
+            f"{self.seconds:.3g} s; {decoded} and {format_nbytes(self.nbytes_read)} read in the job; "
             f"on this rank: {'; '.join(parts)}; staging at most {format_nbytes(self.peak_staging_nbytes)}; "
             f"{self.proven}"
         )

@@ -16,7 +16,7 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.report import LoadReport
 from shardload.planning.staging import Staging, plan_staging
 from shardload.system.terminal import Column, fit_table, width_of_prints, wrap
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["TreePlan", "staging_of"]
 
@@ -108,9 +108,10 @@ class TreePlan:
     def _title(self) -> str:
         first = self.leaves[0]
         files = sorted({one.info.path for one in self.leaves})
-        more = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        more = f" and {counted(len(files) - 1, 'more file')}" if len(files) > 1 else ""
         mesh = ", ".join(f"{name}={size}" for name, size in first.sharding.mesh.shape.items()) or "(none)"
-        return f"load {len(self.where)} arrays of {printable(files[0])}{more} on mesh {mesh}, {first.n_ranks} ranks"
+        what, ranks = counted(len(self.where), "array"), counted(first.n_ranks, "rank")
+        return f"load {what} of {printable(files[0])}{more} on mesh {mesh}, {ranks}"
 
     def _table(self) -> tuple[list[Column], list[list[str]]]:
         columns = [Column("array"), Column("name"), Column("shape", lead=""), Column("dtype", lead=""), Column("spec")]
@@ -120,7 +121,9 @@ class TreePlan:
             cost = one.costs[one.readers]
             spec = "P(" + ", ".join(repr(entry) for entry in one.sharding.spec) + ")"
             padded = f" padded to {_shape(one.shape_global)}" if one.shape_global != one.shape else ""
-            decoded = f"{cost.chunks_decoded:,} chunks" if one.info.chunks is not None else format_nbytes(cost.decoded_nbytes)
+            decoded = (
+                counted(cost.chunks_decoded, "chunk") if one.info.chunks is not None else format_nbytes(cost.decoded_nbytes)
+            )
             nbytes = math.prod(one.shape_global) * one.dtype.itemsize
             row = [where, one.info.dataset, _shape(one.shape) + padded, str(one.dtype), spec, _shape(one.shard_shape)]
             rows.append([*row, f"{one.readers}, {one.n_readers}", decoded, format_nbytes(nbytes)])
@@ -129,7 +132,7 @@ class TreePlan:
     def _totals(self) -> list[str]:
         chunks = sum(one.costs[one.readers].chunks_decoded for one in self.leaves)
         told = [
-            f"total: {format_nbytes(self.nbytes)}, {chunks:,} chunks decoded in the job, about {self.seconds:.2g} s",
+            f"total: {format_nbytes(self.nbytes)}, {counted(chunks, 'chunk')} decoded in the job, about {self.seconds:.2g} s",
             f"peak host memory of a rank: {format_nbytes(self.peak_nbytes)}, at most; staging cap for all arrays together "
             f"{format_nbytes(self.staging_nbytes)}",
         ]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from numbers import Number
 from typing import Any
 
 import jax
@@ -21,12 +22,13 @@ from shardload.arrays.padding import Extent, extent_of, is_known
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
 from shardload.formats.base import refusal
-from shardload.formats.saving import format_for
+from shardload.formats.saving import SUFFIXES, format_for
 from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
-from shardload.options import AUTO, Options, options_of
+from shardload.options import AUTO, OPTIONS, Options, options_of
+from shardload.units import shown
 
 __all__ = ["SaveArguments", "ToSave"]
 
@@ -126,7 +128,9 @@ class SaveArguments:
         kept = {name: given[name] for name in options_of(call, given) if name in _CHECKED}
         options = Options.check(**kept)
         if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-            raise ConfigError(f"path is {path!r}; expected the name of the new file, such as 'out.h5' or 'out.zarr'")
+            raise ConfigError(
+                f"path is {shown(path)}; expected the name of the new file, such as 'out.h5' or 'out.zarr', before the arrays"
+            )
         name = os.path.expanduser(os.fspath(path))  # as loads do
         if not isinstance(name, str):
             raise ConfigError(f"path is {path!r}; expected text, such as 'out.h5'")
@@ -137,6 +141,7 @@ class SaveArguments:
             raise ConfigError(f"mode is {mode!r}; expected 'w-' (the name must not exist) or 'w' (it is replaced)")
         if writers not in WRITERS:
             raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
+        _check_path(name)
         kind = format_for(name, given["format"])
         leaves, is_single = _arrays_of(tree, given["dataset"])
         leaves = {name: _unmasked(name, x) if isinstance(x, np.ndarray) else x for name, x in leaves.items()}
@@ -168,6 +173,17 @@ _CHECKED = ("verify", "staging", "timeout", "progress")
 WRITERS = (AUTO, "all", "root")
 
 
+def _check_path(path: str) -> None:
+    """A load takes FILE:/NAME, and FILE:NAME; a file that is called so would be found by nobody."""
+    file, colon, name = path.rpartition(":")
+    if colon and file.lower().endswith(SUFFIXES) and not name.lower().endswith(SUFFIXES):
+        name = name.strip("/") or "rho"
+        raise ConfigError(
+            f"path is '{path}'; expected the name of a file alone. Pass '{file}', and the array's name in the file as a key: "
+            f"{{'{name}': x}}, or as dataset='{name}'"
+        )
+
+
 def _arrays_of(tree: Any, dataset: Any) -> tuple[dict[str, Any], bool]:
     """Arrays by their full names, and whether it is one array alone."""
     if not isinstance(tree, Mapping):
@@ -179,6 +195,11 @@ def _arrays_of(tree: Any, dataset: Any) -> tuple[dict[str, Any], bool]:
         if not isinstance(dataset, str) or (not dataset.strip("/") and dataset != "/"):
             raise ConfigError(f"dataset is {dataset!r}; expected the array's name in the file, such as 'rho' or 'group/rho'")
         return {"/" + dataset.strip("/"): tree}, True
+    if dataset != OPTIONS["dataset"].default_in("save"):
+        raise ConfigError(
+            f"dataset is {dataset!r}, the name of an array that is passed by itself, but these have names of their own. "
+            "Leave it out; a dict in the dict is a group: {'group': {'rho': rho}}"
+        )
     found: dict[str, Any] = {}
     _walk(tree, "", found)
     if not found:
@@ -224,7 +245,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
                 dtype=np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[order[name]]),
                 chunks=_sizes("chunks", name, chunks[name], (AUTO, None)),
                 shards=_sizes("shards", name, shards[name], (None,)),
-                compression=Compression.of(compression[name]),
+                compression=_compression(name, compression[name]),
                 dims=_names("dims", name, dims[name]),
                 attrs=attrs[name],
                 unlimited=_axes(name, unlimited[name]),
@@ -246,8 +267,13 @@ def _check_array(name: str, x: Any) -> None:
     if isinstance(x, jax.core.Tracer):
         raise ConfigError(f"'{name}' is traced: it has no values yet. Call save outside of jax.jit")
     if not isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        fix = ""
+        if isinstance(x, (Number, np.generic, list, tuple, range)):
+            fix = ". Pass numpy.asarray of it"
+        elif hasattr(x, "dims") and hasattr(x, "attrs"):  # of xarray
+            fix = ". Pass its values, x.data, with dims= and attrs="
         raise ConfigError(
-            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank)"
+            f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank){fix}"
         )
     if isinstance(x, jax.Array) and x.is_deleted():
         raise ConfigError(f"'{name}' was deleted (donated to a jitted function?), so it has no values. Save it before that")
@@ -255,6 +281,11 @@ def _check_array(name: str, x: Any) -> None:
         kind = np.dtype(x.dtype)
     except TypeError:
         raise ConfigError(f"'{name}' is {x.dtype}, which no file holds. Save its numbers: jax.random.key_data(x)") from None
+    if kind.kind in "mM":
+        raise ConfigError(
+            f"'{name}' holds {'dates' if kind.kind == 'M' else 'time spans'} ({kind}), which cannot be saved. Save numbers, "
+            "such as (x - np.datetime64('2000-01-01')) / np.timedelta64(1, 'h'), with attrs={'units': 'hours since 2000-01-01'}"
+        )
     why = refusal(kind)
     if why is not None:
         raise ConfigError(f"'{name}' holds {why}, which cannot be saved")
@@ -321,6 +352,15 @@ def _sizes(option: str, name: str, given: Any, words: tuple[Any, ...]) -> Any:
     if not is_sizes:
         raise ConfigError(f"{option} of '{name}' is {given!r}; expected a size for each axis, such as (64, 64, 64)")
     return tuple(int(n) for n in given)
+
+
+def _compression(name: str, given: Any) -> Compression | None:
+    try:
+        return Compression.of(given)
+    except ConfigError as error:
+        if isinstance(given, Mapping) and "name" not in given:  # perhaps a dict by name, with a name that is not saved
+            raise ConfigError(f"{error}; or a dict by the names of arrays: {{'{name.lstrip('/')}': 'gzip'}}") from None
+        raise
 
 
 def _names(option: str, name: str, given: Any) -> tuple[str | None, ...] | None:

@@ -35,7 +35,7 @@ from shardload.planning.saving import (
 )
 from shardload.planning.shards import Shards
 from shardload.system.terminal import width_of_prints, wrap
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["SavePlan", "alignment_of", "plan_file", "plan_into", "shards_of"]
 
@@ -103,17 +103,15 @@ class SavePlan:
         found = [("file", f"{self.format}; the name {_MODES[self.mode]}; {format_nbytes(self.nbytes)} of values")]
         for one, travels, chosen, layout in zip(self.arrays, self.travels, self._chosen, self._layouts, strict=True):
             sizes = " x ".join(map(str, one.chunks or ()))
-            how = f"{layout.chunks.n_cells:,} chunks of {sizes}" if one.chunks else "in one piece"
+            how = f"{counted(layout.chunks.n_cells, 'chunk')} of {sizes}" if one.chunks else "in one piece"
             how += " (by chunks='auto')" if chosen else ""
             packed = "" if one.codec in ("none", "") else f", {one.codec}"
             way = "parts travel to the ranks that write" if travels else "each rank writes what it holds: nothing travels"
             shape = " x ".join(map(str, one.shape)) or "one value"
             found.append((one.dataset.lstrip("/") or "/", f"{shape} {one.dtype}, {how}{packed}; {way}"))
-        ranks = f"{self.n_ranks} rank{'s' * (self.n_ranks > 1)}"
+        ranks = counted(self.n_ranks, "rank")
         nodes = f" on {self.n_nodes} nodes" if self.n_nodes > 1 else ""
-        found.append(
-            ("ranks", f"{ranks}{nodes}, {self.n_threads} thread{'s' * (self.n_threads > 1)} each; {self.n_rounds} rounds")
-        )
+        found.append(("ranks", f"{ranks}{nodes}, {counted(self.n_threads, 'thread')} each; {counted(self.n_rounds, 'round')}"))
         found.append(("writers", _WRITERS[self.writers]))
         found.append(("memory", f"{format_nbytes(self.memory_nbytes)} of {format_nbytes(self.staging_nbytes)} per rank"))
         found.append(("verify", _VERIFY[self.verify]))

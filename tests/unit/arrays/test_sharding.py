@@ -93,6 +93,7 @@ def test_a_mesh_and_a_spec(spec: Any) -> None:
         ("a=2", P(), "expected a jax.sharding.Mesh or NamedSharding, found str: 'a=2'"),
         (np.zeros((2, 4)), P(), "expected a jax.sharding.Mesh or NamedSharding, found ndarray"),
         (P("a"), MESH, "expected a jax.sharding.Mesh or NamedSharding, found P"),  # the wrong way round
+        (np.zeros((99, 99)), P(), "found ndarray: an array of shape (99, 99) and dtype float64. Pass it before the spec"),
         (MESH, None, "a mesh was given without a spec. Pass how the mesh cuts the array"),
         (MESH, "a", "spec is 'a'; expected a PartitionSpec such as P('a', 'b')"),
         (MESH, ["a"], "spec is ['a']; expected a PartitionSpec"),

@@ -176,6 +176,22 @@ CASES: list[tuple[str, str, Rows, tuple[int, ...], str, str]] = [
         "shardload[cuda12]",
     ),
     (
+        "jax-failed",
+        ERROR,
+        changed(
+            EVERY,
+            jax_process=None,
+            jax_processes=None,
+            platform="",
+            devices=(),
+            jax_problem="AssertionError",
+            environ={"JAX_PLATFORMS": "cuda"},
+        ),
+        (0, 1, 2, 3),
+        "JAX could not be started: AssertionError (JAX_PLATFORMS is 'cuda')",
+        "JAX_PLATFORMS=cpu",
+    ),
+    (
         "jax-alone",
         ERROR,
         changed(EVERY, jax_process=0, jax_processes=1),

@@ -242,6 +242,29 @@ def test_info_of_one_array_shows_its_attributes(file: str) -> None:
     assert max(map(len, narrow)) <= 40
 
 
+def test_info_of_one_array_shows_every_attribute_once(tmp_path: Path) -> None:
+    """Wrong if one were left out, were said to be applied by --decode, or took the place of the array's own shape or dtype."""
+    with h5py.File(tmp_path / "f.h5", "w") as h5:
+        h5["t"] = np.zeros(3, "i2")
+        h5["t"].attrs.update({"scale_factor": 0.5, "units": "K", "long_name": "temperature", "shape": "round", "dtype": "bool"})
+    code, out, _ = run("info", f"{tmp_path / 'f.h5'}:/t", columns=300)
+    assert code == 0
+    rows = [tuple(line.split(maxsplit=1)) for line in out.splitlines()]
+    assert {("shape", "3"), ("shape", "round"), ("dtype", "int16"), ("units", "K"), ("long_name", "temperature")} <= set(rows)
+    assert ("scale_factor", "0.5  (reported, not applied)") in rows and len(rows) == len(set(rows))
+
+
+def test_a_dimension_without_a_variable_is_no_array_of_zeros(tmp_path: Path) -> None:
+    netcdf = pytest.importorskip("netCDF4")
+    with netcdf.Dataset(tmp_path / "f.nc", "w") as made:
+        made.createDimension("x", 3)
+        made.createVariable("t", "f4", ("x",))[:] = 1
+    assert "/x  (x=3)  dimension without a variable" in str(shardload.open(tmp_path / "f.nc"))
+    told = run("info", str(tmp_path / "f.nc"), columns=300)[1]
+    assert [line.endswith("dimension without a variable") for line in told.splitlines() if line.startswith("/x ")] == [True]
+    assert "it holds no values" in run("info", f"{tmp_path / 'f.nc'}:/x")[1]
+
+
 def test_info_of_one_array_that_cannot_be_loaded_says_why(file: str) -> None:
     code, out, _ = run("info", f"{file}:/words")
     assert code == 0
