@@ -7,7 +7,8 @@
 
 A process that ends with an exception first waits in JAX's shutdown for all others, for five minutes, while they wait for its
 messages. (``python -m mpi4py`` ends the job only after that.) This script prints the traceback and tells MPI to end the job
-before Python begins to shut down.
+before Python begins to shut down. Under MPI ``shardload.initialize()`` does so too, for exceptions after that call; this script
+also does without MPI, before that call, and after ``sys.exit(1)``.
 """
 
 from __future__ import annotations

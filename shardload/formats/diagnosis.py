@@ -24,6 +24,7 @@ __all__ = [
     "as_source_error",
     "candidates",
     "check_readable",
+    "in_path",
     "nearest",
     "no_arrays_below",
     "no_such_array",
@@ -189,6 +190,16 @@ def only_array(path: str, infos: Sequence[ArrayInfo], has_more: bool) -> ArrayIn
     others = [f"{_told(i)}: {i.refused}" if i.refused else f"{_told(i)}: a coordinate" for i in infos]
     there = f"It holds {some(others)}. A coordinate can be loaded by its name." if others else "It holds none at all."
     raise SourceError(f"'{path}' holds no array that can be loaded without being named. {there}", path=path)
+
+
+def in_path(message: str) -> str:
+    """The same message for a call without `dataset=`: there the name is a part of the path.
+
+    >>> in_path("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
+    "'a.h5' holds no array '/rh'. Pass FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
+    """
+    message = message.replace("; pass dataset='...' (", "; pass FILE:/NAME, one of these (")
+    return message.replace(". Pass dataset= one of", ". Pass FILE:/NAME, one of")
 
 
 def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bool) -> ConfigError:

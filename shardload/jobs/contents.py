@@ -15,7 +15,7 @@ from typing import Any
 from shardload.errors import ConfigError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo, some
-from shardload.formats.diagnosis import no_such_array
+from shardload.formats.diagnosis import in_path, no_such_array
 from shardload.formats.labels import OnDemand
 from shardload.formats.lookup import list_labelled, read_labels, split_path
 from shardload.options import OPTIONS, filter_names
@@ -124,7 +124,7 @@ def read_contents(path: str, access: Access) -> Contents:
         full = "/" + name.strip("/")
         below = [info for info in infos if info.dataset == full or info.dataset.startswith(f"{full.rstrip('/')}/")]
         if not below:
-            raise no_such_array(file, full, infos, has_more=False)
+            raise ConfigError(in_path(str(no_such_array(file, full, infos, has_more=False))))
         infos = below
     return Contents(file, [_on_demand(file, info, access) for info in infos])
 

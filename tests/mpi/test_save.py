@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -318,6 +319,11 @@ def test_like_another_array(comm: Any, shared_tmp_path: Path) -> None:
         comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{shared_tmp_path}/no.nc"), SourceError, "no.nc"
     )
     same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=7), ConfigError, "like of '/data' is 7")
+    says = (
+        "like of '/data': '",
+        "in.nc' holds no array '/rhoo'. Pass FILE:/NAME, one of these",
+    )  # dataset= is the new array's name
+    same_error(comm, lambda: shardload.save(shared_tmp_path / "no.h5", x, like=f"{like}o"), ConfigError, *says)
     assert not (shared_tmp_path / "no.h5").exists()
 
 
@@ -467,6 +473,12 @@ def test_bad_arguments(comm: Any, shared_tmp_path: Path) -> None:
         (f"{path}:/rho", x, {}, f"Pass '{path}', and the array's name in the file as a key: {{'rho': x}}"),
         (path, {"a": x}, {"dataset": "b"}, "dataset is 'b', the name of an array that is passed by itself"),
         (path, {"a": 3.0}, {}, "same on every rank). Pass numpy.asarray of it"),
+        (
+            path,
+            {"a": SimpleNamespace(dims=("x",), attrs={})},
+            {},
+            "Pass its values, x.data, with dims= and attrs=",
+        ),  # as xarray's
         (path, np.array(["2001-01-01"], "M8[s]"), {}, "holds dates (datetime64[s]), which cannot be saved. Save numbers"),
         (path, x, {"compression": {"rho": "gzip"}}, "or a dict by the names of arrays: {'data': 'gzip'}"),
         (path, {"a": 3.0}, {}, "'/a' is a float; expected a jax.Array"),

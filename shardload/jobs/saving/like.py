@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.diagnosis import in_path
 from shardload.formats.labels import from_plain, to_plain
 from shardload.formats.likeness import attrs_for, is_empty_text
 from shardload.formats.lookup import find_array, open_file, read_labels
@@ -38,7 +39,10 @@ def read_like(like: Mapping[str, str]) -> str:
     found, known = {}, dict[str, Any]()
     for name, path in like.items():
         if path not in known:
-            info = find_array(path)
+            try:
+                info = find_array(path)
+            except ConfigError as error:
+                raise ConfigError(f"like of '{name}': {in_path(str(error))}") from None
             with open_file(info.path) as file, closing(file.open(info.dataset)) as source:
                 kind, attrs = source.dtype.kind, source.properties().attrs
             known[path] = {

@@ -259,6 +259,11 @@ def test_open_needs_neither_jax_nor_mpi(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no-such\.nc"):
         shardload.open(tmp_path / "no-such.nc")
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+    with pytest.raises(
+        ConfigError, match=r"a\.nc' holds no array '/tt'\. Pass FILE:/NAME, one of these \(nearest first\): '/t' "
+    ):
+        shardload.open(f"{path}:/tt")  # it has no dataset=
     with pytest.raises(ConfigError, match="open takes the path of a file, found list"):
         shardload.open([])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="untrusted is 'yes'"):
