@@ -48,7 +48,7 @@ class _Axes:
         self._specs = specs
         self.lengths: dict[tuple[str, str], set[int]] = {}  # by group and name
         for name, spec in specs.items():
-            for dim, n in zip(spec.dims or (), spec.shape, strict=True):
+            for dim, n in zip(spec.dims or (), spec.shape, strict=False):
                 if dim:
                     self.lengths.setdefault((name.rpartition("/")[0], dim), set()).add(n)
 
