@@ -308,21 +308,24 @@ def test_what_cannot_be_copied_is_named(comm: Any, shared_tmp_path: Path) -> Non
             file["names"] = ["a", "b"]
             file["x"] = np.arange(6.0)
             file["x"].attrs["bad"] = np.nan
+            file.create_dataset("kinds", data=[0, 1], dtype=h5py.enum_dtype({"sea": 0, "land": 1}, basetype="i1"))
             file["x"].attrs["ref"] = file["names"].ref
             file["x"].attrs["raw"] = np.bytes_(b"\xff")
             file.attrs["of file"] = file.ref
             header = file.create_group("Header")
-            header.attrs.update({"redshift": 0.5, "box": np.eye(2), "of group": 1j})
+            header.attrs.update({"redshift": 0.5, "box": np.eye(2), "of group": file.ref, "z": 1j})
 
     on_root(comm, make)
     report = copy(comm, before, after)
     text = "\n".join(report.notes)
     assert "'/names'" in text
     assert "'bad'" in text
+    assert "what the numbers of '/kinds' stand for (an enumeration) was left out" in text
     assert "'ref'" in text
     assert "'raw' of '/x'" in text
     assert "'of file' of '/'" in text
     assert "'of group' of '/Header'" in text
+    assert "attribute 'z' of group '/Header' (complex, which JSON does not have)" in text
     more = copy(comm, before, shared_tmp_path / "out.nc")
     assert "attribute 'box' of group '/Header' (an array of 2 axes; in netCDF4 an attribute has one)" in "\n".join(more.notes)
     comm.barrier()
@@ -376,6 +379,36 @@ def test_a_netcdf_file_of_a_run_that_died(comm: Any, shared_tmp_path: Path) -> N
         with xarray.open_dataset(shared_tmp_path / name) as found:
             np.testing.assert_array_equal(found["a"], np.arange(3))
             np.testing.assert_array_equal(found["b"], np.arange(3))
+
+
+@pytest.mark.parametrize("coordinate", ["none", "of the file", "of each group"])
+@pytest.mark.parametrize("target", ["out.nc", "out.h5", "out.zarr"])
+def test_groups_of_netcdf_with_axes_of_their_own(comm: Any, shared_tmp_path: Path, target: str, coordinate: str) -> None:
+    """Wrong if axes of one name in several groups had to be equally long, or one group got the coordinate of another."""
+    before, after = shared_tmp_path / "in.nc", shared_tmp_path / target
+    lengths = {"": 4, "a": 3, "b": 5, "b/c": 4}
+
+    def make() -> None:
+        with netCDF4.Dataset(before, "w") as file:
+            for name, n in lengths.items():
+                group = file.createGroup(name) if name else file
+                group.createDimension("t", n)
+                group.createDimension("x", 2)
+                if coordinate == "of each group" or (coordinate == "of the file" and not name):
+                    group.createVariable("t", "f8", ("t",))[:] = np.arange(n) * 2.0
+                group.createVariable("v", "i4", ("t", "x"))[:] = np.arange(2 * n).reshape(n, 2)
+
+    on_root(comm, make)
+    copy(comm, before, after)
+    comm.barrier()
+    how = {"out.nc": {}, "out.h5": {"engine": "h5netcdf", "phony_dims": "sort"}, "out.zarr": {"engine": "zarr"}}[target]
+    for name in lengths:
+        with xarray.open_dataset(before, group=name) as one, xarray.open_dataset(after, group=name, **how) as other:
+            np.testing.assert_array_equal(one["v"], other["v"])
+            assert target == "out.h5" or (one["v"].dims == other["v"].dims and one.sizes == other.sizes)
+            assert set(one.coords) <= set(other.coords) or name == "b/c"
+            for key in set(one.coords) & set(other.coords):
+                np.testing.assert_array_equal(one[key], other[key])
 
 
 def test_groups_that_the_new_file_cannot_have(comm: Any, shared_tmp_path: Path) -> None:

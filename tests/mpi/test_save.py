@@ -553,6 +553,10 @@ def test_a_plan_says_what_is_done(comm: Any, shared_tmp_path: Path) -> None:
     for text in ("save 2 arrays as", "gzip", "in one piece", "must not exist", "read back by another rank"):
         assert text in " ".join(str(plan).split()), str(plan)
     same_error(comm, lambda: shardload.save(path, x), ConfigError, "ShapeDtypeStruct")
+    n_devices = len(jax.devices())
+    none = jax.ShapeDtypeStruct((n_devices + 1,), jnp.float32, sharding=sharding_of(mesh_of(), P(("a", "b"))))
+    if n_devices > 1:  # JAX makes such a description, but holds no such array
+        same_error(comm, lambda: shardload.plan_save(path, none), ConfigError, "'/data' can be no jax.Array")
     same = shardload.save(path, x["a"], chunks=(2, 3, 5), compression="gzip")
     fits = shardload.plan_save(path, x["a"], chunks=(2, 3, 5), compression="gzip", mode="w")
     assert fits.travels == (False,) and comm.allreduce(same.nbytes_sent) == 0

@@ -18,7 +18,7 @@ from shardload.errors import ConfigError
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ArraySpec
 
-__all__ = ["check_netcdf", "coordinate_of", "name_axes", "write_attrs"]
+__all__ = ["check_netcdf", "name_axes", "write_attrs"]
 
 _NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
@@ -41,13 +41,46 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
         )
 
 
-def coordinate_of(name: str, dim: str, specs: Mapping[str, ArraySpec]) -> str | None:
-    """The array that is the coordinate of an axis of `name`: in its group, or in the nearest group above."""
-    for group in _groups(name):
-        found = specs.get(f"{group}/{dim}")
-        if found is not None and found.dims == (dim,):
-            return f"{group}/{dim}"
-    return None
+class _Axes:
+    """The axes that have a name, of all arrays of a file."""
+
+    def __init__(self, specs: Mapping[str, ArraySpec]) -> None:
+        self._specs = specs
+        self.lengths: dict[tuple[str, str], set[int]] = {}  # by group and name
+        for name, spec in specs.items():
+            for dim, n in zip(spec.dims or (), spec.shape, strict=False):
+                if dim:
+                    self.lengths.setdefault((name.rpartition("/")[0], dim), set()).add(n)
+
+    def coordinate_of(self, name: str, axis: int) -> str | None:
+        """The array that is the coordinate of an axis of `name`: in its group, or in the nearest group above, if it has the
+        axis's length there. (In its own group another length is an error.)
+        """
+        dim, length = (self._specs[name].dims or ())[axis], self._specs[name].shape[axis]
+        if not dim:
+            return None
+        own = name.rpartition("/")[0]
+        for group in _groups(name):
+            found = self._specs.get(f"{group}/{dim}")
+            if found is not None and found.dims == (dim,) and (group == own or found.shape == (length,)):
+                return f"{group}/{dim}"
+            if self.lengths.get((group, dim), {length}) != {length}:  # that group has an axis of this name for itself
+                return None
+        return None
+
+    def dimensions(self) -> dict[tuple[str, int], str]:
+        """In netCDF4: the dimension of each axis without a coordinate. It is one of the file, for all groups; but where groups
+        have axes of one name with different lengths, as netCDF allows, each has a dimension of its own.
+        """
+        lengths: dict[str, set[int]] = {}
+        for (_, one), some in self.lengths.items():
+            lengths.setdefault(one, set()).update(some)
+        found = {}
+        for name, spec in self._specs.items():
+            for axis, dim in enumerate(spec.dims or ()):
+                if dim and self.coordinate_of(name, axis) is None:
+                    found[name, axis] = f"/{dim}" if len(lengths[dim]) == 1 else f"{name.rpartition('/')[0]}/{dim}"
+        return found
 
 
 def _groups(name: str) -> Iterator[str]:
@@ -61,38 +94,41 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
     """Give the axes of all arrays their names. ConfigError if two axes of one name have different lengths."""
     lengths: dict[str, tuple[int, str, bool]] = {}
     scale_of: dict[tuple[str, int], str] = {}
-    added = {} if is_netcdf else _scales_beside_coordinates(specs)
+    axes = _Axes(specs)
+    added = {} if is_netcdf else _scales_beside_coordinates(specs, axes)
     added = {at: scale for at, scale in added.items() if scale not in file}  # a group that has attributes only
+    dimensions = axes.dimensions() if is_netcdf else {}
     for name, spec in specs.items():
         for axis, dim in enumerate(spec.dims or ()):
             if dim is None:
                 continue
             if not dim or "/" in dim:
                 raise ConfigError(f"axis {axis} of '{name}' is called {dim!r}; expected a name without '/'")
-            scale = coordinate_of(name, dim, specs) or (f"/{dim}" if is_netcdf else None)
-            if scale is None:
+            own = axes.coordinate_of(name, axis) or dimensions.get((name, axis))
+            if own is None:
                 file[name].dims[axis].label = dim
-                scale = added.get((name, axis))
-            if scale is None:
+                own = added.get((name, axis))
+            if own is None:
                 continue
-            known, first, _ = lengths.setdefault(scale, (spec.shape[axis], name, axis in spec.unlimited))
+            known, first, _ = lengths.setdefault(own, (spec.shape[axis], name, axis in spec.unlimited))
             if known != spec.shape[axis]:
                 raise ConfigError(
                     f"axis {dim!r} has {spec.shape[axis]} elements in '{name}', but {known} in '{first}'. Axes of one name "
                     "have one length: pass other dims=, or cut the longer one (padding is not saved)"
                 )
-            scale_of[name, axis] = scale
+            scale_of[name, axis] = own
     numbers = {}
     for number, (scale, (length, _, grows)) in enumerate(lengths.items()):
-        if scale in specs and specs[scale].dims != (scale.rpartition("/")[2],):
+        dim = scale.rpartition("/")[2]
+        if scale in specs and specs[scale].dims != (dim,):
             raise ConfigError(
-                f"'{scale}' has the name of an axis, so it must be the coordinate of that axis, with dims=({scale[1:]!r},); "
+                f"'{scale}' has the name of an axis, so it must be the coordinate of that axis, with dims=({dim!r},); "
                 f"its dims are {specs[scale].dims!r}. Call one of them by another name"
             )
         if scale not in specs:
             _valueless(file, scale, length, grows)
         else:
-            file[scale].make_scale(scale.rpartition("/")[2])
+            file[scale].make_scale(dim)
         numbers[scale] = number
         if is_netcdf:
             file[scale].attrs["_Netcdf4Dimid"] = np.int32(number)
@@ -106,7 +142,7 @@ def name_axes(file: h5py.File, specs: Mapping[str, ArraySpec], *, is_netcdf: boo
                 file[name].attrs["_Netcdf4Coordinates"] = np.array(ids, dtype=np.int32)
 
 
-def _scales_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[tuple[str, int], str]:
+def _scales_beside_coordinates(specs: Mapping[str, ArraySpec], axes: _Axes) -> dict[tuple[str, int], str]:
     """In plain HDF5: scales for the axes without a coordinate of arrays that have one on another axis.
 
     None for a name that something else in the file has, or under which two arrays have axes of different lengths.
@@ -114,15 +150,15 @@ def _scales_beside_coordinates(specs: Mapping[str, ArraySpec]) -> dict[tuple[str
     wanted: dict[str, list[tuple[str, int]]] = {}
     for name, spec in specs.items():
         dims = spec.dims or ()
-        without = [axis for axis, dim in enumerate(dims) if dim and coordinate_of(name, dim, specs) is None]
+        without = [axis for axis, dim in enumerate(dims) if dim and axes.coordinate_of(name, axis) is None]
         if len(without) < sum(map(bool, dims)):  # axes without a name have no coordinate either
             for axis in without:
                 wanted.setdefault(f"/{dims[axis]}", []).append((name, axis))
     taken = {one for name in specs for one in (name, *_groups(name))}
     found: dict[tuple[str, int], str] = {}
-    for scale, axes in wanted.items():
-        if scale not in taken and len({(specs[name].shape[axis], axis in specs[name].unlimited) for name, axis in axes}) == 1:
-            found |= dict.fromkeys(axes, scale)
+    for scale, some in wanted.items():
+        if scale not in taken and len({(specs[name].shape[axis], axis in specs[name].unlimited) for name, axis in some}) == 1:
+            found |= dict.fromkeys(some, scale)
     return found
 
 

@@ -29,6 +29,8 @@ def properties_of(dataset: h5py.Dataset) -> Properties:
     """The properties of an open dataset."""
     creation, labels = creation_of(dataset), labels_of(dataset)
     attrs, unread = _attributes(dataset, str(dataset.name))
+    if h5py.check_enum_dtype(dataset.dtype) is not None:
+        unread.append(f"what the numbers of '{dataset.name}' stand for (an enumeration)")
     dtype = dataset.dtype if refusal(dataset.dtype) is not None else np.dtype(dataset.dtype.str)
     compression, checksum = _compression(filters_of(dataset))
     fill = None

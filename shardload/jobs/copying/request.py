@@ -409,7 +409,7 @@ def _different_lengths(found: Sequence[Found]) -> list[str]:
     lengths: dict[tuple[str, str], int] = {}
     notes: dict[tuple[str, str], str] = {}
     for one in found:
-        for dim, n in zip(one.spec.dims or (), one.spec.shape, strict=True):
+        for dim, n in zip(one.spec.dims or (), one.spec.shape, strict=False):
             at = (one.full_name.rpartition("/")[0], dim or "")
             first = known.setdefault(at, one)
             if dim and lengths.setdefault(at, n) != n:

@@ -290,6 +290,11 @@ def _check_array(name: str, x: Any) -> None:
     if why is not None:
         raise ConfigError(f"'{name}' holds {why}, which cannot be saved")
     sharding = getattr(x, "sharding", None)
+    if isinstance(x, jax.ShapeDtypeStruct) and sharding is not None:
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            raise ConfigError(f"'{name}' can be no jax.Array: {error}. Pad it, and pass shape=") from None
     if sharding is not None and not isinstance(sharding, jax.sharding.NamedSharding) and not sharding.is_fully_addressable:
         raise ConfigError(
             f"'{name}' has a {type(sharding).__name__} over several processes; expected a NamedSharding. Pass "
