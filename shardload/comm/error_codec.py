@@ -21,6 +21,9 @@ def as_shardload(error: BaseException | None, rank: int | None) -> ShardloadErro
     if _lacks_descriptors(error):  # also as the cause of another error: neither the file nor the call is to blame
         text = f"{error} (this process may open no more files: `ulimit -n 4096` before the job starts, or close some)"
         return PeerError(text if isinstance(error, ShardloadError) else f"{type(error).__name__}: {text}", rank=rank)
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        text = f"{error} (the limit of processes and threads is reached: `ulimit -u`, or pids.max of the job's control group)"
+        return PeerError(f"{type(error).__name__}: {text}", rank=rank)
     if isinstance(error, ShardloadError):
         if error.rank is None:
             error.rank = rank

@@ -113,8 +113,10 @@ class Departures:
         """Return the result of the last look-up, and start another one in a thread, because the coordinator may not answer."""
         client = self._client() if self._place else None
         if client is not None and (self._asking is None or not self._asking.is_alive()):
-            self._asking = threading.Thread(target=self._ask, args=(client,), name="shardload-departures", daemon=True)
-            self._asking.start()
+            asking = threading.Thread(target=self._ask, args=(client,), name="shardload-departures", daemon=True)
+            with suppress(RuntimeError):  # no thread can be started now; perhaps the next time
+                asking.start()
+                self._asking = asking
         return self._found
 
     def _ask(self, client: Any) -> None:

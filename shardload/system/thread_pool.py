@@ -59,7 +59,7 @@ class Pool:
         self._end.atexit = False
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run a call in a thread. RuntimeError after `close`."""
+        """Run a call in a thread. RuntimeError after `close`, or if no thread at all can be started."""
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         future: Future[Any] = Future()
@@ -70,7 +70,13 @@ class Pool:
                 target=_work, args=(self._tasks, self._waiting), name=f"{self._name}_{len(self._threads)}", daemon=True
             )
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # there may be no more of them; those that there are do the work
+                self._threads.remove(thread)
+                if not self._threads:
+                    future.cancel()  # it is in the queue, and would begin whenever a thread can be started
+                    raise
         return future
 
     def close(self, wait: bool = True) -> None:
@@ -111,7 +117,15 @@ class Lane:
             if self._is_running:
                 return task.future
             self._is_running = True
-        self._pool.submit(self._run).add_done_callback(self._end)
+        try:
+            run = self._pool.submit(self._run)
+        except RuntimeError:
+            with self._lock:
+                self._is_running = False
+                while self._tasks:  # others may have come since
+                    self._tasks.popleft().future.cancel()
+            raise
+        run.add_done_callback(self._end)
         return task.future
 
     def _run(self) -> None:

@@ -302,8 +302,12 @@ class _Writing:
         # After a stall, and after Ctrl-C, the file system may hang: then the temporary stays.
         end = catalog.leave if self._is_kept else catalog.abandon
         thread = threading.Thread(target=end, name="shardload-abandon", daemon=True)
-        thread.start()
-        thread.join(_LEAVE_SECONDS if stalled else None)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            end()
+        else:
+            thread.join(_LEAVE_SECONDS if stalled else None)
         if self._journal is not None and not self._is_kept:
             self._journal.remove()
 

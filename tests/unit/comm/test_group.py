@@ -14,6 +14,7 @@ import pytest
 
 from shardload.comm.error_codec import from_json, to_json
 from shardload.comm.group import Group, Invocation, group_of
+from shardload.comm.heartbeat import Departures
 from shardload.comm.mpi import mpi_problem, world
 from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError
 from shardload.system.interruption import let_interruption_pass, outer_exception
@@ -652,3 +653,15 @@ def test_nothing_piles_up_in_the_store_of_jax() -> None:
         thread.join(60)
     assert left == [None] * 3
     assert len(store.values) <= 6, store.values
+
+
+def test_a_wait_does_not_fail_because_no_thread_can_ask_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be an error of this rank alone, in the middle of a call."""
+    departures = Departures(0, object)
+    departures.begin("here", int)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert departures.known() == {} and departures.known() == {}

@@ -81,6 +81,37 @@ def test_the_first_that_was_submitted_is_the_first_that_is_done() -> None:
     assert seen == list(range(100))
 
 
+@pytest.mark.parametrize("n_started", [0, 1])
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, n_started: int) -> None:
+    """Wrong if a call waited for a thread that never came, or if the threads that there are were not enough."""
+    start, started = threading.Thread.start, list[str]()
+
+    def limited(self: threading.Thread) -> None:
+        if len(started) == n_started:
+            raise RuntimeError("can't start new thread")
+        started.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    pool, done = Pool(3, "t"), list[int]()
+    lane = Lane(pool)
+    for k in range(6):
+        for submit in (pool.submit, lane.submit):
+            if n_started:
+                submit(done.append, k).result(SECONDS)
+            else:
+                with pytest.raises(RuntimeError, match="start new thread"):
+                    submit(done.append, k)
+    if not n_started:  # the limit is gone
+        n_started = 1
+        for submit in (pool.submit, lane.submit):
+            submit(done.append, 7).result(SECONDS)
+        assert done == [7, 7], "what was refused is not done later"
+    else:
+        assert done == [k // 2 for k in range(12)]
+    pool.close()
+
+
 def test_close_waits_for_what_runs_and_cancels_what_has_not_begun() -> None:
     pool, begun, release, seen = Pool(1, "t"), threading.Event(), threading.Event(), []
 
