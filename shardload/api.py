@@ -14,9 +14,10 @@ Names, and what belongs to a single array (mesh, spec, select, dtype, pad, halo,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -42,6 +43,46 @@ __all__ = ["append", "load", "mask", "plan", "plan_save", "save", "scatter", "un
 
 _SAVE = defaults_of("save")
 _APPEND = defaults_of("append")
+
+# For editors and type checkers: a call for a single array by name gives a `jax.Array` (a `Plan`), any other a tree, of which
+# they know nothing. A pattern such as "group/*" is a name for them; tell them ``arrays: Any = load(...)``.
+Single = str | os.PathLike[str]
+
+
+class _ScatterOptions(TypedDict, total=False):
+    dtype: Any
+    pad: Any
+    staging: str | int
+    verify: str
+    comm: Any
+    progress: Progress
+    timeout: float | None
+
+
+class _LoadOptions(_ScatterOptions, total=False):
+    select: Any
+    decode: bool | str | None
+    halo: Any
+    edge: Any
+    readers: str | int
+    missing: str
+    allow_external: bool
+    untrusted: bool
+    allow_filters: Any
+    machine: Any
+
+
+class _PlanOptions(_LoadOptions, total=False):
+    processes: int | None
+    ranks_per_node: int | None
+
+
+@overload
+def load(
+    path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_LoadOptions]
+) -> jax.Array: ...
+@overload
+def load(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_LoadOptions]) -> Any: ...
 
 
 def load(
@@ -183,6 +224,10 @@ def load(
     return job.result(_load(job, comm).arrays)
 
 
+@overload
+def plan(path: Single, mesh: Any, spec: Any = None, *, dataset: str | None = None, **options: Unpack[_PlanOptions]) -> Plan: ...
+@overload
+def plan(path: Any, mesh: Any, spec: Any = None, *, dataset: Any = None, **options: Unpack[_PlanOptions]) -> Any: ...
 def plan(
     path: Any,
     mesh: Any,
@@ -243,6 +288,17 @@ def plan(
         return request.hand_out_tree(made, asked.result, asked.left_out)
 
 
+@overload
+def scatter(
+    array: np.ndarray[Any, Any] | jax.Array | None,
+    mesh: Any,
+    spec: Any = None,
+    *,
+    root: int = 0,
+    **options: Unpack[_ScatterOptions],
+) -> jax.Array: ...
+@overload
+def scatter(array: Any, mesh: Any, spec: Any = None, *, root: int = 0, **options: Unpack[_ScatterOptions]) -> Any: ...
 def scatter(
     array: Any,
     mesh: Any,
@@ -619,6 +675,10 @@ def append(
     return _append(path, tree, keywords_of("append", locals()), comm)
 
 
+@overload
+def mask(x: jax.Array | Plan, plan: Any = None) -> jax.Array: ...
+@overload
+def mask(x: Any, plan: Any = None) -> Any: ...
 def mask(x: Any, plan: Any = None) -> Any:
     """Say which elements of a loaded array are the file's: a boolean array with the same shape and sharding.
 
@@ -674,6 +734,12 @@ def mask(x: Any, plan: Any = None) -> Any:
     return _each(one, x, plan)
 
 
+@overload
+def unpad(x: jax.Array, plan: Any = None, *, sharding: Any = None, numpy: Literal[False] = False) -> jax.Array: ...
+@overload
+def unpad(x: jax.Array, plan: Any = None, *, numpy: Literal[True]) -> np.ndarray[Any, Any]: ...
+@overload
+def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any: ...
 def unpad(x: Any, plan: Any = None, *, sharding: Any = None, numpy: bool = False) -> Any:
     """Return the file's elements of a loaded array alone, in their own shape: without padding and without halos.
 

@@ -17,6 +17,7 @@ import pytest
 import typer
 
 import shardload
+from shardload import api
 from shardload.cli.arguments import as_typed
 from shardload.cli.main import app
 from shardload.options import AUTO, OPTIONS, Options
@@ -38,6 +39,17 @@ def test_a_signature_has_the_options_that_are_declared_and_their_defaults(call: 
     found = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert found == declared(call)
     assert {name: type(value) for name, value in found.items()} == {n: type(v) for n, v in declared(call).items()}
+
+
+@pytest.mark.parametrize(
+    ("call", "known"), [("load", api._LoadOptions), ("plan", api._PlanOptions), ("scatter", api._ScatterOptions)]
+)
+def test_type_checkers_know_the_options_that_are_declared(call: str, known: Any) -> None:
+    """Wrong if an editor did not offer an option, or had another type for it. (What calls return: tests/typed_calls.py.)"""
+    mine = {name: type_ for name, type_ in inspect.get_annotations(getattr(api, call)).items() if name in declared(call)}
+    for own in ("dataset", "root"):  # which decide what is returned, or are in that call alone
+        mine.pop(own, None)
+    assert {name: type_.__forward_arg__ for name, type_ in known.__annotations__.items()} == mine
 
 
 def parameters_of(docstring: str) -> dict[str, str]:
