@@ -81,7 +81,7 @@ _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?
 _EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
 _LENGTHS = re.compile(
     r"axis '(?P<axis>[^']+)' has (?P<n>\d+) elements in (?P<where>.+), but (?P<m>\d+) in (?P<other>.+)\. "
-    r"Axes of one name have one length: pass other dims="
+    r"Axes of one name have one length: .*"
 )
 _FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
 
