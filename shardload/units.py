@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -98,12 +99,14 @@ def shown(value: Any, most: int = 200) -> str:
 
     >>> shown({"rho": 1.5, "steps": range(3)}), shown("x" * 300, 10)
     ("{'rho': 1.5, 'steps': range(0, 3)}", "'xxxxxx...")
+    >>> shown((["a"] * 9, (1,))), shown([]), shown(())
+    ("(['a', 'a', 'a', 'a', 'a', 'a', 'a', 'a', ...], (1,))", '[]', '()')
     """
-    if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{key!r}: {shown(one, most)}" for key, one in list(value.items())[:_MOST_SHOWN]) + "}"
-    elif type(value) in (list, tuple) and len(value) > 1:
-        ends = "[]" if isinstance(value, list) else "()"
-        text = ", ".join(shown(one, most) for one in value[:_MOST_SHOWN]).join(ends)
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        some = list(itertools.islice(value, _MOST_SHOWN))
+        told = [f"{one!r}: {shown(value[one], most)}" if isinstance(value, Mapping) else shown(one, most) for one in some]
+        more = ", ..." if len(value) > len(some) else "," if isinstance(value, tuple) and len(value) == 1 else ""
+        text = (", ".join(told) + more).join("()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}")
     elif getattr(value, "size", 0) and hasattr(value, "dtype") and value.size > _MOST_SHOWN:
         text = f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     else:

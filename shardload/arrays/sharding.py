@@ -27,7 +27,7 @@ from shardload.errors import ConfigError, ShardloadError
 from shardload.planning.halo import WRAP, Halo
 from shardload.planning.region import Region
 from shardload.planning.schedule import RankBoxes, Shards, plan_shards
-from shardload.units import shown
+from shardload.units import counted, shown
 
 __all__ = [
     "describe_decomposition",
@@ -339,7 +339,7 @@ def devices_per_process(mesh: Any, processes: Any) -> int:
         possible = [str(n) for n in sorted({*small, *(n_devices // n for n in small)})]
         expected = " or ".join([", ".join(possible[:-1]), possible[-1]] if len(possible) > 1 else possible)
         raise ConfigError(
-            f"processes is {processes!r}, but the mesh has {n_devices} device{'s' * (n_devices > 1)}, and each process must "
+            f"processes is {processes!r}, but the mesh has {counted(n_devices, 'device')}, and each process must "
             f"have as many as the others: expected {expected}"
         )
     return int(n_devices // processes)

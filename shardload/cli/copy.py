@@ -14,7 +14,7 @@ from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, width_of, wrap
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["copy_as_typed", "parse_compression", "parse_sizes", "run"]
 
@@ -81,7 +81,7 @@ _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?
 _EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
 _LENGTHS = re.compile(
     r"axis '(?P<axis>[^']+)' has (?P<n>\d+) elements in (?P<where>.+), but (?P<m>\d+) in (?P<other>.+)\. "
-    r"Axes of one name have one length: pass other dims="
+    r"Axes of one name have one length: .*"
 )
 _FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
 
@@ -157,12 +157,11 @@ def _as_text(report: CopyReport, request: CopyRequest, width: int) -> str:
         said = [copy_as_typed(line) for line in lines]
         return "\n".join(part for line in said for part in wrap(printable(line), width, "", "    "))
     made = report.written
-    n, seconds = len(report.plan.names), max(report.seconds, 1e-9)
-    nbytes = report.plan.nbytes
+    plan, seconds = report.plan, max(report.seconds, 1e-9)
     text = (
-        f"{request.target}: {n} array{'s' * (n != 1)}, {format_nbytes(nbytes)} ({format_nbytes(made.nbytes_stored)} stored) in "
-        f"{seconds:.1f} s, {format_nbytes(int(made.nbytes / seconds))}/s on {report.plan.n_ranks} "
-        f"rank{'s' * (report.plan.n_ranks != 1)}"
+        f"{request.target}: {counted(len(plan.names), 'array')}, {format_nbytes(plan.nbytes)} "
+        f"({format_nbytes(made.nbytes_stored)} stored) in {seconds:.1f} s, {format_nbytes(int(made.nbytes / seconds))}/s on "
+        f"{counted(plan.n_ranks, 'rank')}"
     )
     if made.n_read_back:
         text += f"; {made.n_read_back:,} of {made.n_chunks:,} chunks read back, {made.n_decoded:,} decoded"

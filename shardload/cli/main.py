@@ -37,7 +37,7 @@ from shardload.cli.arguments import (
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.options import DEFAULTS, OPTIONS
 from shardload.system.terminal import Column, fit_table, width_of, wrap
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 if TYPE_CHECKING:
     from shardload.formats.base import ArrayInfo
@@ -474,7 +474,7 @@ def _one_message(typed: Callable[[str], str] = as_typed, as_json: bool = False) 
 
 
 def _print_arrays(path: str, arrays: Sequence[ArrayInfo]) -> None:
-    said = f"{arrays[0].format}, {_count(len(arrays), 'array')}" if arrays else "no arrays"
+    said = f"{arrays[0].format}, {counted(len(arrays), 'array')}" if arrays else "no arrays"
     lines = wrap(f"{printable(path)}: {said}", width_of())
     sharded = any(array.shards for array in arrays)
     named = any(any(array.dims) for array in arrays)
@@ -519,10 +519,6 @@ def _print_leftover(left: Leftover, arrays: Sequence[ArrayInfo], as_json: bool) 
     typer.echo("\n".join(lines))
     if left.is_whole:
         _print_arrays(left.path, arrays)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 def _print_array(array: ArrayInfo) -> None:

@@ -21,6 +21,7 @@ from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.system.terminal import own_stdout, width_of, wrap, wrap_parts
+from shardload.units import counted
 
 __all__ = ["run"]
 
@@ -83,9 +84,7 @@ def _as_text(made: Plan, n_devices: int, width: int) -> str:
 
 def _lines(made: Plan, n_devices: int, width: int, proven: str) -> list[str]:
     shape = " x ".join(map(str, made.shape)) or "scalar"
-    what = (
-        f"{shape} {made.dtype} as {made.decomposition} on {n_devices} devices of {made.n_ranks} rank{'s' * (made.n_ranks != 1)}"
-    )
+    what = f"{shape} {made.dtype} as {made.decomposition} on {counted(n_devices, 'device')} of {counted(made.n_ranks, 'rank')}"
     lines = wrap(f"{printable(str(made.info))}: {what}", width, "", "  ")
     return [*lines, *wrap_parts(proven.split("; "), width, "", "  ")]
 

@@ -24,6 +24,7 @@ from shardload.comm.shelf import Shelf, lay
 from shardload.comm.tracebacks import share
 from shardload.errors import PeerError, ShardloadError
 from shardload.system.interruption import let_interruption_pass
+from shardload.units import counted
 
 __all__ = ["MOST_COUNTS", "Agreement", "Arguments", "ArgumentsOfOne", "Invocation", "Texts", "compact", "digest_of"]
 
@@ -477,7 +478,7 @@ def _tell_names(*lists: Sequence[str]) -> list[str]:
     def tell(names: Sequence[str]) -> str:
         if not names:
             return "one array alone"
-        told = f"{len(names)} array{'s' * (len(names) > 1)}"
+        told = counted(len(names), "array")
         return f"{told}, of which number {same + 1} is {names[same]!r}" if same < len(names) else told
 
     return [tell(names) for names in lists]

@@ -25,6 +25,7 @@ from shardload.comm.group import Group, group_of
 from shardload.comm.mpi import end_job, mpi_problem, world
 from shardload.comm.tracebacks import is_pythons_own, show
 from shardload.errors import ConfigError, PeerError, StallError
+from shardload.units import counted
 
 __all__ = ["initialize", "rank_of_process"]
 
@@ -110,6 +111,8 @@ def initialize(
         If the launcher started several tasks that MPI does not know of, if JAX was started with other processes than MPI has,
         if no MPI library can be loaded, if processes would share GPUs, or if JAX devices were used already. The text says what
         to type.
+    StallError
+        Under MPI, if a process does not call it within 15 minutes.
     """
     comm = world()
     if _is_initialized():
@@ -352,7 +355,7 @@ def _device_share(local_rank: int, local_size: int, see_alike: bool | None, envi
         return None
     if n % local_size:
         raise ConfigError(
-            f"{local_size} processes of this node see the same {n} GPU{'s' * (n > 1)}: start one process per GPU "
+            f"{local_size} processes of this node see the same {counted(n, 'GPU')}: start one process per GPU "
             f"(--ntasks-per-node={n}), give each task its own (--gpus-per-task=1), or pass local_device_ids= to initialize()"
         )
     each = n // local_size

@@ -25,7 +25,7 @@ __all__ = ["is_pythons_own", "is_shown_elsewhere", "share", "show", "text_of"]
 
 _MOST_LINES = 8  # ranks that print a line
 _AGREED = "_shardload_rank"  # attribute of an agreed error: the rank it is raised on, or None if that rank shows it
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # not resolved: frames name files as they were imported, over links too
 _ALL = "SHARDLOAD_TRACEBACKS=all shows the calls inside shardload\n"
 
 

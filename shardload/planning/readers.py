@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from shardload.planning.cost import Cost
 from shardload.planning.schedule import Schedule
+from shardload.units import counted
 
 __all__ = ["numbers_of_readers", "pick_readers", "readers_text", "share_out"]
 
@@ -59,7 +60,7 @@ def readers_text(n_readers: int, n_ranks: int, per_node: int) -> str:
     '6 readers, about 2 on each node'
     """
     n_nodes = -(-n_ranks // per_node)
-    count = f"{n_readers:,} reader{'s' * (n_readers != 1)}"
+    count = counted(n_readers, "reader")
     if n_readers >= n_nodes:
         few, more = n_readers // n_nodes, -(-n_readers // n_nodes)
         about = (

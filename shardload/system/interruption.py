@@ -7,13 +7,14 @@ prints and forgets all exceptions, calls `interrupt_again`.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FrameType
 
 __all__ = ["interrupt_again", "let_interruption_pass", "outer_exception"]
 
@@ -38,7 +39,7 @@ def let_interruption_pass(error: BaseException) -> None:
     does not count (`outer_exception`).
     """
     outer = getattr(_own, "outer", None)
-    handlers = _handlers()
+    handlers = set(_handlers().values())
     seen: BaseException | None = error
     while handlers and seen is not None and seen is not outer:
         trace = seen.__traceback__
@@ -55,21 +56,31 @@ def interrupt_again(error: BaseException) -> None:
     For a finalizer. Otherwise a Ctrl-C, or an alarm that the program has set, would end in a line on stderr, and the call that
     it was to interrupt would go on, while other ranks stop.
     """
-    caller, codes = sys._getframe(1), set[CodeType]()
+    caller, numbers = sys._getframe(1), list[int]()
     trace = error.__traceback__
     while trace is not None:
-        codes.add(trace.tb_frame.f_code)
+        numbers += _handled_in(trace.tb_frame)
         trace = trace.tb_next
-    numbers = [number for code, number in _handlers().items() if code in codes]
     if not numbers and isinstance(error, KeyboardInterrupt):  # Python's own handler, which has no frame
         numbers = [signal.SIGINT]
     if numbers:
         # A thread, because handlers run wherever the main thread is, and that is still in the caller.
-        threading.Thread(target=_send, args=(numbers[0], threading.main_thread().ident, caller.f_code), daemon=True).start()
+        call = (numbers[0], signal.getsignal(numbers[0]), threading.main_thread().ident, caller.f_code)
+        threading.Thread(target=_send, args=call, daemon=True).start()
 
 
-def _send(number: int, thread: int, code: CodeType) -> None:
-    """Send a signal to a thread once it has left a function."""
+def _handled_in(frame: FrameType) -> list[int]:
+    """The signals whose handler a frame may be: mostly one. A handler of several is told in its arguments which it is."""
+    code = frame.f_code
+    found = [number for number, one in _handlers().items() if one is code]
+    n = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:n]] if len(found) > 1 else []
+    told = [one for value in given for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int)]
+    return [number for number in found if number in told] or found
+
+
+def _send(number: int, handler: object, thread: int, code: CodeType) -> None:
+    """Send a signal to a thread once it has left a function, unless the signal has another handler by then."""
 
     def is_inside() -> bool:
         frame = sys._current_frames().get(thread)
@@ -81,14 +92,14 @@ def _send(number: int, thread: int, code: CodeType) -> None:
 
     while is_inside():
         time.sleep(_LOOK_SECONDS)
-    if callable(signal.getsignal(number)):  # not if the program has taken its handler away by now
+    if callable(handler) and signal.getsignal(number) is handler:
         signal.pthread_kill(thread, number)
 
 
-def _handlers() -> dict[CodeType, int]:
-    """The signal that each handler in Python is for, by the handler's code."""
+def _handlers() -> dict[int, CodeType]:
+    """The code of the handler of each signal that has one in Python."""
     found = ((number, _code_of(signal.getsignal(number))) for number in signal.valid_signals())
-    return {code: int(number) for number, code in found if code is not None}
+    return {int(number): code for number, code in found if code is not None}
 
 
 def _code_of(handler: object) -> CodeType | None:

@@ -134,12 +134,10 @@ class Reserve:
         try:
             if self.nbytes + len(block) <= self._room():
                 block.madvise(mmap.MADV_FREE)
-                return self._free.append(block)
-        except (OSError, RuntimeError) as error:  # the kernel cannot; or another block came back while the bytes were summed
+                self._free.append(block)
+        except BaseException as error:  # the kernel cannot; another block came back while the bytes were summed; or a signal
             interrupt_again(error)
-        except BaseException as error:
-            interrupt_again(error)
-        block.close()
+        # A block that is not kept is not closed, but unmapped as nobody has it: a signal may come when it is kept already.
 
 
 def _new(size: int) -> mmap.mmap:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from h5py._objects import phil
 __all__ = ["PutRight", "UnknownOrderError", "is_listed", "true_place"]
 
 Place = tuple[int, ...]
-PutRight = Callable[[Place], Place]
+PutRight = Callable[[Any], tuple[Any, ...]]  # of one position, or of arrays of them, one for each axis
 _EXTENSIBLE_ARRAY = 4  # H5D_CHUNK_IDX_EARRAY
 
 
@@ -74,18 +73,18 @@ def is_listed(dataset: h5py.Dataset, place: Place) -> bool:
     return bool(found)
 
 
-def _put_right(chunk: Place, counts: list[int], growing: int, place: Place) -> Place:
-    """The true position of a chunk of an extensible array.
+def _put_right(chunk: Place, counts: list[int], growing: int, place: Any) -> tuple[Any, ...]:
+    """The true position of a chunk of an extensible array, or of many (arrays of positions along each axis).
 
     `counts` are the chunks along each axis when all axes are as long as they can be; of the growing axis it does not count.
 
     >>> _put_right((2, 5), [3, 1], 1, (0, 20)), _put_right((2, 5, 1), [3, 1, 4], 1, (0, 5, 3))
     ((2, 5), (2, 0, 3))
     """
-    number = 0
+    number: Any = 0
     for at, c, n in zip(place[growing:], chunk[growing:], (1, *counts[growing + 1 :]), strict=True):
         number = number * n + at // c
-    true = [0] * len(chunk)
+    true: list[Any] = [0] * len(chunk)
     for axis in reversed([axis for axis in range(len(chunk)) if axis != growing]):
         number, true[axis] = divmod(number, counts[axis])
     true[growing] = number
@@ -100,8 +99,8 @@ def _is_in_order() -> bool:
     shape, chunk, counts = (6, 4, 5), (2, 2, 1), [3, 1, 7]
     places: tuple[Place, ...] = ((4, 0, 0), (0, 2, 0), (2, 2, 4), (4, 2, 3))
     said: list[Place] = []
-    name = f"shardload-{os.getpid()}-{id(places)}"  # in memory; two files of one name could not be open
-    with phil, h5py.File(name, "w", driver="core", backing_store=False, libver="latest") as file:
+    # In memory. Two such files of one name could not be open, but only one thread at a time is here.
+    with phil, h5py.File("order of chunks", "w", driver="core", backing_store=False, libver="latest") as file:
         for place in places:
             one = file.create_dataset(str(place), shape, "u1", maxshape=(6, None, 7), chunks=chunk)
             one[tuple(slice(at, at + c) for at, c in zip(place, chunk, strict=True))] = np.uint8(1)

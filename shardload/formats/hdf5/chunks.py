@@ -436,19 +436,18 @@ class Hdf5Chunks:
 
         def tell(chunk: Any) -> None:
             told.append(chunk)
-            if len(told) == _TOLD_AT_ONCE:
+            if len(told) > _TOLD_AT_ONCE:
                 self._note(told, found, put_right)
-                told.clear()
+                del told[:-1]  # the last one is compared below
 
         with phil:
             # A function in Python takes as long for each chunk as HDF5 itself: only if the list must not grow.
             self._identifier.chunk_iter(told.append if n <= _TOLD_AT_ONCE else tell)
             self._note(told, found, put_right)
-            last = next(iter(np.flatnonzero(found[0] != _NOWHERE)[::-1].tolist()), None)
-            if last is not None and put_right is None:
-                offsets = tuple(int(k) * c for k, c in zip(np.unravel_index(last, self._grid), self._chunk, strict=True))
-                info = self._identifier.get_chunk_info_by_coord(offsets)
-                if (info.byte_offset, info.size, info.filter_mask) != tuple(int(column[last]) for column in found):
+            if told:
+                last = told[-1]
+                info = self._identifier.get_chunk_info_by_coord(last.chunk_offset)  # searches the same list: not the true place
+                if (info.byte_offset, info.size, info.filter_mask) != (last.byte_offset, last.size, last.filter_mask):
                     return None
         return found
 
@@ -457,12 +456,11 @@ class Hdf5Chunks:
         if not told:
             return
         offsets, masks, places, sizes = zip(*told, strict=True)
-        if put_right is not None:
-            offsets = tuple(map(put_right, offsets))
         ndim = len(self._grid)
-        coordinates = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim)
+        listed = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, len(told) * ndim).reshape(-1, ndim).T
+        coordinates = listed if put_right is None else put_right(listed)
         at, is_inside = np.zeros(len(told), dtype=np.int64), np.ones(len(told), dtype=bool)
-        for axis, c, end, count in zip(coordinates.T, self._chunk, self._shape, self._grid, strict=True):
+        for axis, c, end, count in zip(coordinates, self._chunk, self._shape, self._grid, strict=True):
             is_inside &= (axis >= 0) & (axis < end)  # outside the array: the index is damaged
             at = at * count + axis // c
         for column, values in zip(found, (places, sizes, masks), strict=True):

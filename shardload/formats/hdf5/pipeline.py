@@ -18,6 +18,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
@@ -186,9 +187,10 @@ class Pipeline:
             dataset = h5py.h5d.create(file.id, b"x", self.kind, h5py.h5s.create_simple(chunks), self.creation)
             self._local.dataset = dataset
         values = np.frombuffer(data, dtype=np.uint8).view(np.dtype(f"V{self._spec.dtype.itemsize}")).reshape(chunks)
-        dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
-        dataset.flush()
-        mask, stored = dataset.read_direct_chunk((0,) * len(chunks))
+        with phil:  # other threads do the same, and raw reads did not always take the lock (h5py issue 2764)
+            dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, values, self.kind)
+            dataset.flush()
+            mask, stored = dataset.read_direct_chunk((0,) * len(chunks))
         return Stored(stored, int(mask))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo, native_dtype
@@ -483,7 +484,8 @@ class _DirectWrite:
         return self
 
     def __call__(self, blank: Any) -> None:
-        self._dataset.write_direct_chunk(self._start, blank, self._mask)
+        with phil:  # threads may be encoding by the library; raw writes did not always take the lock (h5py issue 2764)
+            self._dataset.write_direct_chunk(self._start, blank, self._mask)
 
 
 class Noted:

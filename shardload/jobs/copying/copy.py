@@ -30,6 +30,7 @@ from shardload.jobs.writing.journal import Journal, Resumed
 from shardload.options import TIMEOUT
 from shardload.planning.copying import Round, plan_rounds
 from shardload.system.interruption import let_interruption_pass
+from shardload.units import counted
 
 __all__ = ["CopyReport", "copy_file", "refuse_copy"]
 
@@ -173,7 +174,7 @@ class _Copy:
             )
         n_decoded, *missing = group.agree(None, [reading.n_decoded, *reading.n_missing])
         lost = [
-            f"{n:,} chunk{'s' * (n != 1)} of {one.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
+            f"{counted(n, 'chunk')} of {one.info} {'are' if n != 1 else 'is'} not stored, and the copy has the fill value"
             for one, n in zip(found, missing, strict=True)
             if n
         ]

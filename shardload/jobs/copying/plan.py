@@ -17,7 +17,7 @@ from shardload.planning.copying import Copied, Memory, Unit, least_nbytes, plan_
 from shardload.planning.grid import Grid
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
-from shardload.units import format_nbytes
+from shardload.units import counted, format_nbytes
 
 __all__ = ["CopyPlan", "plan_copy"]
 
@@ -65,12 +65,9 @@ class CopyPlan:
 
     def describe(self, target: str) -> list[str]:
         """The plan, for people: lines."""
-        n = len(self.names)
-        ranks = f"{self.n_ranks} rank{'s' * (self.n_ranks != 1)}"
-        lines = [
-            f"copy of {n} array{'s' * (n != 1)}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {self.n_rounds} "
-            f"round{'s' * (self.n_rounds != 1)}"
-        ]
+        arrays, ranks = counted(len(self.names), "array"), counted(self.n_ranks, "rank")
+        rounds = counted(self.n_rounds, "round")
+        lines = [f"copy of {arrays}, {format_nbytes(self.nbytes)}, to '{target}' on {ranks}, {rounds}"]
         for name, info, spec, one in zip(self.names, self.infos, self.specs, self.arrays, strict=True):
             way = "all ranks read a slab together" if one.is_together else "each slab is read by one rank"
             if one.slabs.n_cells == 1 and not one.is_together:

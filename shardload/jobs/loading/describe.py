@@ -107,7 +107,7 @@ def _machine_text(plan: Plan) -> str:
             "ranks_per_node="
         )
     n_nodes = -(-plan.n_ranks // per_node) if per_node else 1
-    told = [f"{printable(machine.name)}, {n_nodes:,} node{'s' * (n_nodes > 1)}, {per_node or plan.n_ranks:,} ranks on each"]
+    told = [f"{printable(machine.name)}, {counted(n_nodes, 'node')}, {per_node or plan.n_ranks:,} ranks on each"]
     figures = machine.figures()
     for origin in (MEASURED, GIVEN, ASSUMED):
         of = [f"{name} {_figure(name, value)}" for name, value in figures.items() if machine.origin_of(name) == origin]

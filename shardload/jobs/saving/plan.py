@@ -121,7 +121,7 @@ class SavePlan:
         """Text for a person, as wide as the terminal."""
         width = width_of_prints()
         room = max(len(name) for name, _ in self._lines) + 2
-        lines = wrap(f"save {len(self.arrays)} array{'s' * (len(self.arrays) > 1)} as '{self.path}'", width, "", "  ")
+        lines = wrap(f"save {counted(len(self.arrays), 'array')} as '{self.path}'", width, "", "  ")
         for name, text in self._lines:
             lines += wrap(text, width, f"  {name:<{room}}", " " * (room + 2))
         return "\n".join(lines)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,23 @@ def test_a_wrong_call_is_shown_up_to_the_users_line(
     assert traceback.extract_tb(error.__traceback__)[-1].filename == tracebacks.__file__, "a debugger needs them"
     monkeypatch.setenv("SHARDLOAD_TRACEBACKS", "all")
     assert tracebacks.__file__ in printed(error, capsys)
+
+
+def test_a_package_that_is_imported_over_a_link(tmp_path: Path) -> None:
+    """As from a home directory that is one. Wrong if nothing were cut there: frames have the name of the link."""
+    (tmp_path / "link").symlink_to(Path(tracebacks.__file__).parents[1])
+    spec = importlib.util.spec_from_file_location("over_a_link", tmp_path / "link" / "comm" / "tracebacks.py")
+    assert spec is not None and spec.loader is not None
+    linked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    names: dict[str, Any] = {}
+    exec(compile("def fail(error):\n    raise error", linked.__file__ or "", "exec"), names)
+    error = ConfigError("no array '/rho'")
+    with pytest.raises(ConfigError):
+        names["fail"](error)
+    linked.share(error, 0, 1)
+    text = linked.text_of(error)
+    assert text is not None and __file__ in text and str(tmp_path) not in text
 
 
 def test_what_the_text_does_not_say_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -232,6 +233,24 @@ def test_which_chunks_are_missing_whichever_axis_can_grow(tmp_path: Path, libver
                 at = tuple(i * c for i, c in zip(index, chunk, strict=True))
                 assert is_listed(file[name], at) == (index in stored)
         source.close()
+
+
+@pytest.mark.parametrize("most", [2, 1000])
+@pytest.mark.parametrize("maxshape", [None, (5, None), (None, 7)])
+def test_a_library_that_contradicts_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maxshape: Any, most: int) -> None:
+    """As versions did that forgot what comes before the file's first byte, in one of two functions. Its list is not used."""
+    path, data = tmp_path / "a.h5", flat((5, 7), "int32", first=1)
+    with h5py.File(path, "w", libver="latest") as file:
+        make(file, "a", data, (2, 3), "gzip", maxshape=maxshape)
+    monkeypatch.setattr(hdf5_chunks, "_TOLD_AT_ONCE", most)
+    source = open_source(str(path), "a")
+    reader: Any = source.chunk_reader()
+    assert reader._list_by_hdf5() is not None
+    asked = reader._identifier
+    wrong = lambda take: asked.chunk_iter(lambda one: take(one._replace(byte_offset=one.byte_offset - 8)))  # noqa: E731
+    reader._identifier = SimpleNamespace(chunk_iter=wrong, get_chunk_info_by_coord=asked.get_chunk_info_by_coord)
+    assert reader._list_by_hdf5() is None
+    source.close()
 
 
 def test_a_library_that_lists_chunks_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

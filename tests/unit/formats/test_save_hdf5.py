@@ -10,6 +10,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ import netCDF4
 import numpy as np
 import pytest
 import xarray as xr
+from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import Region
@@ -304,6 +306,23 @@ def test_the_library_encodes_in_several_threads(tmp_path: Path, name: str) -> No
         for m, one in zip((k, k + 4), both, strict=True):
             alone = encoder.encode(encoder.region((m, 0, 0)), values[m : m + 1])
             assert (bytes(one.data), one.mask) == (bytes(alone.data), alone.mask)
+
+
+def test_the_library_is_locked_where_it_encodes(tmp_path: Path) -> None:
+    """Wrong if another thread could be in HDF5 meanwhile: h5py before 3.16 took no lock there, and the process ended."""
+    values, held = ramp((1, 4, 4), "i4"), list[bool]()
+    encoder = make_sink(str(tmp_path / "x.h5"), {"x": spec("i4", "lzf", (1, 4, 4), values.shape)}).arrays["/x"]
+    first = encoder.encode(encoder.region((0, 0, 0)), values)
+    mine: Any = encoder.pipeline._local  # type: ignore[attr-defined]
+    real = mine.dataset
+
+    def read(at: tuple[int, ...]) -> Any:
+        held.append(phil._is_owned())
+        return real.read_direct_chunk(at)
+
+    mine.dataset = SimpleNamespace(write=real.write, flush=real.flush, read_direct_chunk=read)
+    assert bytes(encoder.encode(encoder.region((0, 0, 0)), values).data) == bytes(first.data)
+    assert held == [True]
 
 
 def test_bfloat16_is_a_float_of_16_bits(tmp_path: Path) -> None:

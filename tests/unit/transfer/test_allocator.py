@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import jax
@@ -76,6 +77,28 @@ def test_an_interruption_while_memory_comes_back_is_not_lost(
         assert len(reserve.take([MIB])[0]) == MIB
     finally:
         signal.signal(number, before)
+
+
+def test_an_interruption_when_memory_has_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if memory were given away that is kept already: the next load would fail."""
+
+    class Interrupted(deque[mmap.mmap]):
+        def append(self, block: mmap.mmap) -> None:
+            super().append(block)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        reserve = Reserve()
+        taken = reserve.take([MIB])
+        monkeypatch.setattr(reserve, "_free", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            del taken
+            threading.Event().wait(60)
+        monkeypatch.setattr(reserve, "_free", deque(reserve._free))
+        assert reserve.nbytes == MIB and len(reserve.take([MIB])[0]) == MIB
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_each_piece_has_its_own() -> None:
