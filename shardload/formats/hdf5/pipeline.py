@@ -50,7 +50,7 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
         kind.set_fields(15, 7, 8, 0, 7)
         kind.set_ebias(127)
         return kind
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" or dtype.isbuiltin == 2:  # float8_e5m2 has the kind of NumPy's floats
         raise ConfigError(
             f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )

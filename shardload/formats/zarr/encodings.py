@@ -57,10 +57,10 @@ class Layout:
 
 def layout(name: str, spec: ArraySpec, version: int) -> Layout:
     """The layout of an array with a checked spec. ConfigError if this version of the format cannot say it."""
-    if spec.dtype.kind not in "biufc":
+    if spec.dtype.kind not in "biufc" or spec.dtype.isbuiltin == 2:  # float8_e5m2 has the kind of NumPy's floats
+        other = "float32, or use the suffix .h5" if spec.dtype.name == "bfloat16" else "float32 or int8"
         raise ConfigError(
-            f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as float32, or "
-            "use the suffix .h5"
+            f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as {other}"
         )
     fill = np.zeros((), spec.dtype)[()] if spec.fill_value is None else spec.fill_value
     chunks = spec.chunks or tuple(max(1, n) for n in spec.shape)

@@ -266,7 +266,12 @@ def test_the_comparison_notices_a_wrong_implementation(tmp_path: Path, wrong: st
         (
             spec(ml_dtypes.bfloat16),
             "zarr",
-            "'/x' holds bfloat16, for which Zarr has no type that zarr-python reads. Save it as float32",
+            r"'/x' holds bfloat16, for which Zarr has no type that zarr-python reads. Save it as float32, or use the suffix \.h5",
+        ),
+        (
+            spec(ml_dtypes.float8_e5m2),
+            "zarr2",
+            "'/x' holds float8_e5m2, for which Zarr has no type .* Save it as float32 or int8",
         ),
         (spec("f4", attrs={"a": np.nan}), "zarr", "the attribute 'a' of '/x' is nan, which Zarr's JSON cannot hold"),
     ],
