@@ -35,10 +35,11 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
                 f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
             )
     if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
-        instead = _INSTEAD.get(spec.dtype.kind, "Save it as float32")
-        raise ConfigError(
-            f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}, or use the suffix .h5 or .zarr"
-        )
+        if spec.dtype.isbuiltin == 2:  # of another package than NumPy
+            instead = "Save it as float32" + (", or use the suffix .h5" if spec.dtype.name == "bfloat16" else " or int8")
+        else:
+            instead = f"{_INSTEAD[spec.dtype.kind]}, or use the suffix .h5 or .zarr"
+        raise ConfigError(f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}")
 
 
 class _Axes:

@@ -501,7 +501,8 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
         ({"x": spec("?")}, "'/x' holds bool, which netCDF4 does not have. Save it as int8"),
         ({"x": spec("c8")}, "Save its real and imaginary parts as two arrays"),
         ({"x": spec("f2")}, "Save it as float32"),
-        ({"x": spec(ml_dtypes.bfloat16)}, "holds bfloat16, which netCDF4 does not have"),
+        ({"x": spec(ml_dtypes.bfloat16)}, r"holds bfloat16, which netCDF4 does not have. .* float32, or use the suffix \.h5$"),
+        ({"x": spec(ml_dtypes.float8_e5m2)}, "holds float8_e5m2, which netCDF4 does not have. Save it as float32 or int8$"),
         (
             {"x": spec("f4", dims=("a", "b", "c")), "y": spec("f4", None, None, (6,), dims=("b",))},
             "axis 'b' has 6 elements in '/y', but 4",
