@@ -58,6 +58,12 @@ __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix
+_DRIVERS = {b"NCSAfami": "family driver", b"NCSAmult": "split or multi driver"}  # the names of drivers in a file's first block
+_JOINED = {
+    "family driver": "`h5repart -family_to_sec2 part%d.h5 whole.h5`",
+    "split or multi driver": "`h5repack` on the name before `-m.h5`",
+}
+_HEAD_NBYTES = 4096
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
@@ -413,6 +419,8 @@ def _open_file(path: str) -> h5py.File:
             "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
             "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
         )
+    elif (driver := _driver_of(path)) is not None:
+        why = f"it is one of the files of HDF5's {driver}, which are one file together. Make one of them: {_JOINED[driver]}."
     elif "truncated file" in said:
         why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
     elif "already open" in said:
@@ -420,6 +428,17 @@ def _open_file(path: str) -> h5py.File:
     else:
         why = "its metadata is damaged or of a newer version of HDF5. Try `h5dump -H` on it."
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
+
+
+def _driver_of(path: str) -> str | None:
+    """The driver that wrote a file which HDF5 cannot open, if it spread the file over several; else None."""
+    try:
+        head = open_file(path)
+    except OSError:
+        return None
+    with os.fdopen(head, "rb") as file:
+        start = file.read(_HEAD_NBYTES)
+    return next((driver for mark, driver in _DRIVERS.items() if mark in start), None)
 
 
 def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:

@@ -571,3 +571,14 @@ def test_a_variable_named_as_a_dimension_that_is_not_its_own(tmp_path: Path) -> 
         assert source.info.is_dimension
     listed = {info.dataset: info.shape for info in list_arrays(str(path)) if not info.is_dimension}
     assert listed == {name: (3, 4) for name in ("/x", "/v", "/g/x", "/g/v")}
+
+
+@pytest.mark.parametrize(
+    ("driver", "how", "part"),
+    [("family", {"memb_size": 1 << 10}, "a0.h5"), ("split", {}, "a%d.h5-m.h5")],
+)
+def test_one_of_several_files_that_are_one(tmp_path: Path, driver: str, how: dict[str, Any], part: str) -> None:
+    with h5py.File(tmp_path / "a%d.h5", "w", driver=driver, **how) as file:
+        file["x"] = flat((30, 40))
+    with pytest.raises(SourceError, match=rf"is one of the files of HDF5's .*{driver}.* driver, .* Make one of them: `h5re"):
+        open_source(str(tmp_path / part), "x")
