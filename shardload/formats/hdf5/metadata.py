@@ -6,6 +6,7 @@ not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_
 from shardload.formats.labels import Coordinate, Labels, names_in
 from shardload.values.decoding import ATTRIBUTES, TEXTS, Packing, typed
 
-__all__ = ["HIDDEN", "NO_VARIABLE", "describe", "filters_of", "labels_of"]
+__all__ = ["HIDDEN", "NO_VARIABLE", "describe", "filters_of", "labels_of", "stands_for_axis"]
 
 _HELPERS = (2, 3)  # filters that rearrange or check bytes; listed after the filter that compresses
 _DECODED_HERE = {1, 32001, 32015}  # `codecs.Chain` limits the size of the data between them
@@ -63,7 +64,8 @@ def describe(
     """
     creation = creation_of(dataset)
     filters = filters_of(dataset)
-    dtype, refused = _type_of(kind_of(dataset))
+    has_attributes = _has_attributes(dataset)
+    dtype, refused = _type_of(kind_of(dataset), lambda: has_attributes and _is_of_pytables(dataset))
     is_virtual = creation.get_layout() == h5py.h5d.VIRTUAL
     if dataset.shape is None:
         refused = "nothing: its dataspace is null, which is neither an array nor a number"
@@ -71,9 +73,8 @@ def describe(
         refused = refuse_filters(dataset, access) or _unbounded(filters, access) or others.refused
     chunks = tuple(creation.get_chunk()) if creation.get_layout() == h5py.h5d.CHUNKED else None
     refused = refused or unaddressable(dataset.shape or (), chunks)
-    has_attributes = _has_attributes(dataset)
     attributes, packing = _attributes(dataset, texts, has_attributes)
-    is_scale = has_attributes and _plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE"
+    is_scale = has_attributes and _is_scale(dataset)
     return ArrayInfo(
         path=path,
         dataset=name,
@@ -85,7 +86,7 @@ def describe(
         nbytes_stored=None if is_virtual else nbytes_stored_of(dataset),
         refused=refused,
         is_coordinate=is_scale,
-        is_dimension=is_scale and str(_plain_attribute(dataset, "NAME")).startswith(NO_VARIABLE),
+        is_dimension=is_scale and _has_no_values(dataset),
         attributes=attributes,
         packing=packing,
     )
@@ -94,6 +95,19 @@ def describe(
 # What HDF5 and the netCDF library keep in attributes for themselves.
 HIDDEN = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_NCProperties", "_nc3_strict"}
 NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable"
+
+
+def stands_for_axis(dataset: h5py.Dataset) -> bool:
+    """True for a netCDF dimension without a variable: a dataset that holds nothing."""
+    return _has_attributes(dataset) and _is_scale(dataset) and _has_no_values(dataset)
+
+
+def _is_scale(dataset: h5py.Dataset) -> bool:
+    return bool(_plain_attribute(dataset, "CLASS") == "DIMENSION_SCALE")
+
+
+def _has_no_values(scale: h5py.Dataset) -> bool:
+    return str(_plain_attribute(scale, "NAME")).startswith(NO_VARIABLE)
 
 
 def labels_of(dataset: h5py.Dataset, has_coords: bool = True) -> Labels:
@@ -167,9 +181,17 @@ def filters_of(dataset: h5py.Dataset) -> list[tuple[int, int, Any, bytes]]:
     return [creation.get_filter(k) for k in range(creation.get_nfilters())]
 
 
-def _type_of(file_type: Any) -> tuple[str, str | None]:
-    """Name of the values' type, and why it is refused (or None)."""
-    if file_type.get_class() in _REFUSED_CLASSES:
+def _is_of_pytables(dataset: h5py.Dataset) -> bool:
+    return _plain_attribute(dataset, "CLASS") in ("ARRAY", "CARRAY", "EARRAY")
+
+
+def _type_of(file_type: Any, is_of_pytables: Callable[[], bool]) -> tuple[str, str | None]:
+    """Name of the values' type, and why it is refused (or None).
+
+    PyTables, and pandas with it, writes booleans as bit fields of a byte, 0 or 1. They are numbers here, as h5py reads them.
+    """
+    is_number = file_type.get_class() == h5py.h5t.BITFIELD and file_type.equal(h5py.h5t.STD_B8LE) and is_of_pytables()
+    if file_type.get_class() in _REFUSED_CLASSES and not is_number:
         return _REFUSED_CLASSES[file_type.get_class()]
     try:
         dtype = file_type.dtype

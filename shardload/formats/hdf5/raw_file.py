@@ -153,6 +153,8 @@ def swap_size(in_file: Any, dtype: np.dtype[Any]) -> int | None:
 def _known_types(dtype: np.dtype[Any], is_native: bool) -> tuple[Any, ...]:
     """HDF5's types in the file whose values NumPy can take as they are, or with their bytes reversed."""
     known = [h5py.h5t.py_create(dtype if is_native else dtype.newbyteorder(), logical=True)]
+    if dtype == np.uint8:
+        known.append(h5py.h5t.STD_B8LE)  # PyTables' booleans
     if dtype.kind == "c":
         order = "LE" if is_native == (sys.byteorder == "little") else "BE"
         name = f"COMPLEX_IEEE_F{4 * dtype.itemsize}{order}"  # the complex type of HDF5 2.0

@@ -47,7 +47,7 @@ from shardload.formats.hdf5.filters import is_stacked
 from shardload.formats.hdf5.integrity import Sizes, Whole
 from shardload.formats.hdf5.links import LostError, Others, close_all, follow, follow_hard, look_through, place_of
 from shardload.formats.hdf5.making import groups_of, properties_of
-from shardload.formats.hdf5.metadata import describe, filters_of, labels_of
+from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
 from shardload.formats.hdf5.raw_file import RawFile, open_to_read, plain_descriptor
@@ -57,6 +57,13 @@ from shardload.planning.region import Region
 __all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
+_NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix
+_DRIVERS = {b"NCSAfami": "family driver", b"NCSAmult": "split or multi driver"}  # the names of drivers in a file's first block
+_JOINED = {
+    "family driver": "`h5repart -family_to_sec2 part%d.h5 whole.h5`",
+    "split or multi driver": "`h5repack` on the name before `-m.h5`",
+}
+_HEAD_NBYTES = 4096
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
@@ -102,6 +109,8 @@ class Hdf5Source(Source):
         is_native_complex = kind_of(dataset).get_class() == getattr(h5py.h5t, "COMPLEX", None)
         name = _COMPLEX.get(self._dtype.name) if is_native_complex else None
         self._memory_type = getattr(h5py.h5t, name) if name else None
+        if kind_of(dataset).get_class() == h5py.h5t.BITFIELD:  # HDF5 does not convert it to a number
+            self._memory_type = h5py.h5t.NATIVE_B8
         self._leaves_gaps = leaves_gaps(dataset)
 
     @property
@@ -410,6 +419,8 @@ def _open_file(path: str) -> h5py.File:
             "another program has it open for writing, or its file system has no locks. If nobody writes to it, set "
             "HDF5_USE_FILE_LOCKING=FALSE in the environment of all ranks."
         )
+    elif (driver := _driver_of(path)) is not None:
+        why = f"it is one of the files of HDF5's {driver}, which are one file together. Make one of them: {_JOINED[driver]}."
     elif "truncated file" in said:
         why = "it is shorter than its own header says: a copy or a writer was interrupted. Copy or write it again."
     elif "already open" in said:
@@ -419,13 +430,24 @@ def _open_file(path: str) -> h5py.File:
     raise SourceError(f"'{path}' is an HDF5 file that cannot be opened: {why} HDF5 says: {said}", path=path)
 
 
+def _driver_of(path: str) -> str | None:
+    """The driver that wrote a file which HDF5 cannot open, if it spread the file over several; else None."""
+    try:
+        head = open_file(path)
+    except OSError:
+        return None
+    with os.fdopen(head, "rb") as file:
+        start = file.read(_HEAD_NBYTES)
+    return next((driver for mark, driver in _DRIVERS.items() if mark in start), None)
+
+
 def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py.Dataset, list[h5py.File]]:
     """The dataset of that name, and the files opened on the way. KeyError if there is no such dataset; SourceError if a link
     has no target, or leads outside.
     """
     found = follow_hard(facts, name)
     if isinstance(found, h5py.h5d.DatasetID):
-        return OpenDataset(found, facts), []
+        return _variable_of(OpenDataset(found, facts), name), []
     try:
         found, opened = follow(facts.file, name, fence)
     except OutsideError as error:
@@ -438,6 +460,19 @@ def _look_up(facts: OpenFacts, path: str, name: str, fence: Fence) -> tuple[h5py
         close_all(opened)
         raise KeyError(name)
     return h5py.Dataset(found), opened
+
+
+def _variable_of(dataset: OpenDataset, name: str) -> OpenDataset:
+    """The variable of that name in netCDF, if the dataset of that name is only a dimension; else the dataset itself.
+
+    A variable that has the name of a dimension, but is no coordinate of it, cannot have that name in HDF5. The netCDF library
+    puts a prefix in front of it, and takes it away when it reads.
+    """
+    if not stands_for_axis(dataset):
+        return dataset
+    above, _, last = name.rpartition("/")
+    found = follow_hard(dataset.facts, f"{above}/{_NON_COORDINATE}{last}")
+    return OpenDataset(found, dataset.facts) if isinstance(found, h5py.h5d.DatasetID) else dataset
 
 
 def _describe(
@@ -477,14 +512,37 @@ def _describe_all(
     base = (group.name or "").rstrip("/")
     if most is not None and len(names) > most and like:
         names = _likest_first(names, like.removeprefix(base).strip("/"))
+    netcdf = _netcdf_names(group, names)
     for name in names:
-        full = f"{base}/{os.fsdecode(name)}"  # h5py gives bytes for names that are not UTF-8
+        text = os.fsdecode(name)  # h5py gives bytes for names that are not UTF-8
+        if text in netcdf.values():
+            continue  # the dimension, whose name the variable has
+        full = f"{base}/{netcdf.get(text, text)}"
         try:
             found = group[name]
             if isinstance(found, h5py.Dataset):
                 yield _describe(found, path, full, look_through(found, fence, access), texts, access)
         except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:  # h5py asserts, too
             yield ArrayInfo(path, full, "HDF5", (), "unknown", refused=f"metadata that HDF5 cannot read ({error})")
+
+
+def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
+    """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
+    found = {}
+    for text in map(os.fsdecode, names):
+        above, _, last = text.rpartition("/")
+        plain = f"{above}/{last.removeprefix(_NON_COORDINATE)}".lstrip("/")
+        if last.startswith(_NON_COORDINATE) and _is_dimension_at(group, plain):
+            found[text] = plain
+    return found
+
+
+def _is_dimension_at(group: h5py.Group, name: str) -> bool:
+    try:
+        found = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
+        return isinstance(found, h5py.Dataset) and stands_for_axis(found)
+    except (KeyError, OSError, RuntimeError, ValueError):  # `_describe_all` says what is wrong
+        return False
 
 
 def _likest_first(names: list[Any], like: str) -> list[Any]:

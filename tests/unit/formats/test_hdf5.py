@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import ArrayInfo, Source
+from shardload.formats.hdf5 import source as source_module
 from shardload.formats.lookup import find_array, list_arrays, open_source
 from shardload.planning.region import Region
 from tests.unit.files import DTYPES, SHAPES, check_source, chunks_of, flat, read_all, write_hdf5
@@ -523,3 +525,60 @@ def test_read_into_refuses_another_buffer_or_region(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"region \[.*'/a' in"):
             source.read_into(region, out)
     source.close()
+
+
+def of_pytables(path: Path, **how: Any) -> np.ndarray[Any, Any]:
+    """Write booleans as PyTables does: bit fields of a byte, 0 or 1."""
+    values = (np.arange(7 * 5 * 3) % 3 == 0).reshape(7, 5, 3)
+    kind = h5py.Datatype(h5py.h5t.STD_B8LE.copy())
+    with h5py.File(path, "w") as file:
+        made = file.create_dataset("/flags", values.shape, dtype=kind, **how)
+        made.id.write(h5py.h5s.ALL, h5py.h5s.ALL, values.astype("u1"), h5py.h5t.NATIVE_B8)
+        made.attrs["CLASS"] = np.bytes_("CARRAY")
+    return values.astype("u1")
+
+
+@pytest.mark.parametrize("how", [{}, {"chunks": (2, 5, 2)}, {"chunks": (2, 5, 2), "compression": "gzip", "shuffle": True}])
+@pytest.mark.parametrize("by", ["h5py", "shardload"])
+def test_booleans_of_pytables(tmp_path: Path, how: dict[str, Any], by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = of_pytables(tmp_path / "a.h5", **how)
+    if by == "h5py":
+        monkeypatch.setattr(source_module, "raw_of", lambda _: None)  # nothing is read without the HDF5 library
+    with closing(open_source(str(tmp_path / "a.h5"), "flags")) as source:
+        assert (source.info.dtype, source.info.refused) == ("uint8", None)
+        region = Region((1, 0, 1), (6, 5, 3))
+        out = np.full(region.shape, 9, "u1")
+        source.read_into(region, out)
+        assert np.array_equal(out, values[region.slices()])
+        assert np.array_equal(source.plain(region), values[region.slices()])
+
+
+def test_a_variable_named_as_a_dimension_that_is_not_its_own(tmp_path: Path) -> None:
+    """The netCDF library stores it under another name, because the dimension has its name in HDF5."""
+    path = tmp_path / "a.nc"
+    with netCDF4.Dataset(path, "w") as file:
+        group = file.createGroup("g")
+        for at in (file, group):
+            at.createDimension("x", 4)
+            at.createDimension("y", 3)
+            at.createVariable("x", "f4", ("y", "x"))[:] = flat((3, 4)) + (at is group)
+            at.createVariable("v", "f4", ("y", "x"))[:] = flat((3, 4))
+    for name, more in (("/x", 0), ("x", 0), ("g/x", 1)):
+        with closing(open_source(str(path), name)) as source:
+            assert source.info.shape == (3, 4) and not source.info.is_dimension
+            assert np.array_equal(source.plain(Region.whole((3, 4))), flat((3, 4)) + more)
+    with closing(open_source(str(path), "y")) as source:
+        assert source.info.is_dimension
+    listed = {info.dataset: info.shape for info in list_arrays(str(path)) if not info.is_dimension}
+    assert listed == {name: (3, 4) for name in ("/x", "/v", "/g/x", "/g/v")}
+
+
+@pytest.mark.parametrize(
+    ("driver", "how", "part"),
+    [("family", {"memb_size": 1 << 10}, "a0.h5"), ("split", {}, "a%d.h5-m.h5")],
+)
+def test_one_of_several_files_that_are_one(tmp_path: Path, driver: str, how: dict[str, Any], part: str) -> None:
+    with h5py.File(tmp_path / "a%d.h5", "w", driver=driver, **how) as file:
+        file["x"] = flat((30, 40))
+    with pytest.raises(SourceError, match=rf"is one of the files of HDF5's .*{driver}.* driver, .* Make one of them: `h5re"):
+        open_source(str(tmp_path / part), "x")
