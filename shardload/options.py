@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTO", "CHECKSUM", "DEFAULTS", "FILE", "FULL", "INDEX", "OPTIONS", "OWN", "STAGING_NBYTES", "TIMEOUT", "Option",
-    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "key_of", "keywords_of", "options_of", "pad_value",
+    "Options", "Progress", "defaults_of", "fill_value", "filter_names", "is_plain_tuple", "key_of", "keywords_of", "options_of",
+    "pad_value",
 ]  # fmt: skip
 
 AUTO = "auto"
@@ -94,16 +95,21 @@ def _edge(edge: Any) -> Any:
     return tuple(rules) if is_list else edge
 
 
+def is_plain_tuple(value: Any) -> bool:
+    """True for a tuple without names, as NumPy indexes by. A named one has a field for each array: it is a node of a tree."""
+    return isinstance(value, tuple) and not hasattr(value, "_fields")
+
+
 def _is_one_halo(halo: Any) -> bool:
     """True for one halo or edge: a number or word, or a tuple of them, or a dict of them by axis."""
     values = halo.values() if isinstance(halo, Mapping) and all(map(_is_integer, halo)) else halo
-    is_several = isinstance(halo, tuple) or values is not halo
+    is_several = is_plain_tuple(halo) or values is not halo
     return all(isinstance(one, (str, Number)) for one in (values if is_several else (halo,)))
 
 
 def _is_one_selection(select: Any) -> bool:
     """True for one selection: an integer, a slice or ``...``, or a tuple of them."""
-    if isinstance(select, tuple):
+    if is_plain_tuple(select):
         return all(_is_one_selection(part) and not isinstance(part, tuple) for part in select)
     return select is None or select is ... or isinstance(select, slice) or _is_integer(select)
 

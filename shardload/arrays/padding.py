@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardload.arrays.sharding import read_spec
 from shardload.errors import ConfigError
 
-__all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy"]
+__all__ = ["Extent", "cut_out", "extent_of", "is_known", "make_mask", "remember", "to_numpy", "was_decoded"]
 
 Array = np.ndarray[Any, Any]
 Index = np.ndarray[Any, np.dtype[np.int64]]
@@ -95,24 +95,34 @@ class Extent:
 # --- which extent has an array?
 
 # By the id of an array that a load returned. An entry goes when its array does, so an id is never that of another array.
-_loaded: dict[int, tuple[weakref.ref[Any], Extent]] = {}
+_loaded: dict[int, tuple[weakref.ref[Any], Extent, bool | None]] = {}
 
 
-def remember(array: jax.Array, extent: Extent) -> None:
-    """Keep the extent of an array that a load returns, for as long as the array exists."""
+def remember(array: jax.Array, extent: Extent, is_decoded: bool | None = None) -> None:
+    """Keep the extent of an array that a load returns, and what `was_decoded` says, for as long as the array exists."""
     key = id(array)
 
     def forget(ref: weakref.ref[Any]) -> None:
         if key in _loaded and _loaded[key][0] is ref:
             del _loaded[key]
 
-    _loaded[key] = (weakref.ref(array, forget), extent)
+    _loaded[key] = (weakref.ref(array, forget), extent, is_decoded)
 
 
 def is_known(array: Any) -> bool:
     """True if a load returned this very array."""
-    ref, _ = _loaded.get(id(array), (None, None))
-    return ref is not None and ref() is array
+    return _known(array) is not None
+
+
+def was_decoded(array: Any) -> bool | None:
+    """Whether a load decoded this very array, or left its packed numbers as they are stored; None if nothing says so."""
+    known = _known(array)
+    return None if known is None else known[1]
+
+
+def _known(array: Any) -> tuple[Extent, bool | None] | None:
+    ref, extent, is_decoded = _loaded.get(id(array), (None, None, None))
+    return None if extent is None or ref is None or ref() is not array else (extent, is_decoded)
 
 
 def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str) -> Extent:
@@ -133,14 +143,14 @@ def extent_of(array: jax.Array, given: Extent | Sequence[int] | None, name: str)
         If the array is not known, or what is given does not fit it.
     """
     if given is None:
-        ref, known = _loaded.get(id(array), (None, None))
-        if known is None or ref is None or ref() is not array:
+        known = _known(array)
+        if known is None:
             raise ConfigError(
                 f"{name} of shape {array.shape} is not an array that shardload returned, so nothing says which of its elements "
                 "are the file's. (An array that was computed, copied or moved from a loaded one is another array.) Pass the "
                 "plan too, or the shape without padding: mask(x, plan), unpad(x, (1000, 3))"
             )
-        return known
+        return known[0]
     if not isinstance(given, Extent):
         given = _extent_of_shape(array, given, name)
     if given.shape_global != array.shape:

@@ -255,7 +255,7 @@ class _Rules:
             # An array, as xarray makes one: this gives Python's numbers a type.
             found = list(np.ravel(self.numbers(key))) if key in self._packing else []
             fills[key] = [number for number in found if number == number]
-            has_fill |= bool(fills[key]) or (bool(found) and self._dtype.kind not in "iu")
+            has_fill |= bool(fills[key]) or (key in self._packing and self._dtype.kind not in "iu")  # also without a number
         other = self._other()
         stored_as = self._dtype if other is None else other
         if other is not None:  # only `_FillValue` is converted, as in xarray

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,6 +385,39 @@ def test_what_marks_missing_data(comm: Any, shared_tmp_path: Path, kind: str) ->
                     np.testing.assert_array_equal(found.w.values, whole)
 
     on_root(comm, look)
+
+
+@pytest.mark.parametrize(("stored", "factor"), [("f4", np.float32(0.5)), ("i2", np.int16(3)), ("i2", np.float32(0.5))])
+@pytest.mark.parametrize("suffix", ["h5", "nc", "zarr"])
+def test_like_knows_whether_a_load_decoded(comm: Any, shared_tmp_path: Path, stored: str, factor: Any, suffix: str) -> None:
+    """Wrong if decoded numbers got the factor of the packed ones again, or packed ones lost it: where both have one type, or
+    stored integers were loaded as floating point numbers, only the load tells.
+    """
+    values = ramp(cube(), stored)
+
+    def make() -> None:
+        with h5py.File(shared_tmp_path / "in.h5", "w") as file:
+            file["t"] = values
+            file["t"].attrs["scale_factor"] = factor
+
+    on_root(comm, make)
+    like = f"{shared_tmp_path}/in.h5:/t"
+    for decode in (True, False):
+        how: dict[str, Any] = {"dtype": "float32"} if np.dtype(type(factor)).kind == "f" else {}
+        plan = shardload.plan(like, mesh_of(), P("a", "b"), decode=decode, **how)
+        x = plan.execute()
+        made = {"t": x, "computed": x + 0} if decode else {"t": x}
+        path = shared_tmp_path / f"{decode}.{suffix}"
+        shardload.save(path, made, like=dict.fromkeys(made, like), plan=dict.fromkeys(made, plan))
+        for name in made:
+            found = shardload.load(path, mesh_of(), P("a", "b"), dataset=name, decode=True, dtype="float32")
+            check(found, values.astype("f4") * np.float32(factor), mesh_of(), P("a", "b"), (decode, name))
+        if stored == "f4":
+            save = partial(shardload.save, shared_tmp_path / f"no-{decode}.{suffix}", like=like)
+            same_error(
+                comm, lambda x=x, save=save: save(x + 0), ConfigError, "nothing says whether", "scale_factor=0.5", "plan="
+            )
+            save({"u": x + 0}, like={"u": like}, attrs={"u": {"scale_factor": factor}})
 
 
 @pytest.mark.parametrize("writers", ["all", "root"])

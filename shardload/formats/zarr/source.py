@@ -524,6 +524,9 @@ def _packing(array: Any) -> Packing:
     if kind == "c" and "_FillValue" in found:
         value = _attribute(array, "_FillValue")
         found["_FillValue"] = typed(np.complex128(complex(*value) if isinstance(value, list) else value))
+    value = attributes.get("_FillValue")
+    if kind in "iu" and array.metadata.zarr_format == 3 and isinstance(value, float) and math.isfinite(value):
+        found["_FillValue"] = typed(int(value))  # as xarray: without its fraction
     fill = array.metadata.fill_value if array.metadata.zarr_format == 2 else None
     if fill is not None and kind in "biufc":
         found["_FillValue"] = typed(np.asarray(fill, array.dtype)[()])

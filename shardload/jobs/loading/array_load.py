@@ -372,7 +372,8 @@ class OwnArray:
         held = ((p.region, p.data) for p in self.shards.values())
         kind = self.load.kind
         self.array = assemble(kind.shape_global, kind.sharding, kind.dtype, held, self._early)
-        remember(self.array, self.load.layout.extent)
+        is_decoded = self.load.layout.decoding is not None or (False if self.load.info.packing else None)
+        remember(self.array, self.load.layout.extent, is_decoded)
         self.device = Phase(time.perf_counter() - started, self.nbytes)
 
     def check_unchanged(self) -> None:

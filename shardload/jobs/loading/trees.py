@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from shardload.comm.error_codec import as_shardload
 from shardload.errors import ConfigError, ShardloadError, StallError
+from shardload.options import is_plain_tuple
 from shardload.planning.selection import Between, Near
 from shardload.system.interruption import let_interruption_pass
 
@@ -152,7 +153,7 @@ def is_one_spec(value: Any) -> bool:
     """The same for `spec`: a tuple of names of mesh axes, as ``("a", None)``, is one spec."""
     if value is None or isinstance(value, PartitionSpec):
         return True
-    if isinstance(value, tuple):
+    if is_plain_tuple(value):
         return all(
             entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(n, str) for n in entry))
             for entry in value

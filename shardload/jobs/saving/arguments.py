@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.arrays.padding import Extent, extent_of, is_known
+from shardload.arrays.padding import Extent, extent_of, is_known, was_decoded
 from shardload.arrays.sharding import describe_sharding
 from shardload.errors import ConfigError
 from shardload.formats.base import refusal
@@ -55,6 +55,8 @@ class ToSave:
         As in `ArraySpec`; ``_FillValue`` is one of the attributes.
     unlimited : tuple of str or int
         Axes that can grow: names or numbers.
+    is_decoded : bool or None
+        Whether the load of a packed array decoded it; None if nothing says so.
     """
 
     name: str
@@ -68,6 +70,7 @@ class ToSave:
     attrs: Mapping[str, Any]
     checksum: bool = False
     unlimited: tuple[str | int, ...] = ()
+    is_decoded: bool | None = None
 
     @property
     def is_everywhere(self) -> bool:
@@ -87,6 +90,7 @@ class ToSave:
             "dims": repr(self.dims),
             "unlimited": repr(self.unlimited),
             "attrs": _text_of(self.attrs),
+            "decode": repr(self.is_decoded),
         }
 
 
@@ -232,7 +236,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
     unlimited = _by_name(names, "unlimited", given["unlimited"], None)
     order = _by_name(names, "byteorder", given["byteorder"], None)
     attrs, of_file = _attrs(names, is_single, given["attrs"])
-    extents = _extents(leaves, is_single, given["shape"], given["plan"])
+    loaded = _loaded(leaves, is_single, given["shape"], given["plan"])
     made = []
     for name, x in leaves.items():
         if order[name] not in _BYTE_ORDERS:
@@ -241,7 +245,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
             ToSave(
                 name=name,
                 x=x,
-                shape=extents[name],
+                shape=loaded[name][0],
                 dtype=np.dtype(x.dtype).newbyteorder(_BYTE_ORDERS[order[name]]),
                 chunks=_sizes("chunks", name, chunks[name], (AUTO, None)),
                 shards=_sizes("shards", name, shards[name], (None,)),
@@ -249,6 +253,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
                 dims=_names("dims", name, dims[name]),
                 attrs=attrs[name],
                 unlimited=_axes(name, unlimited[name]),
+                is_decoded=loaded[name][1] if given["like"] is not None else None,
             )
         )
     return made, of_file
@@ -389,8 +394,8 @@ def _axes(name: str, given: Any) -> tuple[str | int, ...]:
     return tuple(one if isinstance(one, str) else int(one) for one in given)
 
 
-def _extents(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of each array without padding."""
+def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[tuple[int, ...], bool | None]]:
+    """What is known of each array from its load: the shape without padding, and whether it was decoded."""
     if shape is not None and plan is not None:
         raise ConfigError("both shape and plan are given; pass one of them")
     given: dict[str, Any] = {}
@@ -408,19 +413,22 @@ def _extents(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> 
         _walk(plans, "", found)
         _check_names(list(leaves), "plan", found)
         given = found
-    shapes = {}
+    loaded = {}
     for name, x in leaves.items():
-        one = given.get(name)
+        one, is_decoded = given.get(name), was_decoded(x)
         if isinstance(one, Plan):
+            # An array that was computed from stored numbers may have any values: only decoding tells.
+            if is_decoded is None and one.is_decoded:
+                is_decoded = True
             one = one.extent
         if one is None and not is_known(x):
-            shapes[name] = tuple(x.shape)
+            loaded[name] = tuple(x.shape), is_decoded
             continue
         extent = extent_of(x, one, f"'{name}'")
         if any(extent.halo):
             raise ConfigError(f"'{name}' has halos, whose elements belong to other shards. Save shardload.unpad(x) instead")
-        shapes[name] = extent.shape
-    return shapes
+        loaded[name] = extent.shape, is_decoded
+    return loaded
 
 
 def _text_of(value: Any) -> str:

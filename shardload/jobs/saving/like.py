@@ -112,16 +112,38 @@ def _attrs(one: ToSave, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     attrs = {key: _typed(told) for key, told in known["attrs"].items() if key not in one.attrs}
     if not kind.startswith("zarr"):  # JSON's null, which says nothing
         attrs = {key: value for key, value in attrs.items() if value is not None}
-    how = _PACKING & attrs.keys()
-    is_decoded = known["kind"] in "iu" and bool(how) and one.dtype.kind not in "biu"
-    is_decoded |= how == {"_Unsigned"} and one.dtype.kind in "iu" and one.dtype.kind != known["kind"]
-    if is_decoded:  # they would be so a second time
+    if _is_decoded(one, known["kind"], attrs):  # they would be so a second time
         attrs = {key: value for key, value in attrs.items() if key not in _OF_PACKED}
     fill = {key: attrs.pop(key) for key in ("_FillValue",) if key in attrs}
     found, _, lost = attrs_for(kind, f"'{one.name}'", attrs)
     if lost:
         raise ConfigError(f"{lost[0]} cannot be taken from the array in like=. Pass another value for it in attrs=")
     return found | fill
+
+
+def _is_decoded(one: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
+    """Whether the attributes say how numbers are packed that this array has as values.
+
+    Raises
+    ------
+    ConfigError
+        If the packed numbers are of floating point, too, so that nothing says which of the two it has.
+    """
+    how = _PACKING & attrs.keys()
+    if not how or one.is_decoded is not None:
+        return bool(how) and one.is_decoded is True
+    if how == {"_Unsigned"} and one.dtype.kind in "iu":
+        return one.dtype.kind != kind
+    if kind in "iu" or one.dtype.kind in "biu":
+        return kind in "iu" and one.dtype.kind not in "biu"
+    packed = [f"{key}={attrs[key]}" for key in sorted(how & {"scale_factor", "add_offset"}) if attrs[key] != (key[0] == "s")]
+    if packed and _PACKING.isdisjoint(one.attrs):
+        raise ConfigError(
+            f"'{one.name}' holds {one.dtype.name}, and the array in like= holds floating point numbers that are packed "
+            f"({', '.join(packed)}), so nothing says whether yours are such numbers or decoded values. For values pass the "
+            "plan that decoded them, plan=; for packed numbers pass the attributes yourself, in attrs="
+        )
+    return False
 
 
 def _told(value: Any) -> Any:
@@ -135,14 +157,14 @@ def _told(value: Any) -> Any:
     if found.dtype.kind in "biufcS":
         return [found.dtype.str, found.shape, b64encode(found.tobytes()).decode()]
     if isinstance(value, (bytes, str, int, list, tuple, dict)) or found.dtype.kind == "U" or found.ndim:
-        return {"is": found.tolist() if isinstance(value, np.ndarray) else value}
+        return {"texts": found.tolist()} if isinstance(value, np.ndarray) else {"is": value}
     return None
 
 
 def _typed(told: Any) -> Any:
     """The inverse of `_told`."""
-    if isinstance(told, dict):
-        return told["is"]
+    if isinstance(told, dict):  # an array, because netCDF has one text as an array of one
+        return np.array(told["texts"], dtype=object) if "texts" in told else told["is"]
     name, shape, data = told
     return np.frombuffer(b64decode(data), np.dtype(name)).reshape(shape)[()]
 

@@ -11,6 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import xarray as xr
+import zarr
+from xarray.backends.zarr import FillValueCoder
 
 from shardload.errors import ConfigError
 from shardload.formats.access import STRICT, Access, Limits
@@ -24,7 +27,7 @@ Array = np.ndarray[Any, Any]
 SHAPE = (4, 6, 10)
 
 
-def decoded(path: Path, name: str, access: Access = STRICT) -> Array:
+def decoded(path: Path, name: str | None, access: Access = STRICT) -> Array:
     """A variable, as its metadata says after it went through JSON to another rank."""
     info = ArrayInfo.from_json(find_array(path, name, access).to_json())
     source = open_source(path, info.dataset, access)
@@ -100,3 +103,13 @@ def test_complex_numbers_by_xarray(tmp_path: Path, zarr_format: int) -> None:
     made["z"].encoding["_FillValue"] = np.complex64(9 + 9j)
     made.to_zarr(tmp_path / "a.zarr", zarr_format=zarr_format, consolidated=False)  # type: ignore[call-overload]
     assert_same(decoded(tmp_path / "a.zarr", "z"), open_by_xarray(tmp_path / "a.zarr")["z"], "z")
+
+
+def test_a_fill_value_with_a_fraction(tmp_path: Path) -> None:
+    """xarray takes it as an integer where Zarr format 3 holds integers; wrong if another number, or none, became NaN."""
+    made = zarr.create_array(str(tmp_path / "a.zarr"), data=np.arange(6, dtype="i2"), attributes={"_FillValue": 2.5})
+    made.attrs["scale_factor"] = 0.5
+    wanted = xr.Variable("x", np.arange(6, dtype="i2"), {"_FillValue": FillValueCoder.decode(2.5, "i2"), "scale_factor": 0.5})
+    values = np.asarray(xr.conventions.decode_cf_variable("a", wanted, decode_times=False).values)
+    assert np.isnan(values).tolist() == [False, False, True, False, False, False]
+    assert_same(decoded(tmp_path / "a.zarr", None), values, "a")

@@ -13,6 +13,7 @@ from typing import Any
 import google_crc32c
 import h5py
 import ml_dtypes
+import netCDF4
 import numpy as np
 import pytest
 import tensorstore
@@ -374,6 +375,17 @@ def test_complex_and_empty_attributes_of_an_array_in_like(tmp_path: Path, name: 
     assert found.pop("none") == "" and found.pop("_FillValue") == 1
     if name == "out.h5":
         assert found["z"].dtype == "c8" and found["z"] == 2 + 3j and found["row"].tolist() == [1j, 2]
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
+def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> None:
+    """Wrong if it became a list in JSON: so the netCDF library stores text that is not ASCII."""
+    with netCDF4.Dataset(tmp_path / "in.nc", "w") as file:
+        file.createDimension("n", 4)
+        file.createVariable("x", "f4", ("n",)).setncatts({"long_name": "Größe", "two": ["a", "ö"]})
+    shardload.save(tmp_path / name, np.arange(4, dtype="f4"), like=f"{tmp_path}/in.nc:/x", dataset="x")
+    found = shardload.open(tmp_path / name)["x"].attrs
+    assert found["long_name"] == "Größe" and found["two"] == ["a", "ö"]
 
 
 def test_null_of_json_in_like(tmp_path: Path) -> None:

@@ -45,6 +45,19 @@ def test_one_name_is_no_tree() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "values"),
+    [("halo", (2, 1)), ("edge", ("wrap", 0)), ("select", (0, slice(1, 3))), ("spec", ("a", None)), ("select", (None, None))],
+)
+def test_a_named_tuple_is_a_tree(name: str, values: Any) -> None:
+    """Wrong if the values of two arrays were taken for those of the axes of both; a tuple without names is one value."""
+    option = next((option for option in OWN if option.name == name), None)
+    is_single = is_one_spec if option is None or option.is_one is None else option.is_one
+    tree = ArrayTree.join("a.h5", Pair("x", "y"))
+    assert tree.spread(name, Pair(*values), is_single) == list(values)
+    assert tree.spread(name, values, is_single) == [values, values]
+
+
+@pytest.mark.parametrize(
     ("path", "dataset", "expected"),
     [
         (["a", "b"], "x", [("a", "x"), ("b", "x")]),

@@ -104,6 +104,9 @@ def packings(draw: st.DrawFn) -> tuple[Array, dict[str, Any]]:
 @example((np.array([7, 8], "i4"), {"scale_factor": np.float32(0.1), "add_offset": np.float32(0.1)}))
 @example((np.array([7, 8], "i2"), {"scale_factor": np.float32(0.1), "add_offset": np.float64(0.1)}))
 @example((np.array([1, 0], "i1"), {"dtype": "bool"}))
+@example((np.array([7, 8], "f4"), {"add_offset": np.float64(0.1), "missing_value": np.array([], "f4")}))
+@example((np.array([0.1, 8], "f8"), {"scale_factor": np.float32(0.1), "missing_value": np.array([], "f8")}))
+@example((np.array([7, 8], "i2"), {"add_offset": np.float32(0.1), "missing_value": np.array([], "i2")}))
 def test_decoded_as_xarray_does(case: tuple[Array, dict[str, Any]]) -> None:
     """Wrong if a type were chosen by another rule, a step done in another type or order, or a fill value compared otherwise."""
     stored, attributes = case
