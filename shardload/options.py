@@ -125,19 +125,21 @@ def _staging(staging: Any) -> str | int:
     return AUTO if isinstance(staging, str) and staging == AUTO else parse_nbytes(staging)
 
 
-def _verify(verify: Any) -> str:
-    if not isinstance(verify, str) or verify not in VERIFY:
-        raise ConfigError(f"verify is {verify!r}; expected 'index' (always happens), 'checksum', 'file' or 'full'")
-    return verify
+def _level(name: str, expected: str) -> Callable[[Any], str]:
+    """The check of a level of `VERIFY`, which `name` is in messages."""
+
+    def check(level: Any) -> str:
+        if not isinstance(level, str) or level not in VERIFY:
+            raise ConfigError(f"{name} is {level!r}; expected {expected}")
+        return level
+
+    return check
 
 
-def _how(how: Any) -> str:
-    if not isinstance(how, str) or how not in VERIFY:
-        raise ConfigError(
-            f"how of verify is {how!r}; expected 'full' (all elements), 'file' (some regions), 'checksum' (replicas) or "
-            "'index' (shape and dtype)"
-        )
-    return how
+_verify = _level("verify", "'index' (always happens), 'checksum', 'file' or 'full'")
+_how = _level(
+    "how of verify", "'full' (all elements), 'file' (some regions), 'checksum' (replicas) or 'index' (shape and dtype)"
+)
 
 
 def _progress(progress: Any) -> Any:

@@ -45,6 +45,7 @@ __all__ = [
     "check_request",
     "fresh",
     "has_missing",
+    "is_added",
     "json_value",
     "native_dtype",
     "nbytes_of",
@@ -765,6 +766,15 @@ def refusal(dtype: np.dtype[Any]) -> str | None:
     if dtype.type.__module__ == "ml_dtypes":
         return None
     return _KINDS.get(dtype.kind, "raw bytes without a type")
+
+
+def is_added(dtype: np.dtype[Any]) -> bool:
+    """True for a type that another package has added to NumPy: bfloat16 and smaller floats, which may have the kind of NumPy's.
+
+    >>> is_added(np.dtype("float16"))
+    False
+    """
+    return dtype.isbuiltin == 2
 
 
 def unaddressable(shape: Sequence[int], chunks: Sequence[int] | None) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.base import is_added
 from shardload.planning.region import Region
 
 __all__ = ["cast_into"]
@@ -62,7 +63,7 @@ def _fits(raw: Array, out: Array) -> bool:
             np.copyto(out, raw, casting="unsafe")
     except FloatingPointError:
         return False
-    if out.dtype.isbuiltin == 2:
+    if is_added(out.dtype):
         return _fits_foreign(raw, out)
     if out.dtype.kind not in "iu":
         return True

@@ -15,12 +15,13 @@ import h5py
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.base import is_added
+from shardload.formats.hdf5.metadata import NO_VARIABLE
 from shardload.formats.netcdf import NETCDF_TYPES, refused_by_hdf5, refused_by_netcdf, unreadable_name
 from shardload.formats.sink import ArraySpec
 
 __all__ = ["check_netcdf", "name_axes", "write_attrs"]
 
-_NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
@@ -35,7 +36,7 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
                 f"'{name}' has a name {why}, which netCDF programs do not read: {_told(part)}. Choose another one"
             )
     if f"{spec.dtype.kind}{spec.dtype.itemsize}" not in NETCDF_TYPES:
-        if spec.dtype.isbuiltin == 2:  # of another package than NumPy
+        if is_added(spec.dtype):
             instead = "Save it as float32" + (", or use the suffix .h5" if spec.dtype.name == "bfloat16" else " or int8")
         else:
             instead = f"{_INSTEAD[spec.dtype.kind]}, or use the suffix .h5 or .zarr"
@@ -171,7 +172,7 @@ def _valueless(file: h5py.File, scale: str, length: int, grows: bool) -> None:
         )
     extent = {"maxshape": (None,), "chunks": (1024,)} if grows else {}
     made = file.create_dataset(scale, shape=(length,), dtype=">f4", **extent)
-    made.make_scale(f"{_NO_VARIABLE}{length:10d}")
+    made.make_scale(f"{NO_VARIABLE}.{length:10d}")
 
 
 def write_attrs(owner: Any, name: str, attrs: Mapping[str, Any], *, is_netcdf: bool) -> None:
@@ -238,4 +239,4 @@ def _added_type(value: Any) -> str | None:
         found = value.dtype if isinstance(value, np.ndarray | np.generic) else np.asarray(value).dtype
     except ValueError:  # lists of different lengths: h5py's error is told
         return None
-    return found.name if found.isbuiltin == 2 else None
+    return found.name if is_added(found) else None

@@ -22,6 +22,7 @@ from h5py._objects import phil
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
+from shardload.formats.base import is_added
 from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.sink import ArraySpec, Stored
@@ -50,7 +51,7 @@ def create_type(name: str, dtype: np.dtype[Any]) -> h5py.h5t.TypeID:
         kind.set_fields(15, 7, 8, 0, 7)
         kind.set_ebias(127)
         return kind
-    if dtype.kind not in "biufc" or dtype.isbuiltin == 2:  # float8_e5m2 has the kind of NumPy's floats
+    if dtype.kind not in "biufc" or is_added(dtype):
         raise ConfigError(
             f"'{name}' holds {dtype.name}, for which HDF5 has no type that others read. Save it as float32 or int8"
         )

@@ -513,10 +513,11 @@ def _describe_all(
     if most is not None and len(names) > most and like:
         names = _likest_first(names, like.removeprefix(base).strip("/"))
     netcdf = _netcdf_names(group, names)
+    dimensions = set(netcdf.values())  # whose names variables have
     for name in names:
         text = os.fsdecode(name)  # h5py gives bytes for names that are not UTF-8
-        if text in netcdf.values():
-            continue  # the dimension, whose name the variable has
+        if text in dimensions:
+            continue
         full = f"{base}/{netcdf.get(text, text)}"
         try:
             found = group[name]
@@ -529,7 +530,7 @@ def _describe_all(
 def _netcdf_names(group: h5py.Group, names: list[Any]) -> dict[str, str]:
     """The names in netCDF of variables that have another one in HDF5: see `_variable_of`."""
     found = {}
-    for text in map(os.fsdecode, names):
+    for text in (text for text in map(os.fsdecode, names) if _NON_COORDINATE in text):
         above, _, last = text.rpartition("/")
         plain = f"{above}/{last.removeprefix(_NON_COORDINATE)}".lstrip("/")
         if last.startswith(_NON_COORDINATE) and _is_dimension_at(group, plain):

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats import encoding
+from shardload.formats.base import is_added
 from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
 from shardload.formats.sink import ArraySpec, Compression
 
@@ -57,7 +58,7 @@ class Layout:
 
 def layout(name: str, spec: ArraySpec, version: int) -> Layout:
     """The layout of an array with a checked spec. ConfigError if this version of the format cannot say it."""
-    if spec.dtype.kind not in "biufc" or spec.dtype.isbuiltin == 2:  # float8_e5m2 has the kind of NumPy's floats
+    if spec.dtype.kind not in "biufc" or is_added(spec.dtype):
         other = "float32, or use the suffix .h5" if spec.dtype.name == "bfloat16" else "float32 or int8"
         raise ConfigError(
             f"'{name}' holds {spec.dtype.name}, for which Zarr has no type that zarr-python reads. Save it as {other}"

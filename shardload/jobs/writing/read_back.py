@@ -22,7 +22,7 @@ import numpy as np
 
 from shardload.errors import SourceError, VerifyError
 from shardload.formats.access import Access
-from shardload.formats.base import native_dtype, read_at
+from shardload.formats.base import is_added, native_dtype, read_at
 from shardload.formats.lookup import format_of
 from shardload.formats.sink import Decode, Sink, Ticket
 from shardload.planning.grid import unravel
@@ -46,7 +46,7 @@ def checksum_of_values(values: Array) -> int:
     float32, with one NaN for all: that the bytes are those that were written, their own checksum says.
     """
     native = np.asarray(values).astype(native_dtype(values.dtype), copy=False)
-    if native.dtype.isbuiltin == 2:  # of another package than NumPy
+    if is_added(native.dtype):
         with np.errstate(invalid="ignore"):
             native = native.astype(np.float32).astype(native.dtype)
     return checksum(native)
