@@ -21,6 +21,8 @@ from shardload.options import OPTIONS
 from shardload.system.terminal import say_error
 
 __all__ = [
+    "IN_COMMANDS",
+    "IN_INFO",
     "as_typed",
     "complete_mesh",
     "complete_spec",
@@ -194,9 +196,8 @@ def as_typed(message: str) -> str:
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
-    message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
-    message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
-    message = message.replace("pass a tree of specs, with one for each", "give each a command of its own")
+    for said, instead in IN_COMMANDS.items():
+        message = message.replace(said, instead)
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 
@@ -207,8 +208,22 @@ def info_as_typed(message: str) -> str:
     >>> info_as_typed("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
     "'a.h5' holds no array '/rh'. Type FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
     """
-    message = message.replace(". Pass dataset= one", ". Type FILE:/NAME, one")
-    return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
+    for said, instead in IN_INFO.items():
+        message = message.replace(said, instead)
+    return as_typed(message)
+
+
+# Parts of messages that name what no command has. A test looks for each in the package: a message may have been worded anew.
+IN_COMMANDS = {
+    " (a quarter of timeout=)": "",
+    "pass a longer timeout=": "load it from Python with a longer timeout=",
+    "pass a tree of specs, with one for each": "give each a command of its own",
+    "pass a tree of selections, with one for each": "give each a command of its own",
+}
+IN_INFO = {
+    ". Pass dataset= one": ". Type FILE:/NAME, one",
+    ". Pass a larger staging= if you think that it needs so much": "",
+}
 
 
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}

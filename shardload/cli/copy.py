@@ -16,7 +16,7 @@ from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["copy_as_typed", "parse_compression", "parse_sizes", "run"]
+__all__ = ["IN_COPY", "copy_as_typed", "parse_compression", "parse_sizes", "run"]
 
 KEEP = "keep"
 _COMPRESSION = re.compile(
@@ -67,16 +67,16 @@ def parse_compression(text: str | None) -> Any:
     return {**made, "options": options} if options else made
 
 
-_INSTEAD = (
-    ("or begin again without resume=True", "or leave --resume out"),
-    ("Pass mode='w' to replace it", "Type --mode w to replace it"),
-    ("pass mode='w'", "type --mode w"),
-    ("Pass compression='blosc', which shuffles, or leave the shuffle out", "Type --compression blosc, which shuffles, or zstd"),
-    (
-        "Leave them out, or save as Zarr format 3",
-        "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr",
+# Parts of messages that name what the command does not have. A test looks for each in the package: it may be worded anew.
+IN_COPY = {
+    "or begin again without resume=True": "or leave --resume out",
+    "Pass mode='w' to replace it": "Type --mode w to replace it",
+    "pass mode='w'": "type --mode w",
+    "Pass compression='blosc', which shuffles, or leave the shuffle out": "Type --compression blosc, which shuffles, or zstd",
+    "Leave them out, or save as Zarr format 3": (
+        "Type --compression with another name, such as --compression zstd, which leaves them out, or --format zarr"
     ),
-)
+}
 _WORDS = re.compile(r"(?<![\w.\"'/-])(chunks|shards|compression|format|mode)=((?:'[^']*'|\"[^\"]*\"|\([\d, ]*\)|\w*\w)?)")
 _EXAMPLE = re.compile(r"Pass chunks=(?: too)?, such as (?:chunks=)?'?(?:\(([\d, ]+?),?\)|(\d+(?:, ?\d+)*))'?")
 _LENGTHS = re.compile(
@@ -95,7 +95,7 @@ def copy_as_typed(message: str) -> str:
     "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
     """
     message = _LENGTHS.sub(_as_long_as_each_other, message)
-    for before, after in _INSTEAD:
+    for before, after in IN_COPY.items():
         message = message.replace(before, after)
     message = _EXAMPLE.sub(lambda found: f"Type --chunks {(found[1] or found[2]).replace(' ', '')}", message)
     message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -18,7 +19,8 @@ from typer.testing import CliRunner
 
 import shardload
 from shardload.cli import main as cli
-from shardload.cli.arguments import as_typed, info_as_typed
+from shardload.cli.arguments import IN_COMMANDS, IN_INFO, as_typed, info_as_typed
+from shardload.cli.copy import IN_COPY
 from shardload.cli.main import app, human_size, parse_mesh, parse_pad, parse_select, parse_spec
 from shardload.comm.stall_report import _END
 from shardload.formats.access import Limits
@@ -509,10 +511,25 @@ def test_a_message_names_what_can_be_typed() -> None:
         ("pass allow_filters='a; b'", "pass --allow-filters 'a; b'"),
         ("untrusted=True opens files; load without untrusted=True.", "--untrusted opens files; load without --untrusted."),
         ("for 225 s (a quarter of timeout=)", "for 225 s"),
+        ("arrays: pass a tree of selections, with one for each", "arrays: give each a command of its own"),
         (f"{_END}.", f"{_END}.".replace("pass a", "load it from Python with a")),
         ("staging is what it is; padding=0", "staging is what it is; padding=0"),
     ):
         assert as_typed(said) == typed
+
+
+def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
+    """Wrong if a message was worded anew while its command looks for the old words: it would name what nobody can type."""
+    package = Path(shardload.__file__).parent
+    files = [path for path in package.rglob("*.py") if "cli" not in path.relative_to(package).parts]
+    trees = [ast.walk(ast.parse(path.read_text())) for path in files]
+    texts = [node.value for tree in trees for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    lost = [
+        words
+        for words in (*IN_COMMANDS, *IN_INFO, *IN_COPY, "Axes of one name have one length")
+        if not any(words in text for text in texts)
+    ]
+    assert not lost
 
 
 def test_info_of_a_group_lists_its_arrays(file: str) -> None:
