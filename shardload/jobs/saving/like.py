@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardload.errors import ConfigError
+from shardload.formats.base import some
 from shardload.formats.diagnosis import in_path
 from shardload.formats.labels import from_plain, to_plain
 from shardload.formats.likeness import attrs_for, is_empty_text
@@ -19,6 +20,7 @@ from shardload.formats.lookup import find_array, open_file, read_labels
 from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
+from shardload.system.caller import warn_once
 
 __all__ = ["apply_like", "read_like"]
 
@@ -58,15 +60,17 @@ def read_like(like: Mapping[str, str]) -> str:
     return json.dumps(found)
 
 
-def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
+def apply_like(asked: SaveArguments, text: str, rank: int) -> SaveArguments:
     """The arguments, with what existing arrays have where the caller passed nothing; and their coordinates.
+
+    Every rank calls this. Rank 0 warns of coordinates that the new arrays cannot have.
 
     Raises
     ------
     ConfigError
         If an array's codec cannot be written.
     """
-    found, arrays, more = json.loads(text), [], dict[str, ToSave]()
+    found, arrays, more, left_out = json.loads(text), [], dict[str, ToSave](), dict[str, str]()
     names = {one.name for one in asked.arrays}
     for one in asked.arrays:
         if one.name not in found:
@@ -74,9 +78,18 @@ def apply_like(asked: SaveArguments, text: str) -> SaveArguments:
             continue
         made = _like(one, found[one.name], asked)
         arrays.append(made)
-        for coordinate in _coordinates(made, found[one.name]):
-            if coordinate.name not in names:
-                more.setdefault(coordinate.name, coordinate)
+        for name, coordinate in _coordinates(made, found[one.name]).items():
+            if name in names:
+                continue
+            if isinstance(coordinate, str):
+                left_out.setdefault(name, coordinate)
+            else:
+                more.setdefault(name, coordinate)
+    missing = {name: why for name, why in left_out.items() if name not in more}
+    if missing:
+        first = next(iter(missing)).lstrip("/")
+        how = f"Pass the values, too, such as '{first}', with dims={{'{first}': ('{first.rpartition('/')[2]}',)}}"
+        warn_once(f"coordinates that are not saved: {some(list(missing.values()))}. {how}", UserWarning, rank)
     return replace(asked, arrays=[*arrays, *more.values()])
 
 
@@ -182,20 +195,26 @@ def _packing(name: str, codec: str) -> tuple[Compression | None, bool]:
     return Compression(rest[0] if rest else "none", shuffle=shuffle or rest == ["blosc"]), checksum
 
 
-def _coordinates(one: ToSave, known: Mapping[str, Any]) -> list[ToSave]:
-    """The coordinates of the axes that an array has in common with the one that it is like."""
+def _coordinates(one: ToSave, known: Mapping[str, Any]) -> dict[str, ToSave | str]:
+    """The coordinates of the axes of an array, from the one that it is like, by their new names; or why it cannot have one."""
     labels = from_plain(known["labels"], len(known["shape"]))
-    found: list[ToSave] = []
+    found: dict[str, ToSave | str] = {}
     group = one.name.rpartition("/")[0]
-    for name, coordinate in ({} if labels is None else labels.coords).items():
-        values = coordinate.values
-        if values is None or one.dims is None or coordinate.dims != (name,) or name not in one.dims:
+    for dim, coordinate in ({} if labels is None else labels.coords).items():
+        if one.dims is None or coordinate.dims != (dim,) or dim not in one.dims:
             continue
-        values = np.asarray(values)
-        if values.shape != (one.shape[one.dims.index(name)],):
-            continue  # the new array has another length there
+        name, length = f"{group}/{dim}", one.shape[one.dims.index(dim)]
+        if coordinate.values is None:
+            found[name] = f"'{coordinate.dataset}' in like= is long, or holds no numbers"
+            continue
+        values = np.asarray(coordinate.values)
+        if values.shape != (length,):
+            found[name] = (
+                f"'{coordinate.dataset}' in like= has shape {values.shape}, and axis '{dim}' of '{one.name}' {length} elements"
+            )
+            continue
         is_packed = not _PACKING.isdisjoint(coordinate.attrs)  # these values were decoded
-        left_out = _OF_PACKED if is_packed else {"_FillValue"}
-        attrs = {key: value for key, value in coordinate.attrs.items() if key not in left_out}
-        found.append(ToSave(f"{group}/{name}", values, values.shape, values.dtype, None, None, None, (name,), attrs))
+        without = _OF_PACKED if is_packed else {"_FillValue"}
+        attrs = {key: value for key, value in coordinate.attrs.items() if key not in without}
+        found[name] = ToSave(name, values, values.shape, values.dtype, None, None, None, (dim,), attrs)
     return found

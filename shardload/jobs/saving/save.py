@@ -120,7 +120,7 @@ class Steps:
 
     def plan(self, asked: SaveArguments, told: str, group: Group) -> tuple[SaveArguments, SavePlan]:
         """The plan, when all ranks know what was read; and the arguments with what comes from there."""
-        asked = apply_like(asked, told) if told else asked
+        asked = apply_like(asked, told, group.rank) if told else asked
         return asked, plan_file(asked, group)
 
 
