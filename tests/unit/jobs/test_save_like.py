@@ -1,0 +1,81 @@
+"""What does a new array take from the one that it is like?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import h5py
+import netCDF4
+import numpy as np
+import pytest
+import zarr
+
+import shardload
+from shardload.jobs.saving.arguments import ToSave
+from shardload.jobs.saving.like import _attrs, _typed, read_like
+
+
+def test_attributes_of_json_that_are_no_arrays(tmp_path: Path) -> None:
+    """Wrong if like= failed, or left out a value, where the array that it names has attributes that NumPy has no type for."""
+    attrs = {"rows": [[1, 2], [3]], "large": 10**30, "mixed": [1, "a"], "object": {"a": [1, {}]}}
+    zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4").attrs.update(attrs)
+    told = json.loads(read_like({"x": f"{tmp_path}/in.zarr:/x"}))["x"]["attrs"]
+    assert {key: _typed(value) for key, value in told.items()} == attrs
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
+def test_complex_and_empty_attributes_of_an_array_in_like(tmp_path: Path, name: str) -> None:
+    """Wrong if they were lost without a word, as the complex number that marks missing values, or text without a character."""
+    kind = "f4" if name == "out.nc" else "c8"
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["x"] = np.arange(4, dtype=kind)
+        file["x"].attrs.update({"none": h5py.Empty("S1"), "_FillValue": file["x"][1]})
+        if name == "out.h5":
+            file["x"].attrs.update({"z": np.complex64(2 + 3j), "row": np.array([1j, 2])})
+    shardload.save(tmp_path / name, np.arange(4, dtype=kind), like=f"{tmp_path}/in.h5:/x", dataset="x")
+    if name == "out.zarr":
+        found = dict(zarr.open_group(tmp_path / name)["x"].attrs)
+        assert found == {"none": "", "_FillValue": ["AAAAAAAA8D8=", "AAAAAAAAAAA="]}
+        return
+    with h5py.File(tmp_path / name) as file:
+        found = {key: value for key, value in file["x"].attrs.items() if key in ("none", "_FillValue", "z", "row")}
+    assert found.pop("none") == "" and found.pop("_FillValue") == 1
+    if name == "out.h5":
+        assert found["z"].dtype == "c8" and found["z"] == 2 + 3j and found["row"].tolist() == [1j, 2]
+
+
+@pytest.mark.parametrize("name", ["out.h5", "out.nc", "out.zarr"])
+def test_text_that_netcdf_has_as_an_array_of_one(tmp_path: Path, name: str) -> None:
+    """Wrong if it became a list in JSON: so the netCDF library stores text that is not ASCII."""
+    with netCDF4.Dataset(tmp_path / "in.nc", "w") as file:
+        file.createDimension("n", 4)
+        file.createVariable("x", "f4", ("n",)).setncatts({"long_name": "Größe", "two": ["a", "ö"]})
+    shardload.save(tmp_path / name, np.arange(4, dtype="f4"), like=f"{tmp_path}/in.nc:/x", dataset="x")
+    found = shardload.open(tmp_path / name)["x"].attrs
+    assert found["long_name"] == "Größe" and found["two"] == ["a", "ö"]
+
+
+def test_null_of_json_in_like(tmp_path: Path) -> None:
+    """Wrong if another Zarr store lost it, or if HDF5, which does not have it, were refused."""
+    made = zarr.open_group(tmp_path / "in.zarr", mode="w").create_array("x", shape=(4,), dtype="f4")
+    made.attrs.update({"no": None, "units": "K"})
+    for name in ("out.zarr", "out.h5"):
+        shardload.save(tmp_path / name, np.arange(4, dtype="f4"), like=f"{tmp_path}/in.zarr:/x", dataset="x")
+    assert dict(zarr.open_group(tmp_path / "out.zarr")["x"].attrs) == {"no": None, "units": "K"}
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert dict(file["x"].attrs) == {"units": "K"}
+
+
+def test_decoded_values_like_those_that_were_unsigned(tmp_path: Path) -> None:
+    """Wrong if unsigned values were compared with -6: decode="valid" would find none that is valid."""
+    path = f"{tmp_path}/in.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(4, dtype="i1")
+        file["x"].attrs.update({"_Unsigned": "true", "valid_max": np.int8(-6), "units": "K"})
+    found = {}
+    for kind in ("u1", "i1", "f4"):
+        x = np.arange(4, dtype=kind)
+        one = ToSave("/x", x, x.shape, x.dtype, None, None, None, None, {})
+        found[kind] = {*_attrs(one, json.loads(read_like({"/x": f"{path}:/x"}))["/x"], "hdf5")}
+    assert found == {"u1": {"units"}, "i1": {"_Unsigned", "valid_max", "units"}, "f4": {"units"}}
