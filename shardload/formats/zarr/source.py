@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import struct
 import warnings
 import zipfile
@@ -76,6 +77,7 @@ from shardload.values.decoding import ATTRIBUTES, Packing, typed
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
 _MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
+_QUOTED = re.compile(r"""['"]+([^'"]+)""")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
 _TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
@@ -398,7 +400,8 @@ def _naming_codecs(path: str, dataset: str) -> Iterator[None]:
 
 
 def _unknown_codec(error: Exception) -> str:
-    name = printable(str(error).partition(": ")[2].strip(" '\"")[:80])
+    quoted = _QUOTED.search(str(error))  # by zarr-python and numcodecs in several ways, and by some releases twice
+    name = printable(quoted[1][:80] if quoted else "")
     return f"chunks encoded with the codec '{name}', which is not installed here: install the package that it comes from"
 
 
