@@ -234,7 +234,7 @@ class ZarrSource(Source):
         """
         below = inner_store(self._array.store)
         if isinstance(below, zarr.storage.ZipStore):
-            return state_of(os.fspath(below.path))
+            return None if below.path is None else state_of(os.fspath(below.path))
         folder = _folder_of(below)
         mark = "zarr.json" if self._array.metadata.zarr_format == 3 else ".zarray"
         return None if folder is None else state_of(os.path.join(folder, self._array.path, mark))
@@ -341,7 +341,7 @@ class _ZarrStore(OpenFile):
         """The state of the zip file, or of the metadata file of the root, which is another one in a store that was replaced."""
         below = inner_store(self._store)
         if isinstance(below, zarr.storage.ZipStore):
-            return state_of(os.fspath(below.path))
+            return None if below.path is None else state_of(os.fspath(below.path))
         folder = _folder_of(below)
         states = (state_of(os.path.join(folder, mark)) for mark in _ROOTS) if folder is not None else ()
         return next((state for state in states if state is not None), None)

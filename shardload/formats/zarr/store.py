@@ -199,11 +199,10 @@ def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: 
     It never unpacks more than the zip file declares. zarr-python asks Python's zipfile for the whole value, which may unpack
     gigabytes and then cut them. With bzip2 and LZMA, zipfile has no limit at all.
     """
-    if not store._is_open:
-        store._sync_open()
+    archive = _archive(store)
     with store._lock:
         try:
-            entry = store._zf.getinfo(key)
+            entry = archive.getinfo(key)
         except KeyError:
             return None
         if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -214,10 +213,17 @@ def _of_zip(store: zarr.storage.ZipStore, key: str, prototype: Any, byte_range: 
         start, stop = _range_of(byte_range, entry.file_size)
         if most_nbytes is not None and stop - start > most_nbytes:
             raise ValueError(f"'{key}' would have {stop - start} bytes; {most_nbytes} are the most")
-        with store._zf.open(entry) as file:
+        with archive.open(entry) as file:
             if start:
                 file.seek(start)
             return prototype.buffer.from_bytes(file.read(stop - start))
+
+
+def _archive(store: zarr.storage.ZipStore) -> zipfile.ZipFile:
+    """The open archive. It may be a file object's, which has no path, so it is not opened anew."""
+    if not store._is_open:
+        store._sync_open()
+    return store._zf
 
 
 def _range_of(byte_range: Any, nbytes: int) -> tuple[int, int]:
@@ -341,13 +347,13 @@ def check_zip(array: Any, most_nbytes: int) -> None:
     if not isinstance(store, zarr.storage.ZipStore):
         return
     prefix = f"{array.path}/" if array.path else ""
-    with zipfile.ZipFile(store.path) as archive:
-        for entry in archive.infolist():
-            name = entry.filename
-            if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
-                raise ValueError(
-                    f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most"
-                )
+    archive = _archive(store)
+    with store._lock:
+        entries = archive.infolist()
+    for entry in entries:
+        name = entry.filename
+        if name.startswith(prefix) and name.rpartition("/")[2] not in _METADATA and entry.file_size > most_nbytes:
+            raise ValueError(f"'{name}' would have {entry.file_size} bytes, what is stored of this array {most_nbytes} at most")
 
 
 def close_store(store: Any) -> None:

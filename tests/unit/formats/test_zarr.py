@@ -362,6 +362,18 @@ def test_open_arrays_of_any_store(tmp_path: Path) -> None:
         np.testing.assert_array_equal(array[...], flat((3,)))  # still open
 
 
+def test_a_zip_file_without_a_path(tmp_path: Path) -> None:
+    """Wrong if a path were needed: a ZipStore of zarr-python 3.4 may be over a file object, such as one in memory."""
+    path = write_zarr(tmp_path / "a.zarr", {"a": flat((3,))})
+    with zarr.storage.ZipStore(shutil.make_archive(str(tmp_path / "a"), "zip", path), read_only=True) as zipped:
+        array = zarr.open_array(zipped, path="a", mode="r")
+        vars(zipped)["path"] = None  # as it is there
+        source = open_source(array, "a")
+        np.testing.assert_array_equal(read_all(source), flat((3,)))
+        assert source.state() is None
+        source.close()
+
+
 @dataclass(frozen=True)
 class CountingCodec(zarr.abc.codec.BytesBytesCodec):
     """Changes nothing, and counts the chunks decoded."""
