@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardload.planning.grid import Grid
+from shardload.planning.grid import Grid, strides
 from shardload.planning.region import Region
 
 __all__ = [
@@ -168,7 +168,7 @@ def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
 
 def run_of(shape: tuple[int, ...], region: Region) -> tuple[int, int] | None:
     """Where a region that is contiguous in an array in C order starts, and its length, in elements; None if it has several
-    pieces, or none. A third of the time of `runs`.
+    pieces, or none.
 
     >>> run_of((4, 6), Region((1, 0), (3, 6))), run_of((4, 6), Region((1, 2), (3, 4))), run_of((4, 6), Region((1, 2), (2, 4)))
     ((6, 12), None, (8, 2))
@@ -189,15 +189,11 @@ def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
     """
     if not region.size:
         return []
-    n_whole = 0  # axes at the end that the region covers completely
-    for a, b, n in reversed(list(zip(region.start, region.stop, shape, strict=True))):
-        if a != 0 or b != n:
-            break
-        n_whole += 1
-    axis = len(shape) - n_whole - 1  # a run goes along this axis
-    steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    if axis < 0:
-        return [(0, math.prod(shape))]
+    if (run := run_of(shape, region)) is not None:  # a third of the time
+        return [run]
+    # A run goes along the last axis that the region does not cover completely.
+    axis = max(k for k, (n, m) in enumerate(zip(region.shape, shape, strict=True)) if n < m)
+    steps = strides(shape)
     starts = np.zeros(1, dtype=np.int64)
     for k in range(axis):
         starts = (starts[:, None] + np.arange(region.start[k], region.stop[k], dtype=np.int64) * steps[k]).reshape(-1)

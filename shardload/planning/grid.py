@@ -96,8 +96,12 @@ class Grid:
 
     def meeting_array(self, region: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
         """`meeting` as an array."""
+        return self.numbers(self.meeting_axes(region))
+
+    def numbers(self, axes: Sequence[range]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Numbers of the cells of a box, given as a range along each axis, ascending."""
         numbers: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-        for axis, count in zip(self.meeting_axes(region), self.counts, strict=True):
+        for axis, count in zip(axes, self.counts, strict=True):
             numbers = np.add.outer(numbers * count, np.arange(axis.start, axis.stop))
         return numbers.ravel()
 

@@ -184,10 +184,7 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
         return schedule.part(bounds, shard, holder(shard, k))
 
     def tabulate() -> PartTable:
-        shard: Any = np.zeros((), dtype=np.int64)
-        for axis, count in zip(met, counts, strict=True):
-            shard = np.add.outer(shard * count, np.arange(axis.start, axis.stop))
-        shard = shard.reshape(-1)
+        shard = shards.grid.numbers(met)
         along = [_along(*axis) for axis in zip(met, bounds, shards.shard_shape, strict=True)]
         low, high = (_product([ends[k] for ends in along]) for k in (0, 1))
         if shards.n_replicas == 1:

@@ -100,13 +100,6 @@ class ChunkBatches:
             tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
         )
 
-    def numbers(self, box: Box) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The numbers of the chunks of a box in the grid of the loaded array, in C order."""
-        found: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-        for axis, count in zip(box, self._layout.chunks.counts, strict=True):
-            found = np.add.outer(found * count, np.arange(axis.start, axis.stop))
-        return found.reshape(-1)
-
     def read(self, staged: StagedBlock, box: Box, counters: Counters) -> bool:
         """Read a batch and deliver its values. False, and nothing is delivered, if its chunks must be read one by one."""
         region = self.region(staged, box)
@@ -145,7 +138,7 @@ class ChunkBatches:
         else:
             counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
             is_missing = [one is None for one in stored]
-            numbers = self.numbers(box)[is_missing]
+            numbers = self._layout.chunks.numbers(box)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True
 
@@ -226,7 +219,7 @@ class ChunkBatches:
             yield Tile(region, values)
             return
         chunks = self._layout.chunks
-        for place, number in zip(itertools.product(*map(range, map(len, box))), self.numbers(box).tolist(), strict=True):
+        for place, number in zip(itertools.product(*map(range, map(len, box))), chunks.numbers(box).tolist(), strict=True):
             common = chunks.region(number).intersect(region)
             if common is not None:
                 low = [

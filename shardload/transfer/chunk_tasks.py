@@ -171,7 +171,7 @@ class ChunkTasks:
     ) -> None:
         for box in boxes:
             if not batches.read(staged, box, counters):
-                self._read_chunks(staged, enumerate(batches.numbers(box).tolist()), counters)
+                self._read_chunks(staged, enumerate(self._layout.chunks.numbers(box).tolist()), counters)
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
         left = iter(places)

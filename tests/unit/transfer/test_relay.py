@@ -20,7 +20,7 @@ import pytest
 
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.halo import Halo, HaloShards
-from shardload.planning.hops import NODES, TWO_HOPS, EvenNodes, Hops, least_bundle_nbytes, node_map
+from shardload.planning.hops import N_HOPS, NODES, TWO_HOPS, EvenNodes, Hops, least_bundle_nbytes, node_map
 from shardload.planning.schedule import Grid, RankBoxes, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -408,7 +408,7 @@ def relays_of(rank: int, n: int, per_node: int) -> tuple[relay.Relays, Schedule,
     move = ArrayMove(BlocksToPieces(schedule, hops), None, targets, f4)  # type: ignore[arg-type]
     arrivals = Arrivals([move], lambda nbytes: None, [lambda piece: None])
     channels = Channels(Counting(rank), [move], arrivals, None, None, False)  # type: ignore[arg-type]
-    slots = [[bundles.Slots(2, 1 << 14) for _ in range(relay.N_HOPS)] for _ in range(2)]
+    slots = [[bundles.Slots(2, 1 << 14) for _ in range(N_HOPS)] for _ in range(2)]
     slots[1][0] = bundles.Slots(2 * hops.n_columns, 1 << 16)
     return relay.Relays(channels, [move], relay.RelayBuffers(*slots)), schedule, hops
 
