@@ -27,7 +27,8 @@ __all__ = [
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_OWNER = 4
 
-# Runs that start at most this far apart are read together with the gaps, as formats.hdf5.contiguous does.
+# Runs that start at most this far apart are read together with the gaps (`formats.hdf5.contiguous`): reading this much more
+# takes less time than another system call (docs/design/decode.md).
 NEAR_NBYTES = 32 << 10
 
 LONGEST_ROW_NBYTES = 1 << 20  # of a run that stands for a chunk

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from shardload.planning.grid import numbers_in
 from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
 from shardload.planning.region import Region
 
@@ -184,7 +185,7 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
         return schedule.part(bounds, shard, holder(shard, k))
 
     def tabulate() -> PartTable:
-        shard = shards.grid.numbers(met)
+        shard = numbers_in(met, counts)
         along = [_along(*axis) for axis in zip(met, bounds, shards.shard_shape, strict=True)]
         low, high = (_product([ends[k] for ends in along]) for k in (0, 1))
         if shards.n_replicas == 1:

@@ -22,6 +22,7 @@ import numpy as np
 
 from shardload.formats.base import BatchReader, has_missing, settle_bools
 from shardload.planning.batches import cut_box, segments
+from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
 from shardload.planning.source_layout import SourceLayout
@@ -138,7 +139,7 @@ class ChunkBatches:
         else:
             counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
             is_missing = [one is None for one in stored]
-            numbers = self._layout.chunks.numbers(box)[is_missing]
+            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True
 
@@ -219,7 +220,9 @@ class ChunkBatches:
             yield Tile(region, values)
             return
         chunks = self._layout.chunks
-        for place, number in zip(itertools.product(*map(range, map(len, box))), chunks.numbers(box).tolist(), strict=True):
+        for place, number in zip(
+            itertools.product(*map(range, map(len, box))), numbers_in(box, chunks.counts).tolist(), strict=True
+        ):
             common = chunks.region(number).intersect(region)
             if common is not None:
                 low = [

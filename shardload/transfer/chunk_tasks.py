@@ -27,6 +27,7 @@ import numpy as np
 from shardload.errors import ShardloadError
 from shardload.formats.base import BatchReader, ChunkReader, Room, settle_bools
 from shardload.planning.blocks import aligned
+from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
@@ -171,7 +172,7 @@ class ChunkTasks:
     ) -> None:
         for box in boxes:
             if not batches.read(staged, box, counters):
-                self._read_chunks(staged, enumerate(self._layout.chunks.numbers(box).tolist()), counters)
+                self._read_chunks(staged, enumerate(numbers_in(box, self._layout.chunks.counts).tolist()), counters)
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
         left = iter(places)

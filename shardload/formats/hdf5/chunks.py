@@ -33,6 +33,7 @@ from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.planning.grid import numbers_in, ravel
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 
@@ -195,7 +196,7 @@ class Hdf5Chunks:
         listed = self._places()
         if listed is None:
             return self._fetch_by_hdf5(offsets, room)
-        at = _flat_index(index, self._grid)
+        at = ravel(index, self._grid)
         place = _Place(*(int(column[at]) for column in listed))
         if place.offset == _NOWHERE:
             return None
@@ -234,7 +235,7 @@ class Hdf5Chunks:
             inside = tuple([slice(axis.start, axis.stop) for axis in box])
             spans = Spans(usual.offsets[inside].reshape(-1), usual.sizes[inside].reshape(-1))
             return list(self._raw.read_spans(spans, room(spans.nbytes)))
-        at = _numbers(box, self._grid)
+        at = numbers_in(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         stored = offsets != _NOWHERE
         offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
@@ -262,7 +263,7 @@ class Hdf5Chunks:
         listed = self._places(n)
         if listed is None:
             return False
-        at = _numbers(box, self._grid)
+        at = numbers_in(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         size = self._chain.nbytes
         if masks.any() or (sizes != size).any() or (offsets == _NOWHERE).any():
@@ -492,27 +493,3 @@ _HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
     "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
     "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
 }
-
-
-def _numbers(box: Sequence[range], grid: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The positions of a box of chunks in row-major order.
-
-    >>> _numbers([range(1, 3), range(2)], (3, 4)).tolist()
-    [4, 5, 8, 9]
-    """
-    at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-    for axis, count in zip(box, grid, strict=True):
-        at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
-    return at.reshape(-1)
-
-
-def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:
-    """Position in row-major order.
-
-    >>> _flat_index((1, 2), (3, 4))
-    6
-    """
-    flat = 0
-    for k, n in zip(index, grid, strict=True):
-        flat = flat * n + k
-    return flat

@@ -73,11 +73,6 @@ class Hdf5Encoder(Encoder):
         )
 
     @property
-    def info(self) -> ArrayInfo:
-        """See `Encoder`."""
-        return self._info
-
-    @property
     def is_asked(self) -> bool:
         """See `Encoder`."""
         return self.pipeline.is_asked
