@@ -27,7 +27,18 @@ from shardload.planning.region import Region
 from shardload.planning.saving import ROUNDS_HELD
 from shardload.planning.shards import Shards
 
-__all__ = ["Copied", "Item", "Memory", "Round", "Unit", "least_nbytes", "plan_array", "plan_memory", "plan_rounds", "run_units"]
+__all__ = [
+    "Copied",
+    "CopyMemory",
+    "Item",
+    "Round",
+    "Unit",
+    "least_nbytes",
+    "plan_array",
+    "plan_memory",
+    "plan_rounds",
+    "run_units",
+]
 
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
@@ -280,7 +291,7 @@ def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CopyMemory:
     """How a rank uses its staging memory.
 
     Attributes
@@ -311,13 +322,15 @@ def least_nbytes(unit_nbytes: int, reading_nbytes: int, n_threads: int = 1) -> i
     return ROUNDS_HELD * aligned(unit_nbytes) + reading_nbytes + 2 * n_threads * unit_nbytes
 
 
-def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> Memory:
+def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> CopyMemory:
     """Divide the staging memory, which is at least `least_nbytes`."""
     while n_threads > 1 and least_nbytes(unit_nbytes, reading_nbytes, n_threads) > staging_nbytes * 3 // 4:
         n_threads -= 1
     encoding = 2 * n_threads * unit_nbytes
     reading = max(reading_nbytes, min(staging_nbytes // 4, staging_nbytes - encoding - ROUNDS_HELD * aligned(unit_nbytes)))
-    return Memory(max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // ROUNDS_HELD), reading, n_threads, encoding)
+    return CopyMemory(
+        max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // ROUNDS_HELD), reading, n_threads, encoding
+    )
 
 
 # --- rounds

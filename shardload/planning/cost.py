@@ -21,7 +21,7 @@ from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.hops import MESSAGES
-from shardload.planning.limits import Load, Stored, count_file_reads, seconds_of
+from shardload.planning.limits import Load, OnDisk, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.rates import CHUNK_SECONDS, decode_rate
 from shardload.planning.schedule import Schedule
@@ -154,7 +154,7 @@ def plan_cost(
     *,
     staging_blocks: int = 2,
     machine: Machine = WORKSTATION,
-    stored: Stored | None = None,
+    stored: OnDisk | None = None,
     ways: Mapping[str, int] = _STRAIGHT,
 ) -> Cost:
     """Compute what a load by this schedule costs.
@@ -171,7 +171,7 @@ def plan_cost(
         Number of blocks that an owner holds at once.
     machine : Machine
         What limits a load beside the cores: nothing by default.
-    stored : Stored, optional
+    stored : OnDisk, optional
         How the values lie on disk.
     ways : mapping of str to int
         The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
@@ -195,7 +195,7 @@ def plan_cost(
     between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
-        stored, n_threads = stored or Stored(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
+        stored, n_threads = stored or OnDisk(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
         n_ranks = schedule.n_ranks
         reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
         load = Load(

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.base import BatchReader, has_missing, settle_bools
-from shardload.planning.batches import cut_box, segments
+from shardload.planning.batches import cut_box, stretches
 from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
@@ -59,7 +59,7 @@ class ChunkBatches:
         reader: BatchReader,
         layout: SourceLayout,
         local: LocalPieces,
-        scratch: Scratch,
+        scratch: ThreadScratch,
         names: Naming,
         counts: Counter,
         convert: Convert,
@@ -236,18 +236,18 @@ class ChunkBatches:
         """Copy a region out of a batch. `values` has the axes of the box, then those of a chunk; `out` those of the region."""
         chunks, ndim = self._layout.chunks, len(box)
         cuts = [
-            segments(a + p, b + p, c, axis.start)
+            stretches(a + p, b + p, c, axis.start)
             for a, b, p, c, axis in zip(region.start, region.stop, chunks.phase, chunks.cell, box, strict=True)
         ]
         order = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
-        for segment in itertools.product(*cuts):
+        for chosen in itertools.product(*cuts):
             source: Any = (
-                *(slice(one.chunk, one.chunk + one.n) for one in segment),
-                *(slice(one.start, one.start + one.length) for one in segment),
+                *(slice(one.chunk, one.chunk + one.n) for one in chosen),
+                *(slice(one.start, one.start + one.length) for one in chosen),
                 ...,
             )
-            target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in segment), ...)
-            cut = out[target].reshape([size for one in segment for size in (one.n, one.length)])
+            target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in chosen), ...)
+            cut = out[target].reshape([size for one in chosen for size in (one.n, one.length)])
             copy_rows(cut.transpose(order), values[source])
 
 

@@ -31,7 +31,7 @@ from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
@@ -97,7 +97,7 @@ class ChunkTasks:
         How the array lies in its file. It must have chunks.
     local : LocalPieces
         This rank's pieces.
-    scratch : Scratch
+    scratch : ThreadScratch
         Scratch memory of the threads.
     names : Naming
         Names the chunks, and keeps which of them is being read.
@@ -116,7 +116,7 @@ class ChunkTasks:
         reader: ChunkReader,
         layout: SourceLayout,
         local: LocalPieces,
-        scratch: Scratch,
+        scratch: ThreadScratch,
         names: Naming,
         counts: Counter,
         convert: Convert,
