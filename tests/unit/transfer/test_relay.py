@@ -34,7 +34,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
-from tests.unit.fakes import FakeSource
+from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, exchange_all, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -109,8 +109,7 @@ class Loads:
 
     def move(self, rank: Any, k: int) -> ArrayMove:
         given, schedule = self.given[k], self.given[k].schedule(self.n)
-        regions = {s: schedule.shards.section(s) for s in schedule.shards.sections_of(rank.number)}
-        pieces = {s: Piece(region, np.full(region.shape, 99, given.values.dtype)) for s, region in regions.items()}
+        pieces = pieces_of(schedule, rank.number, given.values.dtype, 99)
         source = FakeSource(given.values, given.block)
         layout = SourceLayout(select_axes(None, given.values.shape), schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
