@@ -123,6 +123,15 @@ class Chain:
         """True if `decode_many` knows every stage, and the size of the data after each but a checksum."""
 
     @property
+    def most_stored_nbytes(self) -> int:
+        """The most bytes that a stored chunk may have. A longer chunk is not read.
+
+        A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
+        codecs one after the other stay far below this limit.
+        """
+        return 2 * self.nbytes + (1 << 16)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the stages, in the order in which they are undone."""
         return tuple(stage.name for stage in self._stages)
