@@ -16,7 +16,9 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Grid", "numbers_in", "ravel", "strides", "unravel"]
+__all__ = ["Grid", "IntArray", "numbers_in", "ravel", "strides", "unravel"]
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Grid:
         steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides(self.counts), strict=True)]
         return map(sum, itertools.product(*steps))
 
-    def meeting_array(self, region: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def meeting_array(self, region: Region) -> IntArray:
         """`meeting` as an array."""
         return numbers_in(self.meeting_axes(region), self.counts)
 
@@ -112,13 +114,13 @@ def strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
 
 
-def numbers_in(box: Sequence[range], shape: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def numbers_in(box: Sequence[range], shape: Sequence[int]) -> IntArray:
     """The C-order numbers of a box, given as a range along each axis, ascending.
 
     >>> numbers_in([range(1, 3), range(2)], (3, 4)).tolist()
     [4, 5, 8, 9]
     """
-    numbers: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
+    numbers: IntArray = np.zeros((), dtype=np.int64)
     for axis, n in zip(box, shape, strict=True):
         numbers = np.add.outer(numbers * n, np.arange(axis.start, axis.stop))
     return numbers.ravel()

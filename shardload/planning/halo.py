@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.planning.grid import ravel, strides, unravel
+from shardload.planning.grid import IntArray, ravel, strides, unravel
 from shardload.planning.region import Region
-from shardload.planning.shards import Content, IntArray, Shards
+from shardload.planning.shards import Content, Shards
 
 __all__ = ["EDGE", "WRAP", "Halo", "HaloShards", "SectionGrid"]
 

@@ -22,9 +22,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+
+from shardload.planning.grid import IntArray
 
 __all__ = [
     "AUTO_WAY", "BUNDLE_NBYTES", "GROUP_NBYTES", "HEAD_NBYTES", "MESSAGES", "NODES", "N_HOPS", "ROW_NBYTES",
@@ -39,8 +41,6 @@ SMALL_BUNDLE_NBYTES = 1 << 14  # of one that leaves, if there are many at a time
 MESSAGES, NODES, TWO_HOPS = "messages", "nodes", "two hops"
 WAYS = (MESSAGES, NODES, TWO_HOPS)
 AUTO_WAY = "auto"
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def least_bundle_nbytes(part_nbytes: int) -> int:

@@ -20,11 +20,11 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from shardload.planning.grid import numbers_in
+from shardload.planning.grid import IntArray, numbers_in
 from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
 from shardload.planning.region import Region
 
@@ -35,8 +35,6 @@ __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEa
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Strategy(Protocol):

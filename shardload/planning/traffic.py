@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
 from shardload.planning.rank_tables import RankBoxes
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
@@ -31,8 +32,6 @@ _MAX_TRIPLES = 1 << 14
 _N_SAMPLES = 1 << 12
 # Above this many ranks whose shards do not form a grid, chunks that several of their shards share are counted several times.
 _MAX_ODD_RANKS = 256
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.transport import Integers
+from shardload.planning.grid import IntArray
 from shardload.planning.hops import N_HOPS
 from shardload.planning.parts import Block, Part, PartTable
 from shardload.planning.region import Region
@@ -67,7 +68,6 @@ _MANY_PARTS = 1 << 12  # of a block: from here on its reader is not told each of
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
