@@ -220,8 +220,7 @@ def sent_by(plan: Schedule, hops: Hops | None, sender: int, bundle_nbytes: int) 
         if hops is not None:
             sizes = sizes + ROW_NBYTES
             nodes = ranks // PER_NODE
-            columns, first = np.unique(nodes % hops.n_columns, return_index=True)
-            of = dict(zip(columns.tolist(), [hops.first_rank(sender, int(ranks[k])) for k in first], strict=True))
+            of = {column: hops.first_relay(sender, column) for column in np.unique(nodes % hops.n_columns).tolist()}
             sums = np.bincount(nodes % hops.n_columns, weights=sizes)
             for column, relay in of.items():
                 nbytes[relay] = nbytes.get(relay, 0) + int(sums[column])

@@ -30,7 +30,7 @@ from benchmarks.runs.environments import ROOT
 from benchmarks.runs.measure import median, new_record, without_folders, write_record
 from benchmarks.throttle import Cluster, Limits
 from benchmarks.throttle.links import Links, check_rate
-from shardload.comm import topology
+from shardload.comm.topology import Topology
 from shardload.formats.base import ArrayInfo
 from shardload.formats.lookup import list_arrays
 from shardload.jobs.loading.plan import Plan
@@ -163,7 +163,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
         }
         info = ArrayInfo.from_json(json.dumps(record["infos"][cell["layout"]]))
         # As in that job: each node had two cores for all its ranks.
-        nodes = topology.Machine(tuple(r // per_node * per_node for r in range(n)), 1, 2)
+        nodes = Topology(tuple(r // per_node * per_node for r in range(n)), 1, 2)
         names = [None if name == "-" else name for name in cell["spec"].split(",")]
         mesh = AbstractMesh(mesh_shape(cell["spec"], n), ("a", "b"))
         machine = Machine.from_table(table, "grid")
@@ -172,7 +172,7 @@ def replan(record: dict[str, Any]) -> dict[str, Any]:
             sharding, ranks, at, by = more
             return plan_array(Ask(sharding, Options.check(readers=readers), ranks, Tuning(), by), at)
 
-        given = NamedSharding(mesh, P(*names)), Ranks(0, n, machine=nodes), info, machine
+        given = NamedSharding(mesh, P(*names)), Ranks(0, n, topology=nodes), info, machine
         taken = plan("auto", *given)
         auto = taken.readers if taken.readers != "parallel" else f"parallel {taken.n_readers}"
         ways_now = {}

@@ -203,7 +203,7 @@ class Agreement:
         """Where a rank may put what is too long for one message; the same answer on every rank."""
         return None
 
-    def room(self, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    def room(self, nbytes: int) -> Bytes | None:
         """Memory for bytes that the `find` of `begin` returns, last: they need not be copied. None: use other memory."""
         shelf = self._shelf
         return None if shelf is None else shelf.room(nbytes)
@@ -218,12 +218,12 @@ class Agreement:
         found = self._tell(find, 0, f"{asked.digest:016x}".encode())
         return None if found is None else self._told(found, 0)
 
-    def gather_int(self, value: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def gather_int(self, value: int) -> Int64s:
         """Gather one integer from every rank, on every rank. Collective."""
         mine = np.array([value], dtype=np.int64)
         return mine if self.size == 1 else self._collectives.gather(mine)[:, 0]
 
-    def gather_ints(self, values: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def gather_ints(self, values: list[int]) -> Int64s:
         """Gather some integers from every rank, on every rank: a row for each. Collective."""
         mine = np.array(values, dtype=np.int64)
         return mine[None] if self.size == 1 else self._collectives.gather(mine)
@@ -256,7 +256,7 @@ class Agreement:
         found: list[int] = total.tolist()
         return found
 
-    def least_ints(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def least_ints(self, values: Int64s) -> Int64s:
         """The minimum of each value over the ranks. Collective."""
         return values if self.size == 1 else self._collectives.reduce(values, "min")
 

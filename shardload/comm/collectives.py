@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardload.comm.backoff import Backoff
-from shardload.comm.stall_report import notice_before_first, text_before_first
+from shardload.comm.stall_report import NOTICE_SECONDS, notice_before_first, text_before_first
 from shardload.errors import PeerError, StallError
 from shardload.system.interruption import let_interruption_pass
 
@@ -26,7 +26,6 @@ __all__ = ["Collectives", "JaxCollectives", "Lately", "MpiCollectives", "duplica
 _log = logging.getLogger("shardload")
 _BACKOFF = Backoff(n_awake=4, first_seconds=2e-5, longest_seconds=2e-3, n_before_doubling=4)
 _WORTH_A_NAP_SECONDS, _LONGEST_NAP_SECONDS = 2e-4, 4e-3
-_NOTICE_SECONDS = 20.0
 _PASS_ON_TAG = (1 << 15) - 2  # no exchange has it: see `Group.next_tags`
 _MOST_NBYTES = 1 << 30  # of a message
 _LOOK_SECONDS = 0.5  # between two looks, while JAX waits
@@ -220,9 +219,9 @@ def duplicate(comm: Any, timeout: float | None) -> Any:
         waited = time.monotonic() - started
         if waited > timeout:  # without the duplicate, ranks cannot tell each other who is late
             raise StallError(text_before_first(timeout))
-        if waited > _NOTICE_SECONDS and not is_said:
+        if waited > NOTICE_SECONDS and not is_said:
             is_said = True
-            _log.warning("%s", notice_before_first(_NOTICE_SECONDS, timeout))
+            _log.warning("%s", notice_before_first(timeout))
 
     made, request = comm.Idup()
     _finish(request, look)

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from shardload.comm.backoff import Backoff
 
-__all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "host_of", "join", "listening_host"]
+__all__ = ["LOOPBACK", "addresses_of", "await_listener", "first_here", "is_port", "join", "listening_host", "split"]
 
 LOOPBACK = "127.0.0.1"
 _BACKOFF = Backoff(n_awake=0, first_seconds=2e-3, longest_seconds=0.1, n_before_doubling=1)
@@ -33,13 +33,23 @@ def join(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def host_of(address: str) -> str:
-    """The host of ``"host:port"``.
+def split(address: str) -> tuple[str, str]:
+    """The host and the port of an address: the inverse of `join`.
 
-    >>> host_of("n1:61440"), host_of("[fd00::1]:61440")
-    ('n1', 'fd00::1')
+    >>> split("n1:61440"), split("[fd00::1]:61440")
+    (('n1', '61440'), ('fd00::1', '61440'))
     """
-    return address.rpartition(":")[0].strip("[]")
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
+def is_port(text: str) -> bool:
+    """True for the number of a port.
+
+    >>> is_port("61440"), is_port("0"), is_port("65536"), is_port("")
+    (True, False, False, False)
+    """
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def addresses_of(host: str) -> list[str]:
@@ -82,7 +92,7 @@ def _is_number(host: str) -> bool:
 
 def await_listener(address: str) -> None:
     """Return when a process listens there, or after a while. JAX itself would try once, and again after a whole second."""
-    host, port = host_of(address), address.rpartition(":")[2]
+    host, port = split(address)
     end, n_tries = time.monotonic() + _LISTENER_SECONDS, 0
     while time.monotonic() < end:
         with suppress(OSError, ValueError, OverflowError), socket.create_connection((host, int(port)), timeout=1):

@@ -27,7 +27,7 @@ from shardload.comm.mpi import check_communicator, kept_on, load_mpi, world
 from shardload.comm.node_memory import NodeMemory
 from shardload.comm.shared_memory import Segment
 from shardload.comm.shelf import Shelf
-from shardload.comm.topology import Machine, Node, find_machine, pretended_node
+from shardload.comm.topology import Node, Topology, find_topology, pretended_node
 from shardload.comm.watchdog import Watchdog
 from shardload.errors import ConfigError, MissingChunksWarning, ShardloadError, StallError
 
@@ -120,7 +120,7 @@ class Group(Agreement):
         self._n_loads = 0
         self._processes: tuple[int, ...] | None = None
         self._node: Node | None = None
-        self._machine: Machine | None = None
+        self._machine: Topology | None = None
         self._bundle_comm: Any = None
         self._memory = NodeMemory(self.rank)
         self._own_shelf: Shelf | None = None
@@ -241,11 +241,11 @@ class Group(Agreement):
         return self._node
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> Topology:
         """The machines that the ranks run on, the same on every rank. Collective the first time."""
         if self._machine is None:
             node = self.node
-            self._machine = find_machine(self, node, None if node.comm is None else self._over(node.comm))
+            self._machine = find_topology(self, node, None if node.comm is None else self._over(node.comm))
         return self._machine
 
     @property

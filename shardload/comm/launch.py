@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardload.comm.coordinator import LOOPBACK, addresses_of, await_listener, first_here, host_of, join, listening_host
+from shardload.comm.coordinator import LOOPBACK, addresses_of, await_listener, first_here, is_port, join, listening_host, split
 from shardload.comm.environment import free_port, gpu_files, is_free, launched, mpi_is_off, slurm_step
 from shardload.comm.group import Group, group_of
 from shardload.comm.mpi import end_job, mpi_problem, world
@@ -124,8 +124,8 @@ def initialize(
                 "initialize() was given only some of these: pass coordinator_address='host:port', num_processes= "
                 "and process_id= together, or none of them under mpiexec or srun"
             )
-        port = coordinator_address.rpartition(":")[2]
-        if not host_of(coordinator_address) or not port.isdecimal() or not 0 < int(port) < 65536:
+        host, port = split(coordinator_address)
+        if not host or not is_port(port):
             raise ConfigError(f"coordinator_address is {coordinator_address!r}; expected 'host:port', as in 'node1:61440'")
         _start(
             coordinator_address,
@@ -203,7 +203,7 @@ def _listen_at(address: str, process: int) -> str | None:
     """Where process 0 listens if all processes connect to `address`; None: on all interfaces, or not process 0."""
     if process:
         return None
-    host, port = host_of(address), address.rpartition(":")[2]
+    host, port = split(address)
     found = listening_host(host)
     if not found:
         _say_on_all(host, port)
@@ -296,8 +296,8 @@ def _nothing() -> None: ...
 
 def _refuse_taken_port(address: str) -> None:
     """Raise ConfigError if another process has the port: JAX would end this process with a segmentation fault."""
-    port = address.rpartition(":")[2]
-    if port.isdecimal() and 0 < int(port) < 65536 and not is_free(int(port)):
+    port = split(address)[1]
+    if is_port(port) and not is_free(int(port)):
         raise ConfigError(
             f"JAX cannot be started at {address}: another process of this machine ({socket.gethostname()}) has port {port}. "
             "Pass another port in coordinator_address= (under srun without MPI the port follows from the job's and the step's "

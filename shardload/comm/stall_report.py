@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from shardload.units import first_ranks
 
 __all__ = [
+    "NOTICE_SECONDS",
     "RankState",
     "notice_apart",
     "notice_before_first",
@@ -22,6 +23,7 @@ __all__ = [
     "text_without_monitor",
 ]
 
+NOTICE_SECONDS = 20.0  # without progress, until the warning
 _MOST_NAMED = 4
 _WAITING = {"exchange": "for parts", "agree": "for all to be done"}
 _DEAD = "The call has failed, and these processes can make no call together any more: end the job"
@@ -126,9 +128,9 @@ def notice_without_monitor(what: str, seconds: float, timeout: float | None) -> 
     return f"nothing was heard of rank 0 for {seconds:g} s (call: {what}): it did not come to this call. {_until(timeout)}"
 
 
-def notice_before_first(seconds: float, timeout: float | None) -> str:
+def notice_before_first(timeout: float | None) -> str:
     """The warning if some ranks have not made their first call: it is not known which."""
-    return f"not all ranks of this communicator have made their first call within {seconds:g} s. {_until(timeout)}"
+    return f"not all ranks of this communicator have made their first call within {NOTICE_SECONDS:g} s. {_until(timeout)}"
 
 
 def notice_apart(what: str, seconds: float) -> str:

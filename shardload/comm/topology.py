@@ -15,7 +15,7 @@ from shardload.comm.agreement import Agreement, digest_of
 from shardload.comm.collectives import Collectives
 from shardload.system.spare_memory import limit_nbytes
 
-__all__ = ["UNKNOWN_NBYTES", "Machine", "Node", "find_machine", "pretended_node"]
+__all__ = ["UNKNOWN_NBYTES", "Node", "Topology", "find_topology", "pretended_node"]
 
 UNKNOWN_NBYTES = 1 << 62  # of memory, if nothing says how much there is
 
@@ -29,7 +29,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Topology:
     """The machines and cores that the ranks of a group run on.
 
     Attributes
@@ -82,7 +82,7 @@ def pretended_node(rank: int) -> int | None:
     return numbers[rank] if rank < len(numbers) else None
 
 
-def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> Machine:
+def find_topology(ranks: Agreement, node: Node, on_node: Collectives | None) -> Topology:
     """Find out what the ranks run on. Collective.
 
     `on_node` are the collectives of the ranks of this machine; None if ranks cannot send each other messages.
@@ -102,4 +102,4 @@ def find_machine(ranks: Agreement, node: Node, on_node: Collectives | None) -> M
     n_ranks = int((leaders == leaders[ranks.rank]).sum())
     memory = min(limit_nbytes(n_ranks), UNKNOWN_NBYTES)
     n_cores, memory_nbytes = ranks.gather_ints([max(1, len(cores) * n_ranks // n_alike), int(memory)]).min(axis=0).tolist()
-    return Machine(tuple(int(v) for v in leaders), n_threads, n_cores, memory_nbytes)
+    return Topology(tuple(int(v) for v in leaders), n_threads, n_cores, memory_nbytes)

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from shardload.comm.stall_report import (
+    NOTICE_SECONDS,
     RankState,
     notice_apart,
     notice_of,
@@ -52,7 +53,6 @@ _LATE_BEATS = 6  # more than the monitor needs, so that its own decision comes f
 _LEARN_BEATS = 3  # until every waiting rank has looked
 _LONGEST_NAME = 500  # characters, so that a beat stays a short message
 _BEAT, _ALIVE, _STALLED, _SAID = "beat", "alive", "stalled", "said"
-_NOTICE_SECONDS = 20.0  # without progress, until the warning
 _MOST_APART = 2  # ranks that warn if ranks cannot send messages: one of them may be the late one
 _MOST_TURNS = 16  # ranks that do not hear from rank 0 warn one beat after the other, so that one warning silences the others
 _NOTICE_BEATS = 2  # progress is sent at the next beat, and read at the monitor's next beat
@@ -196,7 +196,7 @@ class Watchdog:
             self._due = self._clock() + self._interval
             self._n_beats += 1
             self._judge_departed()
-            if self._n_beats * self._interval >= _NOTICE_SECONDS and self._rank < _MOST_APART:
+            if self._n_beats * self._interval >= NOTICE_SECONDS and self._rank < _MOST_APART:
                 self._say(partial(notice_apart, self._what, self._n_beats * self._interval))
 
     def close(self) -> None:
@@ -234,13 +234,13 @@ class Watchdog:
             self._note(self._rank, mine)
             if self._n_still >= patience + _NOTICE_BEATS:
                 self._judge()
-            elif self._n_still * self._interval >= _NOTICE_SECONDS:
+            elif self._n_still * self._interval >= NOTICE_SECONDS:
                 self._say(partial(notice_of, self._what, self._n_still * self._interval, *self._places(), self._timeout))
             return
         if self._n_unanswered >= patience + _LATE_BEATS and self._timeout is not None:
             self._give_up(text_without_monitor(self._what, self._timeout), 0, [0])
         turn = min(self._rank - 1, _MOST_TURNS)
-        if (self._n_unanswered - turn) * self._interval >= _NOTICE_SECONDS:
+        if (self._n_unanswered - turn) * self._interval >= NOTICE_SECONDS:
             self._say(partial(notice_without_monitor, self._what, self._n_unanswered * self._interval, self._timeout))
         self._n_unanswered += 1
         self._mailbox.send(0, {"kind": _BEAT, "state": [mine.call, mine.count, mine.phase, mine.reading]})

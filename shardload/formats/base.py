@@ -25,11 +25,13 @@ import numpy as np
 from shardload.errors import printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.labels import Coordinate, Labels, OnDemand, from_plain, to_plain
+from shardload.planning.batches import cut_box
 from shardload.planning.region import Region
 from shardload.values.decoding import Packing
 
 __all__ = [
     "MOST_NAMED",
+    "TOLD",
     "ArrayInfo",
     "BatchReader",
     "ChunkReader",
@@ -43,8 +45,10 @@ __all__ = [
     "Spans",
     "a_few_chunks",
     "check_request",
+    "chunks_met",
     "fresh",
     "has_missing",
+    "index_in_parts",
     "is_added",
     "json_value",
     "native_dtype",
@@ -61,6 +65,7 @@ __all__ = [
 ]
 
 
+TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")  # `ArrayInfo.attributes`
 _MOST_SHOWN = 1024  # values or characters of an attribute to show
 _MOST_AXES = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _MOST_ELEMENTS, _WIDEST = 2**63 - 1, 16  # bytes of complex128
@@ -98,8 +103,7 @@ class ArrayInfo:
     is_dimension : bool
         True for one without values, which stands for an axis only (a netCDF dimension without a variable).
     attributes : mapping
-        Attributes that change what values mean (scale_factor, add_offset, _FillValue, missing_value, units, calendar), for
-        people.
+        Attributes that change what values mean (`TOLD`), for people.
     packing : mapping
         The attributes by which stored numbers become values, each with its type (`shardload.values.decoding`); applied with
         ``decode=True``.
@@ -527,13 +531,21 @@ class Encoded:
     skipped: frozenset[int] = frozenset()
 
 
+def chunks_met(region: Region, chunk_shape: Sequence[int]) -> list[range]:
+    """The chunks that a non-empty region meets, along each axis.
+
+    >>> chunks_met(Region((0, 5), (2, 30)), (1, 10))
+    [range(0, 2), range(0, 3)]
+    """
+    return [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
+
+
 def read_by_chunks(
     reader: ChunkReader, chunk_shape: tuple[int, ...], region: Region, out: np.ndarray[Any, Any]
 ) -> list[tuple[int, ...]]:
     """Read a non-empty region into a buffer of its shape, chunk by chunk; returns the indices of missing chunks."""
     whole, missing, room = np.empty(chunk_shape, out.dtype), [], Scratch()
-    axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk_shape, strict=True)]
-    for index in itertools.product(*axes):
+    for index in itertools.product(*chunks_met(region, chunk_shape)):
         encoded = reader.fetch(index, room)
         if encoded is None:
             missing.append(index)
@@ -555,9 +567,19 @@ def read_whole_plain(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[
     >>> read_whole_plain(None, (2,), np.empty(4))
     False
     """
-    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
-    lies = out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
+    counts = _counts(out, chunk_shape)
+    lies = _lies_as_chunks(out, chunk_shape, counts)
     return lies and isinstance(reader, PlainReader) and reader.read_plain([range(n) for n in counts], out)
+
+
+def _counts(out: np.ndarray[Any, Any], chunk_shape: tuple[int, ...]) -> list[int]:
+    """Chunks of an array of the shape of `out`, along each axis."""
+    return [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+
+
+def _lies_as_chunks(out: np.ndarray[Any, Any], chunk_shape: tuple[int, ...], counts: Sequence[int]) -> bool:
+    """True if all chunks of an array, one after the other, lie as in the buffer `out` of its shape."""
+    return out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:])
 
 
 def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, Any]) -> bool:
@@ -571,11 +593,11 @@ def read_whole(reader: Any, chunk_shape: tuple[int, ...], out: np.ndarray[Any, A
     """
     if not isinstance(reader, BatchReader):
         return False
-    counts = [-(-n // c) for n, c in zip(out.shape, chunk_shape, strict=True)]
+    counts = _counts(out, chunk_shape)
     stored = reader.fetch_many([range(n) for n in counts])
-    if stored is None or any(one is None for one in stored):
+    if stored is None or has_missing(stored):
         return False
-    if out.size == math.prod(counts) * math.prod(chunk_shape) and all(n == 1 for n in counts[1:]):  # they lie as in `out`
+    if _lies_as_chunks(out, chunk_shape, counts):
         reader.decode_many(stored, out.reshape(-1, *chunk_shape))
         return True
     chunks = np.empty((math.prod(counts), *chunk_shape), out.dtype)
@@ -599,19 +621,20 @@ def a_few_chunks(region: Region, chunk_shape: Sequence[int], most: int) -> Itera
     >>> [str(part) for part in a_few_chunks(Region((0, 1), (2, 30)), (1, 10), most=2)]
     ['[0:1, 1:20]', '[0:1, 20:30]', '[1:2, 1:20]', '[1:2, 20:30]']
     """
-    axes = list(zip(region.start, region.stop, chunk_shape, strict=True))
-    met = [(a // c, -(-b // c)) for a, b, c in axes]
-    steps, room = [1] * len(axes), most
-    for k in reversed(range(len(axes))):
-        n = met[k][1] - met[k][0]
-        steps[k] = -(-n // -(-n // room))
-        if steps[k] < n:
-            break
-        room = max(1, room // n)
-    for index in itertools.product(*(range(*ends, step) for ends, step in zip(met, steps, strict=True))):
-        cells = list(zip(index, steps, axes, strict=True))
-        start = tuple(max(a, i * c) for i, _, (a, _, c) in cells)
-        yield Region(start, tuple(min(b, (i + step) * c) for i, step, (_, b, c) in cells))
+    for box in cut_box(chunks_met(region, chunk_shape), most):
+        start = tuple(max(a, axis.start * c) for a, axis, c in zip(region.start, box, chunk_shape, strict=True))
+        yield Region(start, tuple(min(b, axis.stop * c) for b, axis, c in zip(region.stop, box, chunk_shape, strict=True)))
+
+
+def index_in_parts(array: Any, region: Region, parts: Callable[[Region], Iterator[Region]]) -> np.ndarray[Any, np.dtype[Any]]:
+    """The values of a region by the own indexing of a library's open array, a part at a time, as `parts` cuts the region."""
+    first = itertools.islice(parts(region), 2) if region.ndim and region.size else ()
+    if len(list(first)) < 2:
+        return np.asarray(array[region.slices()])
+    out = np.empty(region.shape, array.dtype)
+    for part in parts(region):
+        out[part.slices(region.start)] = array[part.slices()]
+    return out
 
 
 class Format(abc.ABC):

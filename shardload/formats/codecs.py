@@ -115,15 +115,21 @@ class Chain:
         self._most_between = nbytes + nbytes // 4 + 4096  # no codec lengthens data that it cannot compress by more
         self._scratch = shared_scratch()
         self.nbytes = nbytes
-        more = [stage.n_more for stage in stages]
-        self._sizes_after = [
-            None if None in more[k + 1 :] else nbytes + sum(n for n in more[k + 1 :] if n) for k in range(len(more))
-        ]
+        self._sizes = _sizes_after(stages, nbytes)
         self.takes_many = all(
             stage.undo_many is not None and (size is not None or bool(stage.n_more))
-            for stage, size in zip(stages, self._sizes_after, strict=True)
+            for stage, size in zip(stages, self._sizes, strict=True)
         )
         """True if `decode_many` knows every stage, and the size of the data after each but a checksum."""
+
+    @property
+    def most_stored_nbytes(self) -> int:
+        """The most bytes that a stored chunk may have. A longer chunk is not read.
+
+        A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
+        codecs one after the other stay far below this limit.
+        """
+        return 2 * self.nbytes + (1 << 16)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,15 +153,17 @@ class Chain:
         ValueError
             If a stage finds damage, or the sizes do not fit.
         """
-        stages = [stage for k, stage in enumerate(self._stages) if k not in skipped] if skipped else self._stages
+        stages, sizes = self._stages, self._sizes
+        if skipped:
+            stages = tuple(stage for k, stage in enumerate(stages) if k not in skipped)
+            sizes = _sizes_after(stages, self.nbytes)
         data: Bytes = np.frombuffer(encoded, dtype=np.uint8)
         target: Bytes = out.reshape(-1).view(np.uint8)
         if target.nbytes != self.nbytes:
             raise ValueError(f"a buffer of {target.nbytes} bytes for a chunk of {self.nbytes}")
-        for k, stage in enumerate(stages):
-            nbytes = None if skipped else self._sizes_after[k]
-            if nbytes is None:
-                nbytes = self._nbytes_after(stages, k, data)
+        for k, (stage, nbytes) in enumerate(zip(stages, sizes, strict=True)):
+            if nbytes is None and stage.n_more is not None:  # before another compressor: the data without a checksum
+                nbytes = max(len(data) - stage.n_more, 0)
             if nbytes is None:
                 if stage.within is None:
                     raise ValueError(f"nothing says how long the data after {stage.name} should be")
@@ -190,7 +198,7 @@ class Chain:
         target: Bytes = out.reshape(-1).view(np.uint8).reshape(n, -1)
         if target.shape[1] != self.nbytes:
             raise ValueError(f"a buffer of {target.nbytes} bytes for {n} chunks of {self.nbytes}")
-        for k, (stage, nbytes) in enumerate(zip(self._stages, self._sizes_after, strict=True)):
+        for k, (stage, nbytes) in enumerate(zip(self._stages, self._sizes, strict=True)):
             if stage.undo_many is None:
                 raise ValueError(f"{stage.name} decodes chunks one by one")
             if nbytes is None:  # a checksum, which is cut off
@@ -209,13 +217,11 @@ class Chain:
         """This thread's memory for the result of stage `k`. Its next chunk, of any array, uses it again: new memory is slow."""
         return self._scratch.bytes(f"stage{k}", nbytes)
 
-    def _nbytes_after(self, stages: Sequence[Stage], k: int, data: Bytes) -> int | None:
-        """Bytes that stage `k` must give: what the later stages need, or else `data` without its checksum; None if unknown."""
-        more = [stage.n_more for stage in stages[k + 1 :]]
-        if None not in more:
-            return self.nbytes + sum(n for n in more if n is not None)
-        own = stages[k].n_more
-        return None if own is None else max(len(data) - own, 0)
+
+def _sizes_after(stages: Sequence[Stage], nbytes: int) -> list[int | None]:
+    """Bytes that each stage must give, of a chunk of `nbytes`: what the later ones need; None before another compressor."""
+    more = [stage.n_more for stage in stages]
+    return [None if None in more[k + 1 :] else nbytes + sum(n for n in more[k + 1 :] if n) for k in range(len(more))]
 
 
 def _have_other_sizes(data: Many, nbytes: int) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["BLOSC_SHUFFLES", "blosc_told", "compression_told"]
+__all__ = ["BLOSC_CODES", "BLOSC_SHUFFLES", "blosc_told", "compression_told"]
+
+BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
+"""The compressors inside of Blosc, with its numbers for them."""
 
 BLOSC_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 """What Blosc does to the bytes first, by its numbers."""

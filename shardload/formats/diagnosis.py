@@ -25,7 +25,6 @@ __all__ = [
     "candidates",
     "check_readable",
     "in_path",
-    "nearest",
     "no_arrays_below",
     "no_such_array",
     "only_array",
@@ -213,7 +212,7 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
         return ConfigError(f"'{path}' holds no array '{name}', nor any other.")
 
     by_name = {info.dataset: info for info in infos}
-    near = some([_told(by_name[other]) for other in nearest(name, list(by_name))], more)
+    near = some([_told(by_name[other]) for other in _nearest(name, list(by_name))], more)
     hint = ""
     if "*" in name and not name.endswith("/*"):
         group = name.rpartition("/")[0].strip("/")
@@ -221,10 +220,10 @@ def no_such_array(path: str, name: str, infos: Sequence[ArrayInfo], has_more: bo
     return ConfigError(f"'{path}' holds no array '{name}'. Pass dataset= one of these (nearest first): {near}.{hint}")
 
 
-def nearest(name: str, names: Sequence[str]) -> list[str]:
+def _nearest(name: str, names: Sequence[str]) -> list[str]:
     """Full names of arrays, those that are most like `name` first.
 
-    >>> nearest("velocity", ["/gas/density", "/gas/Velocities"])
+    >>> _nearest("velocity", ["/gas/density", "/gas/Velocities"])
     ['/gas/Velocities', '/gas/density']
     """
 

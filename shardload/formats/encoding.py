@@ -26,6 +26,7 @@ import zstandard
 
 from shardload.errors import ConfigError
 from shardload.formats.base import native_dtype
+from shardload.formats.compression_words import BLOSC_CODES
 from shardload.system.scratch import shared_scratch
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Step = Callable[[Any], Any]  # bytes-like to bytes-like
 
-BLOSC_NAMES = ("blosclz", "lz4", "lz4hc", "zlib", "zstd")
+BLOSC_NAMES = tuple(BLOSC_CODES)
 _LZ4_BLOCK = 1 << 30
 
 

@@ -27,7 +27,7 @@ from shardload.values.decoding import decoding_of
 if TYPE_CHECKING:
     from shardload.formats.base import Source
 
-__all__ = ["SMALL_NBYTES", "Coordinate", "Labels", "OnDemand", "bounded", "complete", "from_plain", "names_in", "to_plain"]
+__all__ = ["SMALL_NBYTES", "Coordinate", "Labels", "OnDemand", "complete", "from_plain", "names_in", "to_plain"]
 
 SMALL_NBYTES = 1 << 16  # of the values of one coordinate
 _MOST_COORDS, _MOST_ALL_NBYTES = 32, 1 << 18
@@ -119,10 +119,10 @@ def names_in(text: Any) -> list[str]:
     return text.split() if isinstance(text, str) else []
 
 
-def bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) -> dict[str, Any]:
+def _bounded(attrs: Mapping[str, Any], most_nbytes: int = _MOST_ATTRS_NBYTES) -> dict[str, Any]:
     """The attributes that fit together into `most_nbytes` of JSON; of the others a note.
 
-    >>> bounded({"a": "x" * 100, "b": 1}, 50)
+    >>> _bounded({"a": "x" * 100, "b": 1}, 50)
     {'a': 'not shown: attributes are too long', 'b': 1}
     """
     found: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: 
             source.close()
         room -= 0 if found.values is None else found.values.nbytes
         coords[name] = found
-    return replace(labels, attrs=bounded(labels.attrs), coords=coords)
+    return replace(labels, attrs=_bounded(labels.attrs), coords=coords)
 
 
 def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinate:
@@ -175,7 +175,7 @@ def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinat
             values = values if rule is None else rule.values(values)
         except (ConfigError, OSError, ValueError, RuntimeError):  # the array itself can be loaded all the same
             values = None
-    return replace(coordinate, dims=labels.dims, attrs=bounded(labels.attrs, 1 << 12), values=values)
+    return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, 1 << 12), values=values)
 
 
 def to_plain(labels: Labels | None) -> dict[str, Any] | None:

@@ -19,22 +19,22 @@ import socket
 from shardload.errors import ConfigError
 from shardload.formats.target import named, put_at
 
-__all__ = ["LOCK_BEGINS", "LOCK_SUFFIX", "AppendLock", "FileLock", "locked_path"]
+__all__ = ["AppendLock", "FileLock", "locked_path"]
 
-LOCK_SUFFIX = ".appending"
-LOCK_BEGINS = b"shardload append "
+_LOCK_SUFFIX = ".appending"
+_LOCK_BEGINS = b"shardload append "
 
 
 def locked_path(path: str) -> str | None:
     """The path that this lock is for; None if it is none, by its name and its first bytes."""
-    if not path.endswith(LOCK_SUFFIX) or not os.path.isfile(path):
+    if not path.endswith(_LOCK_SUFFIX) or not os.path.isfile(path):
         return None
     try:
         with open(path, "rb") as file:
-            head = file.read(len(LOCK_BEGINS))
+            head = file.read(len(_LOCK_BEGINS))
     except OSError:
         return None
-    return path[: -len(LOCK_SUFFIX)] if head == LOCK_BEGINS or not head else None
+    return path[: -len(_LOCK_SUFFIX)] if head == _LOCK_BEGINS or not head else None
 
 
 class AppendLock:
@@ -47,9 +47,9 @@ class AppendLock:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path + LOCK_SUFFIX
+        self.path = path + _LOCK_SUFFIX
         self._is_mine = False
-        text = LOCK_BEGINS + f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n".encode()
+        text = _LOCK_BEGINS + f"{secrets.token_hex(8)} {os.path.basename(path)} {socket.gethostname()} {os.getpid()}\n".encode()
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:

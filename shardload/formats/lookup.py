@@ -46,7 +46,7 @@ __all__ = [
     "Labeller",
     "file_of",
     "find_array",
-    "find_small",
+    "find_untrusted",
     "format_of",
     "list_arrays",
     "list_labelled",
@@ -187,9 +187,7 @@ def find_array(
         If the file cannot be opened, or the array or its type cannot be loaded.
     """
     if access.untrusted is not None:
-        whole, file, name = _untrusted_place(path_or_object, dataset)
-        with as_source_error(file, name):
-            return find(whole, file, dataset, access, needs_numbers=needs_numbers)[0]
+        return find_untrusted(path_or_object, dataset, access, needs_numbers=needs_numbers)[0]
     path = _as_path(path_or_object)
     if path is None:
         return _loadable(_info_of_object(path_or_object, dataset, access), needs_numbers)
@@ -438,16 +436,13 @@ def _checked(source: Source) -> Source:
     return source
 
 
-def find_small(
-    path_or_object: Any, dataset: str | None, access: Access, needs_numbers: bool = False
+def find_untrusted(
+    path_or_object: Any, dataset: str | None, access: Access, *, values: bool = False, needs_numbers: bool = False
 ) -> tuple[ArrayInfo, bytes | memoryview | None]:
-    """Do `find_array` and then `read_small`; for an untrusted file, in one helper process."""
-    if access.untrusted is None:
-        info = find_array(path_or_object, dataset, access, needs_numbers)
-        return info, read_small(path_or_object, info, access)
+    """Do `find_array` and, with `values`, then `read_small`, in one helper process."""
     path, file, name = _untrusted_place(path_or_object, dataset)
     with as_source_error(file, name):
-        return find(path, file, dataset, access, values=True, needs_numbers=needs_numbers)
+        return find(path, file, dataset, access, values=values, needs_numbers=needs_numbers)
 
 
 def read_small(
@@ -567,7 +562,7 @@ class Finder:
         if path is None or self._access.untrusted is not None:
             if self._tuning is None or path is None:
                 return find_array(path_or_object if path is None else path, dataset, self._access, needs_numbers), None
-            info, values = find_small(path, dataset, self._access, needs_numbers)
+            info, values = find_untrusted(path, dataset, self._access, values=True, needs_numbers=needs_numbers)
             return info, values if values is not None and self._takes(len(values)) else None
         if dataset is None:
             found = self._find_only(path)

@@ -23,6 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, refusal
+from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 
 __all__ = [
@@ -269,11 +270,12 @@ class Encoder(abc.ABC):
 
     name: str
     spec: ArraySpec
+    _info: ArrayInfo  # as each format makes it
 
     @property
-    @abc.abstractmethod
     def info(self) -> ArrayInfo:
         """The array as it will be, for planning: its chunks are the units of `encode`, as they are those of decoding."""
+        return self._info
 
     @property
     @abc.abstractmethod
@@ -306,10 +308,7 @@ class Encoder(abc.ABC):
         index = tuple(a // c for a, c in zip(region.start, chunks, strict=True))
         if region != self.region(index):
             raise ValueError(f"region {region} of '{self.name}' is no chunk: its chunks have shape {chunks}")
-        number = 0
-        for k, n in zip(index, self.spec.grid, strict=True):
-            number = number * n + k
-        return number
+        return ravel(index, self.spec.grid)
 
     def region(self, index: Sequence[int]) -> Region:
         """The part of a chunk that lies in the array."""

@@ -36,7 +36,6 @@ __all__ = [
     "reserve",
     "sync_folder",
     "temporary_of",
-    "unwritten",
 ]
 
 MODES = ("w-", "w")
@@ -76,7 +75,7 @@ def mark(token: str, path: str) -> bytes:
     return (MARK_BEGINS + os.fsencode(f"{token} {os.path.basename(path)}"))[: MARK_NBYTES - 1].ljust(MARK_NBYTES - 1) + b"\n"
 
 
-def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
+def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
     """The error of a file that cannot be written, from the system's."""
     where = (
         f"chunk {chunk} of '{dataset}' in '{path}'"
@@ -98,7 +97,7 @@ def unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tupl
 
 
 class named:
-    """Turns errors of the system inside a ``with`` statement into those of `unwritten`. A class: generators take longer."""
+    """Turns errors of the system inside a ``with`` statement into those of `_unwritten`. A class: generators take longer."""
 
     __slots__ = ("_chunk", "_dataset", "_path")
 
@@ -112,7 +111,7 @@ class named:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, SourceError):
-            raise unwritten(error, self._path, self._dataset, self._chunk() if self._chunk else None) from error
+            raise _unwritten(error, self._path, self._dataset, self._chunk() if self._chunk else None) from error
 
 
 def put_at(descriptor: int, data: Any, offset: int) -> None:
@@ -202,12 +201,12 @@ class Target:
                 os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileNotFoundError as error:
             if os.path.isdir(self.folder):  # /proc, for one, makes no files
-                raise unwritten(error, self.path) from error
+                raise _unwritten(error, self.path) from error
             raise ConfigError(f"the folder of '{self.path}' does not exist. Make it first: mkdir -p {self.folder}") from None
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:
-            raise unwritten(error, self.path) from error
+            raise _unwritten(error, self.path) from error
         self.temporary = temporary
         return temporary
 

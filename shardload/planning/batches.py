@@ -1,7 +1,7 @@
 """Which small chunks are read and copied together, and how do the values of a region lie in chunks?
 
 A batch is a box of chunks of the file's grid. Its values are decoded into one buffer, chunk after chunk. Along each axis a
-region is cut at most into three segments: what it has of its first chunk, whole chunks, and what it has of its last chunk. So
+region is cut at most into three stretches: what it has of its first chunk, whole chunks, and what it has of its last chunk. So
 however many chunks there are, a few copies with strides move a region out of the buffer.
 """
 
@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Segment", "cut_box", "segments"]
+__all__ = ["Stretch", "cut_box", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Stretch:
     """Some of the elements that a region has along one axis: from each of `n` chunks the same `length` elements.
 
     Attributes
@@ -35,22 +35,22 @@ class Segment:
     at: int
 
 
-def segments(start: int, stop: int, cell: int, first: int) -> list[Segment]:
+def stretches(start: int, stop: int, cell: int, first: int) -> list[Stretch]:
     """Cut the elements from `start` to `stop` of an axis with chunks of `cell` elements; the buffer begins with chunk `first`.
 
-    >>> segments(3, 14, 4, 0)  # doctest: +NORMALIZE_WHITESPACE
-    [Segment(chunk=0, n=1, start=3, length=1, at=0),
-     Segment(chunk=1, n=2, start=0, length=4, at=1),
-     Segment(chunk=3, n=1, start=0, length=2, at=9)]
-    >>> segments(5, 7, 4, 1)
-    [Segment(chunk=0, n=1, start=1, length=2, at=0)]
+    >>> stretches(3, 14, 4, 0)  # doctest: +NORMALIZE_WHITESPACE
+    [Stretch(chunk=0, n=1, start=3, length=1, at=0),
+     Stretch(chunk=1, n=2, start=0, length=4, at=1),
+     Stretch(chunk=3, n=1, start=0, length=2, at=9)]
+    >>> stretches(5, 7, 4, 1)
+    [Stretch(chunk=0, n=1, start=1, length=2, at=0)]
     """
     found, at = [], start
     while at < stop:
         chunk, inside = divmod(at, cell)
         n = 1 if inside or stop - at < cell else (stop - at) // cell
         length = cell if n > 1 else min(cell - inside, stop - at)
-        found.append(Segment(chunk - first, n, inside, length, at - start))
+        found.append(Stretch(chunk - first, n, inside, length, at - start))
         at += n * length
     return found
 

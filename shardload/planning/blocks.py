@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardload.planning.grid import Grid
+from shardload.planning.grid import Grid, strides
 from shardload.planning.region import Region
 
 __all__ = [
@@ -27,7 +27,8 @@ __all__ = [
 # Enough blocks per owner that an uneven last one costs at most a quarter, and that reading overlaps sending.
 BLOCKS_PER_OWNER = 4
 
-# Runs that start at most this far apart are read together with the gaps, as formats.hdf5.contiguous does.
+# Runs that start at most this far apart are read together with the gaps (`formats.hdf5.contiguous`): reading this much more
+# takes less time than another system call (docs/design/decode.md).
 NEAR_NBYTES = 32 << 10
 
 LONGEST_ROW_NBYTES = 1 << 20  # of a run that stands for a chunk
@@ -168,7 +169,7 @@ def run_stride(shape: Sequence[int], extent: Sequence[int]) -> int:
 
 def run_of(shape: tuple[int, ...], region: Region) -> tuple[int, int] | None:
     """Where a region that is contiguous in an array in C order starts, and its length, in elements; None if it has several
-    pieces, or none. A third of the time of `runs`.
+    pieces, or none.
 
     >>> run_of((4, 6), Region((1, 0), (3, 6))), run_of((4, 6), Region((1, 2), (3, 4))), run_of((4, 6), Region((1, 2), (2, 4)))
     ((6, 12), None, (8, 2))
@@ -189,15 +190,11 @@ def runs(shape: tuple[int, ...], region: Region) -> list[tuple[int, int]]:
     """
     if not region.size:
         return []
-    n_whole = 0  # axes at the end that the region covers completely
-    for a, b, n in reversed(list(zip(region.start, region.stop, shape, strict=True))):
-        if a != 0 or b != n:
-            break
-        n_whole += 1
-    axis = len(shape) - n_whole - 1  # a run goes along this axis
-    steps = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-    if axis < 0:
-        return [(0, math.prod(shape))]
+    if (run := run_of(shape, region)) is not None:  # a third of the time
+        return [run]
+    # A run goes along the last axis that the region does not cover completely.
+    axis = max(k for k, (n, m) in enumerate(zip(region.shape, shape, strict=True)) if n < m)
+    steps = strides(shape)
     starts = np.zeros(1, dtype=np.int64)
     for k in range(axis):
         starts = (starts[:, None] + np.arange(region.start[k], region.stop[k], dtype=np.int64) * steps[k]).reshape(-1)

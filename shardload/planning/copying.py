@@ -24,12 +24,22 @@ import numpy as np
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
+from shardload.planning.saving import ROUNDS_HELD
 from shardload.planning.shards import Shards
 
-__all__ = ["Copied", "Item", "Memory", "Round", "Unit", "least_nbytes", "plan_array", "plan_memory", "plan_rounds", "run_units"]
+__all__ = [
+    "Copied",
+    "CopyMemory",
+    "Item",
+    "Round",
+    "Unit",
+    "least_nbytes",
+    "plan_array",
+    "plan_memory",
+    "plan_rounds",
+    "run_units",
+]
 
-RING = 3  # rounds of values (`jobs.writing.file.KEPT_ROUNDS`)
-_HELD = 5  # and two of stored bytes
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
 _RUN_NBYTES = 4 << 20
@@ -281,7 +291,7 @@ def _factors(n: int, ndim: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class CopyMemory:
     """How a rank uses its staging memory.
 
     Attributes
@@ -304,21 +314,23 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return _HELD * self.round_nbytes + self.reading_nbytes + self.encoding_nbytes
+        return ROUNDS_HELD * self.round_nbytes + self.reading_nbytes + self.encoding_nbytes
 
 
 def least_nbytes(unit_nbytes: int, reading_nbytes: int, n_threads: int = 1) -> int:
     """Fewest bytes of staging, if the largest unit has `unit_nbytes`, and reading takes at least `reading_nbytes`."""
-    return _HELD * aligned(unit_nbytes) + reading_nbytes + 2 * n_threads * unit_nbytes
+    return ROUNDS_HELD * aligned(unit_nbytes) + reading_nbytes + 2 * n_threads * unit_nbytes
 
 
-def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> Memory:
+def plan_memory(staging_nbytes: int, unit_nbytes: int, reading_nbytes: int, n_threads: int) -> CopyMemory:
     """Divide the staging memory, which is at least `least_nbytes`."""
     while n_threads > 1 and least_nbytes(unit_nbytes, reading_nbytes, n_threads) > staging_nbytes * 3 // 4:
         n_threads -= 1
     encoding = 2 * n_threads * unit_nbytes
-    reading = max(reading_nbytes, min(staging_nbytes // 4, staging_nbytes - encoding - _HELD * aligned(unit_nbytes)))
-    return Memory(max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // _HELD), reading, n_threads, encoding)
+    reading = max(reading_nbytes, min(staging_nbytes // 4, staging_nbytes - encoding - ROUNDS_HELD * aligned(unit_nbytes)))
+    return CopyMemory(
+        max(aligned(unit_nbytes), (staging_nbytes - encoding - reading) // ROUNDS_HELD), reading, n_threads, encoding
+    )
 
 
 # --- rounds

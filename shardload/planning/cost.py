@@ -21,11 +21,12 @@ from typing import Any
 
 from shardload.planning.blocks import NEAR_NBYTES, count_runs, run_stride
 from shardload.planning.hops import MESSAGES
-from shardload.planning.limits import Load, Stored, count_file_reads, seconds_of
+from shardload.planning.limits import Load, OnDisk, count_file_reads, seconds_of
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.rates import CHUNK_SECONDS, decode_rate
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
+from shardload.planning.staging import MOST_THREADS
 from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct
 from shardload.planning.traffic import Traffic, count_direct, count_held, count_traffic
 from shardload.planning.ways import Sending, WayCost, choose_way, way_costs
@@ -38,7 +39,6 @@ _CALL_SECONDS = 3e-6  # for a contiguous run that is read by itself
 _RUN_SECONDS = 5e-8  # for a run that is read together with others and copied out
 _COPY_RATE = 5e9  # from a decoded block into a piece, of the same rank or of another one on its node
 _HANDOVER_SECONDS = 3e-5  # per block and receiving rank inside a node, at each end
-_MOST_THREADS = 16  # of one rank, as in `staging`
 _STRAIGHT = MappingProxyType({MESSAGES: 0})
 # A way is chosen over a simpler one only if it is this much better: the model is not more accurate than that.
 _MARGIN = 0.9
@@ -154,7 +154,7 @@ def plan_cost(
     *,
     staging_blocks: int = 2,
     machine: Machine = WORKSTATION,
-    stored: Stored | None = None,
+    stored: OnDisk | None = None,
     ways: Mapping[str, int] = _STRAIGHT,
 ) -> Cost:
     """Compute what a load by this schedule costs.
@@ -171,7 +171,7 @@ def plan_cost(
         Number of blocks that an owner holds at once.
     machine : Machine
         What limits a load beside the cores: nothing by default.
-    stored : Stored, optional
+    stored : OnDisk, optional
         How the values lie on disk.
     ways : mapping of str to int
         The ways (`hops.WAYS`) in which parts may go to other nodes, the simplest first, and the bytes of memory that each needs
@@ -195,7 +195,7 @@ def plan_cost(
     between_nbytes = way.between_nbytes
     limits: dict[str, Any] = {}
     if machine.has_limits and array_nbytes:
-        stored, n_threads = stored or Stored(), min(_MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
+        stored, n_threads = stored or OnDisk(), min(MOST_THREADS, max(1, cores // per_node)) if layout.has_chunks else 1
         n_ranks = schedule.n_ranks
         reads = count_file_reads(schedule, layout, machine, stored, per_node, reading.n_readers, reading.reader_nbytes)
         load = Load(

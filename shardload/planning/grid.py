@@ -16,7 +16,9 @@ import numpy as np
 
 from shardload.planning.region import Region
 
-__all__ = ["Grid", "strides", "unravel"]
+__all__ = ["Grid", "IntArray", "numbers_in", "ravel", "strides", "unravel"]
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,9 @@ class Grid:
         steps = [[i * s for i in axis] for axis, s in zip(self.meeting_axes(region), strides(self.counts), strict=True)]
         return map(sum, itertools.product(*steps))
 
-    def meeting_array(self, region: Region) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def meeting_array(self, region: Region) -> IntArray:
         """`meeting` as an array."""
-        numbers: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-        for axis, count in zip(self.meeting_axes(region), self.counts, strict=True):
-            numbers = np.add.outer(numbers * count, np.arange(axis.start, axis.stop))
-        return numbers.ravel()
+        return numbers_in(self.meeting_axes(region), self.counts)
 
     def n_meeting(self, region: Region) -> int:
         """How many cells share an element with a region."""
@@ -113,6 +112,30 @@ def strides(shape: Sequence[int]) -> list[int]:
     [12, 4, 1]
     """
     return [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+
+
+def numbers_in(box: Sequence[range], shape: Sequence[int]) -> IntArray:
+    """The C-order numbers of a box, given as a range along each axis, ascending.
+
+    >>> numbers_in([range(1, 3), range(2)], (3, 4)).tolist()
+    [4, 5, 8, 9]
+    """
+    numbers: IntArray = np.zeros((), dtype=np.int64)
+    for axis, n in zip(box, shape, strict=True):
+        numbers = np.add.outer(numbers * n, np.arange(axis.start, axis.stop))
+    return numbers.ravel()
+
+
+def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
+    """The C-order number of an index along each axis: the inverse of `unravel`.
+
+    >>> ravel((1, 1, 1), (2, 3, 4))
+    17
+    """
+    number = 0
+    for i, n in zip(index, shape, strict=True):
+        number = number * n + i
+    return number
 
 
 def unravel(number: int, shape: Sequence[int]) -> tuple[int, ...]:

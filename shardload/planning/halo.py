@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardload.planning.grid import strides, unravel
+from shardload.planning.grid import IntArray, ravel, strides, unravel
 from shardload.planning.region import Region
-from shardload.planning.shards import Content, IntArray, Shards
+from shardload.planning.shards import Content, Shards
 
 __all__ = ["EDGE", "WRAP", "Halo", "HaloShards", "SectionGrid"]
 
@@ -283,7 +283,7 @@ class HaloShards(Shards):
 
     def shard_of(self, section: int) -> int:
         """See `Shards`."""
-        return sum(i * s for i, s in zip(self.grid.places(section), strides(self.cuts), strict=True))
+        return ravel(self.grid.places(section), self.cuts)
 
     @property
     def section_holders(self) -> Callable[[int], tuple[int, ...]]:

@@ -22,21 +22,25 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
+
 __all__ = [
-    "AUTO_WAY", "GROUP_NBYTES", "HEAD_NBYTES", "MESSAGES", "NODES", "ROW_NBYTES", "TWO_HOPS", "WAYS", "EvenNodes", "Hops",
-    "ListedNodes", "NodeMap", "grid_of", "least_bundle_nbytes", "n_partners", "node_map",
+    "AUTO_WAY", "BUNDLE_NBYTES", "GROUP_NBYTES", "HEAD_NBYTES", "MESSAGES", "NODES", "N_HOPS", "ROW_NBYTES",
+    "SMALL_BUNDLE_NBYTES", "TWO_HOPS", "WAYS", "EvenNodes", "Hops", "ListedNodes", "NodeMap", "grid_of", "least_bundle_nbytes",
+    "n_partners", "node_map",
 ]  # fmt: skip
 
+N_HOPS = 3  # along a row, down a column, and inside a node whose ranks do not share memory
 HEAD_NBYTES, GROUP_NBYTES, ROW_NBYTES = 16, 8, 32  # of a bundle, of a group of parts in it, of a part
+BUNDLE_NBYTES = 1 << 18  # of a bundle: large enough that what a message costs does not count
+SMALL_BUNDLE_NBYTES = 1 << 14  # of one that leaves, if there are many at a time
 MESSAGES, NODES, TWO_HOPS = "messages", "nodes", "two hops"
 WAYS = (MESSAGES, NODES, TWO_HOPS)
 AUTO_WAY = "auto"
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def least_bundle_nbytes(part_nbytes: int) -> int:
@@ -205,9 +209,9 @@ class Hops:
     Seven nodes of two ranks. From rank 2, on node 1, to rank 13, on the only node of the last row:
 
     >>> hops = Hops.of(EvenNodes(14, 2), TWO_HOPS)
-    >>> hops.n_columns, hops.n_rows, hops.first_rank(2, 13), hops.relay(hops.first_rank(2, 13), 6)
+    >>> hops.n_columns, hops.n_rows, hops.first_relay(2, hops.column(6)), hops.relay(hops.first_relay(2, hops.column(6)), 6)
     (3, 3, 1, 13)
-    >>> Hops.of(EvenNodes(14, 2), NODES).first_rank(2, 13)
+    >>> Hops.of(EvenNodes(14, 2), NODES).first_relay(2, 6)
     13
     """
 
@@ -250,17 +254,15 @@ class Hops:
         ranks = self.ranks
         return ranks.rank(node, (ranks.member(rank) + ranks.node(rank)) % ranks.n_members(node))
 
-    def first_rank(self, rank: int, receiver: int) -> int:
-        """To whom a sender sends what is for `receiver`: also in its own column to the relay that joins it with the others'."""
-        node, there = self.ranks.node(rank), self.ranks.node(receiver)
-        return self.relay(rank, self.corner(node, self.column(there)))
-
     # --- the first hop
+
+    def first_relay(self, rank: int, column: int) -> int:
+        """To whom a sender sends what is for a column: also for its own to the relay that joins it with the others'."""
+        return self.relay(rank, self.corner(self.ranks.node(rank), column))
 
     def first_relays(self, rank: int) -> list[int]:
         """The relays of a sender's first hops, for each column one."""
-        node = self.ranks.node(rank)
-        return [self.relay(rank, self.corner(node, column)) for column in range(self.n_columns)]
+        return [self.first_relay(rank, column) for column in range(self.n_columns)]
 
     def first_senders(self, rank: int) -> Iterator[int]:
         """The ranks whose first hop may go to `rank`: the inverse of `first_relays`."""

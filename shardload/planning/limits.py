@@ -23,7 +23,7 @@ from shardload.planning.source_layout import SourceLayout
 from shardload.planning.strategies import Parallel
 from shardload.planning.traffic import count_direct, count_direct_of_nodes
 
-__all__ = ["FileReads", "Load", "Stored", "count_file_reads", "seconds_of"]
+__all__ = ["FileReads", "Load", "OnDisk", "count_file_reads", "seconds_of"]
 
 # To open an array a rank opens its file so many times, and the first one on a node reads so many pieces of its metadata. As
 # counted with HDF5 (which opens a file twice, beside our own look at it), and with Zarr.
@@ -36,7 +36,7 @@ _PAGE_NBYTES = 4096  # the least that a file system with a page cache fetches
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class OnDisk:
     """How the values of a file lie on disk.
 
     Attributes
@@ -61,11 +61,11 @@ class Stored:
         chunks: tuple[int, ...] | None = None,
         shards: tuple[int, ...] | None = None,
         is_one_file: bool = True,
-    ) -> Stored:
+    ) -> OnDisk:
         """From an array's metadata.
 
-        >>> Stored.of(30, 120, (8, 8), (16, 16), is_one_file=False)
-        Stored(share=0.25, files_per_chunk=0.25, file_chunks=(2, 2))
+        >>> OnDisk.of(30, 120, (8, 8), (16, 16), is_one_file=False)
+        OnDisk(share=0.25, files_per_chunk=0.25, file_chunks=(2, 2))
         """
         share = nbytes_stored / nbytes if nbytes_stored and nbytes else 1.0
         if is_one_file or chunks is None:
@@ -148,7 +148,7 @@ class Load:
         return -(-self.n_ranks // self.per_node)
 
 
-def seconds_of(load: Load, reads: FileReads, machine: Machine, stored: Stored, file_nbytes: float) -> tuple[float, str]:
+def seconds_of(load: Load, reads: FileReads, machine: Machine, stored: OnDisk, file_nbytes: float) -> tuple[float, str]:
     """Seconds of a load, and the resource that takes longest. `file_nbytes` is the size of the file; infinity for many files.
 
     The resources are the busiest rank's cores and its stream of reads; a node's memory, network, and link to the file system;
@@ -181,7 +181,7 @@ def count_file_reads(
     schedule: Schedule,
     layout: SourceLayout,
     machine: Machine,
-    stored: Stored,
+    stored: OnDisk,
     per_node: int,
     n_readers: int,
     reader_nbytes: int,
@@ -214,20 +214,20 @@ def count_file_reads(
     )
 
 
-def _opening(stored: Stored, machine: Machine, n_readers: int, n_nodes: int) -> int:
+def _opening(stored: OnDisk, machine: Machine, n_readers: int, n_nodes: int) -> int:
     """Operations by which readers on so many nodes open the array: what one has read of the metadata is there for its node."""
     return n_readers * stored.opens + (n_nodes if machine.page_cache_nbytes else n_readers) * stored.metadata_reads
 
 
-def _per_file(stored: Stored) -> int:
+def _per_file(stored: OnDisk) -> int:
     """Operations for a file beside the reads of its chunks: an open, and for several chunks a read of where they are."""
     return 2 if stored.file_chunks else 1
 
 
-def _files_of_range(counts: Sequence[int], stored: Stored, n: int) -> int:
+def _files_of_range(counts: Sequence[int], stored: OnDisk, n: int) -> int:
     """The files that a reader opens which has `n` chunks, one after the other in C order.
 
-    >>> of = Stored(1.0, 1 / 8, (2, 2, 2))
+    >>> of = OnDisk(1.0, 1 / 8, (2, 2, 2))
     >>> [_files_of_range((4, 4, 4), of, n) for n in (1, 4, 8, 16, 32, 64)]
     [1, 2, 2, 4, 4, 8]
     """
@@ -253,7 +253,7 @@ def _readers_on_node(schedule: Schedule, per_node: int, n_readers: int) -> int:
 
 
 def _of_direct(
-    schedule: Schedule, layout: SourceLayout, machine: Machine, stored: Stored, per_node: int, n_readers: int
+    schedule: Schedule, layout: SourceLayout, machine: Machine, stored: OnDisk, per_node: int, n_readers: int
 ) -> FileReads:
     """Each rank fetches what it holds, as chunks or, without chunks, as runs with the gaps between near ones."""
     is_ahead = machine.has_file_system and machine.page_cache_nbytes > 0 and not stored.files_per_chunk
@@ -303,7 +303,7 @@ def _chunks_in_run(schedule: Schedule, layout: SourceLayout) -> tuple[int, int]:
     return in_run, max(0, run_stride(counts, met) - in_run) if n_runs > 1 else 0
 
 
-def _by_file(layout: SourceLayout, stored: Stored) -> SourceLayout:
+def _by_file(layout: SourceLayout, stored: OnDisk) -> SourceLayout:
     """The same array with its files in the place of chunks."""
     cell = tuple(c * f for c, f in zip(layout.chunks.cell, stored.file_chunks, strict=True))
     return replace(layout, chunks=Grid(layout.chunks.shape, cell, layout.chunks.phase))

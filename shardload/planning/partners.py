@@ -14,7 +14,7 @@ def plan_partners(leaders: Sequence[int]) -> list[int]:
     Parameters
     ----------
     leaders : sequence of int
-        For each rank a number of its node (`comm.topology.Machine.leaders`).
+        For each rank a number of its node (`comm.topology.Topology.leaders`).
 
     Examples
     --------

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
 from shardload.planning.region import Region
 
 __all__ = ["Block", "Part", "PartTable", "Parts", "PartsByRank"]
 
 # Lists of parts up to this length are kept after the first iteration, because they are iterated over several times.
 _MAX_KEPT = 4096
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)

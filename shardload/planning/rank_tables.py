@@ -19,11 +19,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardload.planning.grid import strides, unravel
+from shardload.planning.grid import IntArray, strides, unravel
 
 __all__ = ["BoxTable", "ListTable", "RankBoxes", "RankTable", "table_of"]
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,16 @@ from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
 from shardload.planning.strategies import Parallel, Root
 
-__all__ = ["Held", "Item", "Memory", "Sent", "Unit", "least_memory", "plan_array", "plan_chunks", "plan_memory", "plan_rounds"]
+__all__ = [
+    "ROUNDS_HELD", "Held", "Item", "Memory", "Sent", "Unit", "least_memory", "plan_array", "plan_chunks", "plan_memory",
+    "plan_rounds",
+]  # fmt: skip
 
 MOST_CHUNK_NBYTES, LEAST_CHUNK_NBYTES = 4 << 20, 1 << 18
 _LEAST_RUN_NBYTES = 64 << 10  # of an array in one piece: shorter runs are collected by one rank
 _BLOCK_NBYTES, _MOST_BLOCKS_OF_ROWS, _MOST_FILE_NBYTES = 4 << 20, 4, 64 << 20
 _PAGE_NBYTES = 4096  # clients of Lustre and NFS on different nodes must not write to the same page
-_ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.file.KEPT_ROUNDS`
+ROUNDS_HELD = 5  # three rounds of values, two of stored bytes: `jobs.writing.file.KEPT_ROUNDS`
 _BLOCKS_IN_CAP = 32  # five rounds of one block, buffers for parts of it, and scratch memory
 _SLOTS, _PACKS = 4, 2
 _FACTORS = (2, 3, 5, 7)
@@ -382,7 +385,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return _ROUNDS_HELD * self.round_nbytes + (self.n_slots + self.n_packs) * self.slot_nbytes + self.scratch_nbytes
+        return ROUNDS_HELD * self.round_nbytes + (self.n_slots + self.n_packs) * self.slot_nbytes + self.scratch_nbytes
 
 
 def _least(arrays: Sequence[Held | Sent], units: Sequence[Unit], n_threads: int) -> Memory:
@@ -404,12 +407,12 @@ def plan_memory(arrays: Sequence[Held | Sent], units: Sequence[Unit], cap_nbytes
     least = _least(arrays, units, n_threads)
     left = cap_nbytes - least.scratch_nbytes
     n_slots, n_packs = _SLOTS, _PACKS
-    room = min(left // 4, left - _ROUNDS_HELD * least.round_nbytes)
+    room = min(left // 4, left - ROUNDS_HELD * least.round_nbytes)
     while (n_slots > 1 or n_packs > 1) and (n_slots + n_packs) * least.slot_nbytes > room:
         n_slots, n_packs = max(1, n_slots - 1), max(1, n_packs - 1)
     left -= (n_slots + n_packs) * least.slot_nbytes
     return Memory(
-        max(least.round_nbytes, left // _ROUNDS_HELD), n_slots, n_packs, least.slot_nbytes, least.scratch_nbytes
+        max(least.round_nbytes, left // ROUNDS_HELD), n_slots, n_packs, least.slot_nbytes, least.scratch_nbytes
     ), n_threads
 
 

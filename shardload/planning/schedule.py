@@ -31,7 +31,7 @@ from shardload.planning.blocks import (
     plan_row_chunks,
     run_stride,
 )
-from shardload.planning.grid import Grid
+from shardload.planning.grid import Grid, IntArray
 from shardload.planning.parts import Block, Part, Parts
 from shardload.planning.region import Region
 from shardload.planning.shards import RankBoxes, Shards, plan_shards
@@ -56,8 +56,6 @@ __all__ = [
 
 # MPI counts are C ints, and some transports are slow or wrong near their limits: half of 2 GiB is safe everywhere.
 MAX_MESSAGE_NBYTES = 1 << 30
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)

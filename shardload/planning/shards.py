@@ -19,13 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from shardload.planning.grid import Grid, unravel
+from shardload.planning.grid import Grid, IntArray, unravel
 from shardload.planning.rank_tables import RankBoxes, RankTable, table_of
 from shardload.planning.region import Region, padding_of
 
 __all__ = ["Content", "RankBoxes", "Shards", "plan_shards"]
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class Shards:
 
     shape_global: tuple[int, ...]
     cuts: tuple[int, ...]
-    ranks: np.ndarray[Any, np.dtype[np.int64]] | RankBoxes
+    ranks: IntArray | RankBoxes
 
     def __post_init__(self) -> None:
         if any(n % c for n, c in zip(self.shape_global, self.cuts, strict=True)):

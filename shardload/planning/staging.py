@@ -12,22 +12,21 @@ from dataclasses import dataclass, field
 
 from shardload.planning.blocks import ALIGNMENT, aligned
 from shardload.planning.grid import Grid
+from shardload.planning.hops import BUNDLE_NBYTES, N_HOPS, SMALL_BUNDLE_NBYTES
 from shardload.planning.schedule import Schedule
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
 
 __all__ = [
-    "BundleStaging", "Staging", "ample_staging", "chunks_per_block", "least_staging", "least_together", "plan_bundles",
+    "MOST_THREADS", "BundleStaging", "Staging", "ample_staging", "least_staging", "least_together", "plan_bundles",
     "plan_staging",
 ]  # fmt: skip
 
 _SLOTS = 3  # one is filled, one is full, one is being copied from
-_MOST_THREADS = 16
+MOST_THREADS = 16  # of one rank
 _AMPLE_THREADS = 4  # as many large chunks at a time are enough to keep a reader busy
-_BUNDLE_NBYTES = 1 << 18  # of a bundle for a relay: large enough that what a message costs does not count
-_SMALL_BUNDLE_NBYTES = 1 << 14  # of one that leaves, if there are many at a time
 _BUNDLE_SHARE = 4  # of the cap: bundles take one part
-_N_HOPS, _N_ARRIVING = 3, 2  # hops, and bundles of each that a relay holds at once
+_N_ARRIVING = 2  # bundles of each hop that a relay holds at once
 _BATCHES_IN_CAP = 256  # a thread's share of the cap for a batch of small chunks; it has four or five buffers of that size
 
 
@@ -92,7 +91,7 @@ class BundleStaging:
     @property
     def shared_nbytes(self) -> int:
         """Bytes of the buffers for bundles that come."""
-        return _N_HOPS * self.n_arriving * aligned(self.arriving_nbytes)
+        return N_HOPS * self.n_arriving * aligned(self.arriving_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +117,13 @@ def plan_bundles(part_nbytes: int, cap_nbytes: int, n_partners: Sequence[int]) -
     ((255, 127424), (255, 127424), (2, 262144))
     """
     share = cap_nbytes // _BUNDLE_SHARE
-    size = min(max(part_nbytes, _BUNDLE_NBYTES), share // (_N_HOPS * (_N_ARRIVING + 2)))
+    size = min(max(part_nbytes, BUNDLE_NBYTES), share // (N_HOPS * (_N_ARRIVING + 2)))
     if size < part_nbytes:
         return None
-    left = (share - _N_HOPS * _N_ARRIVING * size - 2 * size) // 2
+    left = (share - N_HOPS * _N_ARRIVING * size - 2 * size) // 2
     leaving = []
     for n in n_partners[:-1]:
-        one = min(size, max(part_nbytes, _SMALL_BUNDLE_NBYTES, left // max(1, n) // ALIGNMENT * ALIGNMENT))
+        one = min(size, max(part_nbytes, SMALL_BUNDLE_NBYTES, left // max(1, n) // ALIGNMENT * ALIGNMENT))
         leaving.append((max(2, min(left // one, 2 * n)), one))
     return BundleStaging(_N_ARRIVING, size, (*leaving, (2, size)))
 
@@ -163,7 +162,7 @@ def plan_staging(arrays: Sequence[tuple[Schedule, SourceLayout]], cap_nbytes: in
     needs = [_need(schedule, layout, batch_nbytes) for schedule, layout in arrays]
     slot_nbytes, pack_nbytes = max(need.slot_nbytes for need in needs), max(need.pack_nbytes for need in needs)
     scratch_nbytes = _scratch_nbytes(needs)
-    wanted_threads = min(n_threads, _MOST_THREADS, (cap_nbytes - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, scratch_nbytes))
+    wanted_threads = min(n_threads, MOST_THREADS, (cap_nbytes - 2 * slot_nbytes - 2 * pack_nbytes) // max(1, scratch_nbytes))
     n_threads = max(1, wanted_threads)
     left = cap_nbytes - n_threads * scratch_nbytes
     n_pack = 2 if 2 * (slot_nbytes + pack_nbytes) <= left else 1
@@ -180,7 +179,7 @@ def least_together(arrays: Sequence[tuple[Schedule, SourceLayout]]) -> int:
 
 def _need(schedule: Schedule, layout: SourceLayout, batch_nbytes: int = 0) -> _Need:
     itemsize, file_itemsize = layout.dtype.itemsize, layout.file_dtype.itemsize
-    n_chunks = chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
+    n_chunks = _chunks_per_block(schedule, layout.chunks) if layout.has_chunks else 0
     chunk_size = layout.chunk_size
     is_small = layout.chunk_nbytes <= default_tuning().batched_chunk_nbytes
     n_batch = max(1, min(n_chunks, batch_nbytes // max(1, layout.chunk_nbytes))) if is_small else 1
@@ -207,7 +206,7 @@ def _scratch_nbytes(needs: Sequence[_Need]) -> int:
     return max(by_chunks, by_blocks) if len(needs) == 1 else by_chunks + by_blocks
 
 
-def chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
+def _chunks_per_block(schedule: Schedule, chunks: Grid) -> int:
     """Largest number of chunks that a block meets, or the part of it that a rank needs, which may begin inside a chunk."""
     axes = zip(schedule.blocks.cell, schedule.extent, chunks.cell, chunks.counts, strict=True)
     return math.prod(min(-(-b // c), -(-e // c) + 1, max(1, n)) for b, e, c, n in axes)

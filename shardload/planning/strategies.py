@@ -20,10 +20,11 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
+from shardload.planning.grid import IntArray, numbers_in
 from shardload.planning.parts import Block, Part, Parts, PartsByRank, PartTable
 from shardload.planning.region import Region
 
@@ -34,8 +35,6 @@ __all__ = ["DIRECT", "MODES", "PARALLEL", "ROOT", "Alone", "Direct", "OneOwnerEa
 
 ROOT, PARALLEL, DIRECT = "root", "parallel", "direct"
 MODES = (ROOT, PARALLEL, DIRECT)
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Strategy(Protocol):
@@ -184,10 +183,7 @@ def _meeting_parts(schedule: Schedule, block: int) -> Sequence[Part]:
         return schedule.part(bounds, shard, holder(shard, k))
 
     def tabulate() -> PartTable:
-        shard: Any = np.zeros((), dtype=np.int64)
-        for axis, count in zip(met, counts, strict=True):
-            shard = np.add.outer(shard * count, np.arange(axis.start, axis.stop))
-        shard = shard.reshape(-1)
+        shard = numbers_in(met, counts)
         along = [_along(*axis) for axis in zip(met, bounds, shards.shard_shape, strict=True)]
         low, high = (_product([ends[k] for ends in along]) for k in (0, 1))
         if shards.n_replicas == 1:

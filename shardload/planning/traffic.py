@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
 from shardload.planning.rank_tables import RankBoxes
 from shardload.planning.schedule import Schedule
 from shardload.planning.shards import Shards
@@ -31,8 +32,6 @@ _MAX_TRIPLES = 1 << 14
 _N_SAMPLES = 1 << 12
 # Above this many ranks whose shards do not form a grid, chunks that several of their shards share are counted several times.
 _MAX_ODD_RANKS = 256
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,11 @@ def _met_by_cuts(size: int, n_cut: int, extent: int, cell: int, phase: int, *, h
     """Along one axis: the first chunk (or element) that each shard meets, and the one after the last."""
     low = np.minimum(np.arange(n_cut, dtype=np.int64) * extent, size)
     high = np.minimum(low + extent, size)
-    if not has_chunks:
-        return low, high
+    return _cells_met(low, high, cell, phase) if has_chunks else (low, high)
+
+
+def _cells_met(low: IntArray, high: IntArray, cell: int, phase: int) -> tuple[IntArray, IntArray]:
+    """Along one axis of a grid: the first cell that each interval meets, and the one after the last."""
     first: IntArray = (low + phase) // cell
     return first, np.where(high > low, -(-(high + phase) // cell), first)
 
@@ -210,7 +212,7 @@ def _count_direct_sections(schedule: Schedule, layout: SourceLayout) -> tuple[in
     for axis, (n_cut, cell, phase) in enumerate(zip(shards.cuts, chunks.cell, chunks.phase, strict=True)):
         first, last, place = shards.along(axis, shape)
         if layout.has_chunks:
-            first, last = (first + phase) // cell, np.where(last > first, -(-(last + phase) // cell), (first + phase) // cell)
+            first, last = _cells_met(first, last, cell, phase)
         along = np.bincount(place, weights=last - first, minlength=n_cut).astype(np.int64)
         for i in np.unique(place[n_cut:]).tolist() if is_merged else ():  # the shards that have several sections here
             of_shard = np.flatnonzero(place == i)
@@ -290,8 +292,8 @@ def _section_pairs(schedule: Schedule) -> list[tuple[IntArray, IntArray, IntArra
     found = []
     for axis, (cell, phase) in enumerate(zip(blocks.cell, blocks.phase, strict=True)):
         low, high, place = shards.along(axis, blocks.shape)
-        first = (low + phase) // cell
-        n_met = np.where(high > low, -(-(high + phase) // cell) - first, 0)
+        first, last = _cells_met(low, high, cell, phase)
+        n_met = last - first
         section = np.repeat(np.arange(len(low)), n_met)
         block = first[section] + np.arange(len(section)) - np.repeat(np.cumsum(n_met) - n_met, n_met)
         start = block * cell - phase

@@ -16,16 +16,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardload.planning.hops import MESSAGES, NODES, ROW_NBYTES, TWO_HOPS, grid_of
+from shardload.planning.hops import BUNDLE_NBYTES, MESSAGES, NODES, ROW_NBYTES, SMALL_BUNDLE_NBYTES, TWO_HOPS, grid_of
 from shardload.planning.rates import WIRE_RATE
 from shardload.units import format_nbytes
 
-__all__ = ["PART_SECONDS", "Sending", "WayCost", "choose_way", "way_costs"]
+__all__ = ["Sending", "WayCost", "choose_way", "way_costs"]
 
-PART_SECONDS = 3e-5  # of a message with a part, at each end, mostly Python
+_PART_SECONDS = 3e-5  # of a message with a part, at each end, mostly Python
 # Over relays, of each part (docs/design/exchange.md), and of a bundle at each end.
 _ROW_SECONDS, _PASS_SECONDS, _TAKE_SECONDS, _BUNDLE_SECONDS = 2e-6, 1e-5, 2e-5, 1e-4
-_BUNDLE_NBYTES, _SMALL_BUNDLE_NBYTES = 1 << 18, 1 << 14  # as in `staging`
 _ROOM_NBYTES = 31 << 20  # for bundles that are being filled, with the usual staging cap
 # Relays are taken only if they are so much faster, and save so many seconds: the model is not more accurate than that.
 _MARGIN, _LEAST_SAVED_SECONDS = 0.7, 0.01
@@ -123,7 +122,7 @@ def _count(cost: WayCost) -> str:
 
 def _as_messages(s: Sending) -> WayCost:
     end = max(1, min(s.n_senders, s.n_receivers))
-    seconds = (s.nbytes / WIRE_RATE + s.parts * max(PART_SECONDS, s.latency)) / end
+    seconds = (s.nbytes / WIRE_RATE + s.parts * max(_PART_SECONDS, s.latency)) / end
     partners = min(max(0, s.n_ranks - s.per_node), math.ceil(s.parts / max(1, s.n_senders)))
     return WayCost(MESSAGES, seconds, s.parts, partners, s.nbytes / max(1, s.parts), s.nbytes)
 
@@ -133,9 +132,9 @@ def _bundles(n_partners: float, nbytes: float, n_times: int) -> float:
 
     If there is no room for a bundle for each partner at a time, each block needs its own.
     """
-    if n_partners * _SMALL_BUNDLE_NBYTES > _ROOM_NBYTES:
-        return max(n_partners * n_times, nbytes / _BUNDLE_NBYTES)
-    room = min(_BUNDLE_NBYTES, max(_SMALL_BUNDLE_NBYTES, _ROOM_NBYTES / max(1, n_partners)))
+    if n_partners * SMALL_BUNDLE_NBYTES > _ROOM_NBYTES:
+        return max(n_partners * n_times, nbytes / BUNDLE_NBYTES)
+    room = min(BUNDLE_NBYTES, max(SMALL_BUNDLE_NBYTES, _ROOM_NBYTES / max(1, n_partners)))
     return max(n_partners, nbytes / room)
 
 

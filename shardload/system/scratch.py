@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Scratch", "shared_scratch"]
+__all__ = ["ThreadScratch", "shared_scratch"]
 
 Array = np.ndarray[Any, Any]
 
 
-class Scratch(threading.local):
+class ThreadScratch(threading.local):
     """A few named buffers for each thread. They grow to the largest size asked for, and are freed when the thread ends.
 
     Examples
     --------
-    >>> scratch = Scratch()
+    >>> scratch = ThreadScratch()
     >>> first = scratch.array("chunk", (2, 3), np.dtype("f8"))
     >>> np.shares_memory(first, scratch.array("chunk", (5,), np.dtype("f4"))), first.shape
     (True, (2, 3))
@@ -48,11 +48,11 @@ class Scratch(threading.local):
         return self.bytes(name, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
-_shared: weakref.ref[Scratch] | None = None
+_shared: weakref.ref[ThreadScratch] | None = None
 _sharing = threading.Lock()
 
 
-def shared_scratch() -> Scratch:
+def shared_scratch() -> ThreadScratch:
     """The scratch memory that all users of it share now. It is freed when the last of them drops it.
 
     A user may keep nothing in it from one of its calls to the next: another one may have written there, in the same thread.
@@ -65,6 +65,6 @@ def shared_scratch() -> Scratch:
     with _sharing:
         found = None if _shared is None else _shared()
         if found is None:
-            found = Scratch()
+            found = ThreadScratch()
             _shared = weakref.ref(found)
         return found

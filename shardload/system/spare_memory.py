@@ -33,13 +33,7 @@ _CACHED = {1: ("total_inactive_file", "total_active_file"), 2: ("inactive_file",
 
 def keeps_addresses() -> bool:
     """True if the addresses of this process are limited, so that kept memory is missing elsewhere in the process."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return False
-    if any(resource.getrlimit(which)[0] != resource.RLIM_INFINITY for which in (resource.RLIMIT_AS, resource.RLIMIT_DATA)):
-        return True
-    return _read(_OVERCOMMIT).strip() == str(_NEVER_OVERCOMMIT)
+    return _address_limit() < math.inf or _read(_OVERCOMMIT).strip() == str(_NEVER_OVERCOMMIT)
 
 
 def spare_nbytes() -> float:

@@ -65,15 +65,15 @@ class Column:
     lead: str | None = None
 
 
-def width_of(stream: IO[str] | None = None, *, fallback: int = WIDTH) -> int:
-    """The width from ``COLUMNS``, or of the terminal behind `stream` (default: standard output), or else `fallback`."""
+def width_of(stream: IO[str] | None = None) -> int:
+    """The width from ``COLUMNS``, or of the terminal behind `stream` (default: standard output), or else `WIDTH`."""
     stream = sys.stdout if stream is None else stream
     with suppress(ValueError):
         if (columns := int(os.environ.get("COLUMNS", "0"))) > 0:
             return max(_LEAST, columns)
     with suppress(AttributeError, OSError, ValueError):  # closed, without a descriptor, or no terminal
-        return max(_LEAST, os.get_terminal_size(stream.fileno()).columns or fallback)
-    return fallback
+        return max(_LEAST, os.get_terminal_size(stream.fileno()).columns or WIDTH)
+    return WIDTH
 
 
 def width_of_prints() -> int:
@@ -123,7 +123,6 @@ def fit_table(
     width: int,
     narrow: Sequence[Sequence[str]] = (),
     *,
-    notes: Sequence[Sequence[str]] = (),
     rule: bool = False,
 ) -> list[str]:
     """A table in lines of at most `width`, unless a single word is wider.
@@ -137,12 +136,9 @@ def fit_table(
     narrow : sequence of sequences of str
         Sets of titles to keep side by side if not all columns fit: the first set that fits is used, and the other columns are
         printed in lines below each row. If no set fits, each row becomes a record: its first cell, and lines below it.
-    notes : sequence of sequences of str
-        For each row, lines to print below it in every form.
     rule : bool
         Whether to draw a line below the titles.
     """
-    notes = notes or [()] * len(rows)
     all_titles = [column.title for column in columns]
     for titles in (all_titles, *narrow):
         places = [all_titles.index(title) for title in titles if title in all_titles]
@@ -156,13 +152,10 @@ def fit_table(
         others = others[1:]
     made = lines[: len(lines) - len(rows)]
     body = lines[len(made) :] if places else [row[0] for row in rows]
-    for line, row, said in zip(body, rows, notes, strict=True):
+    for line, row in zip(body, rows, strict=True):
         made.append(line)
         parts = [_with_lead(columns[k], row[k]) for k in others if row[k] not in ("", "-")]
-        indent = " " * 4
-        made += wrap_parts(parts, width, indent) if parts else []
-        for note in said:
-            made += wrap(note, width, indent, indent + "  ")
+        made += wrap_parts(parts, width, " " * 4) if parts else []
     return made
 
 

@@ -17,10 +17,10 @@ from shardload.planning.schedule import Part
 from shardload.transfer.buffers import Piece
 from shardload.transfer.moves import ArrayMove
 
-__all__ = ["Arrivals"]
+__all__ = ["DEFECT", "Arrivals"]
 
 Array = np.ndarray[Any, Any]
-_DEFECT = "This is a defect in shardload; please report it with the shape, the mesh and the spec"
+DEFECT = "This is a defect in shardload; please report it with the shape, the mesh and the spec"
 
 
 class Arrivals:
@@ -78,7 +78,7 @@ class Arrivals:
                     region = move.targets[target].region
                     self.problem = ShardloadError(
                         f"{found} elements arrived for the shard {region}{_of(move)}, which has {wanted[target]}: nothing was "
-                        f"loaded. {_DEFECT}"
+                        f"loaded. {DEFECT}"
                     )
 
     def report_list(self, region: Region | None, rank: int, array: int | None = None) -> None:
@@ -88,7 +88,7 @@ class Arrivals:
             of = "" if array is None else _of(self._arrays[array])
             self.problem = PeerError(
                 f"the part {which}{of} that came from rank {rank} is not what this rank expects: the sender's list of regions "
-                f"is not the one that was expected. Nothing was loaded. {_DEFECT}",
+                f"is not the one that was expected. Nothing was loaded. {DEFECT}",
                 rank=rank,
             )
 
@@ -97,7 +97,7 @@ class Arrivals:
         if self.problem is None:
             self.problem = PeerError(
                 f"the part {part.region}{_of(self._arrays[array])} that rank {part.rank} sends over relays did not arrive, "
-                f"though all ranks say that they passed on what they had. Nothing was loaded. {_DEFECT}",
+                f"though all ranks say that they passed on what they had. Nothing was loaded. {DEFECT}",
                 rank=part.rank,
             )
 

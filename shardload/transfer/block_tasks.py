@@ -16,7 +16,7 @@ import numpy as np
 from shardload.formats.base import Source, settle_bools
 from shardload.planning.schedule import Block
 from shardload.planning.source_layout import SourceLayout
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
@@ -46,7 +46,7 @@ class BlockTasks:
         source: Source,
         layout: SourceLayout,
         local: LocalPieces,
-        scratch: Scratch,
+        scratch: ThreadScratch,
         names: Naming,
         counts: Counter,
         convert: Convert,

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
 from shardload.planning.hops import GROUP_NBYTES, HEAD_NBYTES, ROW_NBYTES
 from shardload.planning.region import Region
 from shardload.transfer.buffers import Slot, Slots
@@ -52,7 +53,6 @@ _MAGIC = 0x53484231
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Rows = np.ndarray[Any, np.dtype[np.uint32]]
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def proof_of(row: Any, region: Region, seed: int) -> int:

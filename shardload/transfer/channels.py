@@ -33,7 +33,7 @@ from shardload.comm.transport import Integers, Transport
 from shardload.errors import PeerError
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
-from shardload.transfer.arrivals import Arrivals
+from shardload.transfer.arrivals import DEFECT, Arrivals
 from shardload.transfer.buffers import StagedBlock
 from shardload.transfer.checksum import checksum, identity, seed_of
 from shardload.transfer.messages import Packer
@@ -126,8 +126,7 @@ class Channels:
         if done is None:
             raise PeerError(
                 f"rank {rank} answers note {offer}, which rank {self.transport.rank} did not send or which was answered "
-                "before. Nothing was loaded. This is a defect in shardload; please report it with the shape, the mesh and the "
-                "spec",
+                f"before. Nothing was loaded. {DEFECT}",
                 rank=rank,
             )
         done()

@@ -28,12 +28,12 @@ import deflate
 import numpy as np
 
 from shardload.planning.region import Region
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 
-__all__ = ["checksum", "crcs_of_rows", "identity", "join_sums", "runs_of", "seed_of", "sum_shard"]
+__all__ = ["checksum", "crcs_of_rows", "identity", "join_sums", "seed_of", "sum_shard"]
 
 _AT_ONCE_NBYTES = 1 << 19  # a copy of this size stays in the core's own cache
-_scratch = Scratch()
+_scratch = ThreadScratch()
 
 _POLYNOMIAL = 0xEDB88320  # bit 31 is the coefficient of x**0
 _ONE = 1 << 31
@@ -116,7 +116,7 @@ def sum_shard(data: Array, region: Region, shape: tuple[int, ...]) -> int:
     """
     if not region.size:
         return 0
-    n_outer, run = runs_of(region.shape, shape)
+    n_outer, run = _runs_of(region.shape, shape)
     length = run * data.itemsize
     raw = data.reshape(-1).view(np.uint8).data
     sums = np.fromiter((deflate.crc32(raw[k : k + length], 0) for k in range(0, raw.nbytes, length)), np.uint32)
@@ -145,10 +145,10 @@ def join_sums(sums: Iterable[int], nbytes: int) -> int:
     return joined
 
 
-def runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int, int]:
+def _runs_of(shape: tuple[int, ...], shape_global: tuple[int, ...]) -> tuple[int, int]:
     """How a box of `shape` lies in the memory of the array: the number of axes that count its runs, and elements per run.
 
-    >>> runs_of((2, 3, 8), (4, 6, 8)), runs_of((2, 6, 8), (4, 6, 8)), runs_of((), ())
+    >>> _runs_of((2, 3, 8), (4, 6, 8)), _runs_of((2, 6, 8), (4, 6, 8)), _runs_of((), ())
     ((1, 24), (0, 96), (0, 1))
     """
     n_outer, run = len(shape), 1

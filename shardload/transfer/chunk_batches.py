@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from shardload.formats.base import BatchReader, has_missing, settle_bools
-from shardload.planning.batches import cut_box, segments
+from shardload.planning.batches import cut_box, stretches
+from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Part
 from shardload.planning.source_layout import SourceLayout
 from shardload.system.interruption import let_interruption_pass
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.counters import Counters
 from shardload.transfer.decode import Convert
@@ -58,7 +59,7 @@ class ChunkBatches:
         reader: BatchReader,
         layout: SourceLayout,
         local: LocalPieces,
-        scratch: Scratch,
+        scratch: ThreadScratch,
         names: Naming,
         counts: Counter,
         convert: Convert,
@@ -100,13 +101,6 @@ class ChunkBatches:
             tuple([min(axis.stop * c - p, high) for axis, c, p, _, high in axes]),
         )
 
-    def numbers(self, box: Box) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The numbers of the chunks of a box in the grid of the loaded array, in C order."""
-        found: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-        for axis, count in zip(box, self._layout.chunks.counts, strict=True):
-            found = np.add.outer(found * count, np.arange(axis.start, axis.stop))
-        return found.reshape(-1)
-
     def read(self, staged: StagedBlock, box: Box, counters: Counters) -> bool:
         """Read a batch and deliver its values. False, and nothing is delivered, if its chunks must be read one by one."""
         region = self.region(staged, box)
@@ -145,7 +139,7 @@ class ChunkBatches:
         else:
             counters.nbytes_stored += sum(len(one) for one in stored if one is not None)
             is_missing = [one is None for one in stored]
-            numbers = self.numbers(box)[is_missing]
+            numbers = numbers_in(box, self._layout.chunks.counts)[is_missing]
             counters.add_missing(self._counts(staged.block, numbers, self._layout.chunks))
         return True
 
@@ -226,7 +220,9 @@ class ChunkBatches:
             yield Tile(region, values)
             return
         chunks = self._layout.chunks
-        for place, number in zip(itertools.product(*map(range, map(len, box))), self.numbers(box).tolist(), strict=True):
+        for place, number in zip(
+            itertools.product(*map(range, map(len, box))), numbers_in(box, chunks.counts).tolist(), strict=True
+        ):
             common = chunks.region(number).intersect(region)
             if common is not None:
                 low = [
@@ -240,18 +236,18 @@ class ChunkBatches:
         """Copy a region out of a batch. `values` has the axes of the box, then those of a chunk; `out` those of the region."""
         chunks, ndim = self._layout.chunks, len(box)
         cuts = [
-            segments(a + p, b + p, c, axis.start)
+            stretches(a + p, b + p, c, axis.start)
             for a, b, p, c, axis in zip(region.start, region.stop, chunks.phase, chunks.cell, box, strict=True)
         ]
         order = [*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)]
-        for segment in itertools.product(*cuts):
+        for chosen in itertools.product(*cuts):
             source: Any = (
-                *(slice(one.chunk, one.chunk + one.n) for one in segment),
-                *(slice(one.start, one.start + one.length) for one in segment),
+                *(slice(one.chunk, one.chunk + one.n) for one in chosen),
+                *(slice(one.start, one.start + one.length) for one in chosen),
                 ...,
             )
-            target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in segment), ...)
-            cut = out[target].reshape([size for one in segment for size in (one.n, one.length)])
+            target: Any = (*(slice(one.at, one.at + one.n * one.length) for one in chosen), ...)
+            cut = out[target].reshape([size for one in chosen for size in (one.n, one.length)])
             copy_rows(cut.transpose(order), values[source])
 
 

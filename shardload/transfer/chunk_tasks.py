@@ -27,10 +27,11 @@ import numpy as np
 from shardload.errors import ShardloadError
 from shardload.formats.base import BatchReader, ChunkReader, Room, settle_bools
 from shardload.planning.blocks import aligned
+from shardload.planning.grid import numbers_in
 from shardload.planning.region import Region
 from shardload.planning.schedule import Block, Part
 from shardload.planning.source_layout import SourceLayout
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.transfer.buffers import StagedBlock, Tile
 from shardload.transfer.chunk_batches import ChunkBatches
 from shardload.transfer.counters import Counters
@@ -96,7 +97,7 @@ class ChunkTasks:
         How the array lies in its file. It must have chunks.
     local : LocalPieces
         This rank's pieces.
-    scratch : Scratch
+    scratch : ThreadScratch
         Scratch memory of the threads.
     names : Naming
         Names the chunks, and keeps which of them is being read.
@@ -115,7 +116,7 @@ class ChunkTasks:
         reader: ChunkReader,
         layout: SourceLayout,
         local: LocalPieces,
-        scratch: Scratch,
+        scratch: ThreadScratch,
         names: Naming,
         counts: Counter,
         convert: Convert,
@@ -171,7 +172,7 @@ class ChunkTasks:
     ) -> None:
         for box in boxes:
             if not batches.read(staged, box, counters):
-                self._read_chunks(staged, enumerate(batches.numbers(box).tolist()), counters)
+                self._read_chunks(staged, enumerate(numbers_in(box, self._layout.chunks.counts).tolist()), counters)
 
     def _read_chunks(self, staged: StagedBlock, places: Iterable[tuple[int, int]], counters: Counters) -> None:
         left = iter(places)

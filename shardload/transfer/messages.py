@@ -45,11 +45,6 @@ class Packer:
         self._open: _Buffer | None = None
         self._last: tuple[Block, Region, Array, _Buffer] | None = None
 
-    @property
-    def peak_nbytes(self) -> int:
-        """Peak number of bytes of slots in use."""
-        return self._slots.peak_nbytes
-
     def pack(self, block: StagedBlock, region: Region, dtype: np.dtype[Any]) -> tuple[Array, Callable[[], None]] | None:
         """Return a packed copy of `region` of the block, and a function to call when it has been sent. None: there is no room.
 

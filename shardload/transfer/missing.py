@@ -21,7 +21,6 @@ from shardload.system.caller import warn_once
 from shardload.transfer.counters import MOST_NAMED
 
 __all__ = [
-    "beginning_in",
     "chunk_numbers",
     "count_by_region",
     "counter_of",
@@ -45,10 +44,10 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
 
     def counts(read: Block, numbers: Numbers, chunks: Grid) -> Numbers:
         if not plan.is_direct:
-            return beginning_in(read.region, numbers, chunks)
+            return _beginning_in(read.region, numbers, chunks)
         shards = plan.shards
         own = [shards.own(part.shard, part.region) for part in read.parts if shards.section_holders(part.shard)[0] == rank]
-        begin = (beginning_in(region, numbers, chunks) for region in own if region is not None)
+        begin = (_beginning_in(region, numbers, chunks) for region in own if region is not None)
         return np.sort(np.concatenate([numbers[:0], *begin]))
 
     return counts
@@ -56,13 +55,13 @@ def counter_of(plan: Schedule, rank: int) -> Counter:
 
 def count_by_region(block: Block, numbers: Numbers, chunks: Grid) -> Numbers:
     """The `Counter` for blocks with one owner: a chunk is counted by the block that has its first element."""
-    return beginning_in(block.region, numbers, chunks)
+    return _beginning_in(block.region, numbers, chunks)
 
 
-def beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
+def _beginning_in(region: Region, numbers: Numbers, chunks: Grid) -> Numbers:
     """The chunks whose first element (of those that are selected) is in a region.
 
-    >>> beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
+    >>> _beginning_in(Region((3,), (9,)), np.array([0, 1, 2]), Grid((12,), (4,), (0,))).tolist()
     [1, 2]
     """
     rest, begins = numbers, np.ones(len(numbers), dtype=bool)

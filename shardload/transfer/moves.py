@@ -17,13 +17,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardload.planning.grid import IntArray
 from shardload.planning.hops import Hops
 from shardload.planning.schedule import Block, Part, Schedule
 from shardload.transfer.buffers import Piece
 
 __all__ = ["ArrayMove", "BlocksToPieces", "Expected", "Flow", "PiecesToBlocks", "Producer", "Relayed", "Staged"]
-
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Staged(Protocol):

@@ -31,6 +31,8 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.transport import Integers
+from shardload.planning.grid import IntArray
+from shardload.planning.hops import N_HOPS
 from shardload.planning.parts import Block, Part, PartTable
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
@@ -57,9 +59,8 @@ from shardload.transfer.channels import ACK, DONE, HEAD_SIZE, PASSED, Channels, 
 from shardload.transfer.checksum import checksum
 from shardload.transfer.moves import ArrayMove, Relayed
 
-__all__ = ["N_HOPS", "RelayBuffers", "Relays"]
+__all__ = ["RelayBuffers", "Relays"]
 
-N_HOPS = 3  # along a row, down a column, and inside a node whose ranks do not share memory
 _ROW, _COLUMN, _NODE = range(N_HOPS)
 _MOST_ROWS = 1 << 14  # of a part table that are looked at together
 _LEAST_GATHERED, _MOST_GATHERED = 8, 1 << 10  # parts of as many elements are copied together
@@ -67,7 +68,6 @@ _MANY_PARTS = 1 << 12  # of a block: from here on its reader is not told each of
 
 Array = np.ndarray[Any, Any]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,7 @@ class Relays:
         if array not in self._moves:
             return None
         nodes = self._hops.ranks.nodes(PartTable.of(parts).rank)
-        self._owed |= {
-            self._first_relay(node % self._hops.n_columns) for node in np.unique(nodes[nodes != self._node]).tolist()
-        }
+        self._owed |= {self._first_relay(self._hops.column(node)) for node in np.unique(nodes[nodes != self._node]).tolist()}
         return np.flatnonzero(nodes == self._node)
 
     def end_sending(self, went_well: bool) -> None:
@@ -238,7 +236,7 @@ class Relays:
     def _first_relay(self, column: int) -> int:
         """The relay of this rank's first hop to a column."""
         if column not in self._relay_of:
-            self._relay_of[column] = self._hops.relay(self._rank, self._hops.corner(self._node, column))
+            self._relay_of[column] = self._hops.first_relay(self._rank, column)
         return self._relay_of[column]
 
     def _pack(self, array: int, block: StagedBlock, table: PartTable, far: IntArray) -> Iterator[None]:

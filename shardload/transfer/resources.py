@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardload.comm.shared_memory import Bell
 from shardload.errors import StallError
 from shardload.planning.tuning import default_tuning
-from shardload.system.scratch import Scratch
+from shardload.system.scratch import ThreadScratch
 from shardload.system.thread_pool import Pool
 from shardload.transfer.buffers import Slots
 
@@ -33,7 +33,7 @@ class Resources:
         self.slots, self.bell, self.n_threads = slots, bell, n_threads
         self.batch_nbytes = default_tuning().batch_nbytes if batch_nbytes is None else batch_nbytes
         self.pool = Pool(n_threads, "shardload-read")
-        self.scratch = Scratch()
+        self.scratch = ThreadScratch()
 
     def ring(self) -> None:
         """Wake the thread that waits at the bell."""

@@ -10,7 +10,9 @@ import itertools
 import math
 import os
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -214,3 +216,22 @@ def peak_of(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[A
         tracemalloc.stop()
         monkeypatch.undo()
     return x, most - before + sum(shared)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, name: str) -> None:
+    """From now on, count the calls of a function or method under its name."""
+    right = getattr(where, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        counts[name] += 1
+        return right(*args, **options)
+
+    monkeypatch.setattr(where, name, call)
+
+
+def on_disk(comm: Any, folder: Path) -> list[str]:
+    """What is in a folder, when all ranks have done what they do."""
+    comm.barrier()
+    found = sorted(os.listdir(folder))
+    comm.barrier()
+    return found

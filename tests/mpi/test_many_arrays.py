@@ -25,7 +25,7 @@ from shardload.comm.group import Group, group_of
 from shardload.comm.shared_memory import Segment
 from shardload.jobs.loading import array_load, execution
 from shardload.transfer import resources
-from tests.mpi.support import READERS, check, mesh_of, on_root, padded, ramp, same_error, unit
+from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, ramp, same_error, unit
 
 EXTRA_NBYTES = 256 << 10  # Python objects, and what h5py makes for itself
 
@@ -109,21 +109,12 @@ def test_one_of_everything(
     check_all(load(paths, names, readers=readers), names)  # what is made once for a communicator is there
     counts: Counter[str] = Counter()
 
-    def counted(where: Any, name: str) -> None:
-        right = getattr(where, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            counts[name] += 1
-            return right(*args, **options)
-
-        monkeypatch.setattr(where, name, call)
-
     for name in ("begin", "all_same", "agree", "next_tags"):
-        counted(Group, name)
-    counted(execution, "exchange")
-    counted(resources, "Pool")
-    counted(array_load, "open_file")
-    counted(array_load, "open_source")
+        counted(monkeypatch, counts, Group, name)
+    counted(monkeypatch, counts, execution, "exchange")
+    counted(monkeypatch, counts, resources, "Pool")
+    counted(monkeypatch, counts, array_load, "open_file")
+    counted(monkeypatch, counts, array_load, "open_source")
     loaded = load(paths, names, readers=readers)
     reads = readers != "root" or comm.rank == 0
     expected = {"begin": 1, "all_same": 1, "agree": n_agreed, "next_tags": 1, "exchange": 1, "Pool": 1, "open_file": int(reads)}

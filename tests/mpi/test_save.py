@@ -41,6 +41,7 @@ from tests.mpi.support import (
     cube,
     distinct,
     mesh_of,
+    on_disk,
     on_root,
     padded,
     ramp,
@@ -93,14 +94,6 @@ def compare(comm: Any, path: Path, values: dict[str, Array]) -> None:
             np.testing.assert_array_equal(read(path, name), expected, err_msg=f"{path} {name}", strict=True)
 
     on_root(comm, look)
-
-
-def on_disk(comm: Any, folder: Path) -> list[str]:
-    """What is in a folder, when all ranks have done what they do."""
-    comm.barrier()
-    found = sorted(os.listdir(folder))
-    comm.barrier()
-    return found
 
 
 def turned() -> Mesh:

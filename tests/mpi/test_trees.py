@@ -26,7 +26,7 @@ from shardload import ConfigError, MissingChunksWarning, PeerError, SourceError,
 from shardload.comm.group import Group, group_of
 from shardload.formats.hdf5 import source as hdf5_source
 from shardload.jobs.loading import array_load, execution
-from tests.mpi.support import READERS, check, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
+from tests.mpi.support import READERS, check, counted, mesh_of, on_root, padded, peak_nbytes, ramp, same_error, unit
 
 Pair = namedtuple("Pair", "left right")
 
@@ -320,16 +320,6 @@ def test_calls_that_differ_are_named_with_their_arrays(comm: Any, snap: tuple[st
 
 
 # --- one of everything
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], where: Any, name: str) -> None:
-    right = getattr(where, name)
-
-    def call(*args: Any, **options: Any) -> Any:
-        counts[name] += 1
-        return right(*args, **options)
-
-    monkeypatch.setattr(where, name, call)
 
 
 @pytest.mark.parametrize("verify", ["index", "checksum", "full"])

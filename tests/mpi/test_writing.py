@@ -21,7 +21,7 @@ from shardload.formats.sink import ArraySpec, Compression, Encoder, Sink
 from shardload.jobs.writing import file as writing
 from shardload.jobs.writing.file import KEPT_ROUNDS, Values, Written, write_file
 from shardload.planning.region import Region
-from tests.mpi.support import ramp, same_error
+from tests.mpi.support import on_disk, ramp, same_error
 
 pytestmark = pytest.mark.any_library
 
@@ -84,14 +84,6 @@ def write(comm: Any, path: Path, *, change: Callable[[int], None] = lambda k: No
 
 
 VALUES = {"/" + name: ramp(one.shape, one.dtype.newbyteorder("=")) for name, one in {**SPECS, **SHARDED}.items()}
-
-
-def on_disk(comm: Any, folder: Path) -> list[str]:
-    """What is in a folder, when all ranks have done what they do."""
-    comm.barrier()
-    found = sorted(os.listdir(folder))
-    comm.barrier()
-    return found
 
 
 @pytest.mark.parametrize("verify", ["checksum", "full", "index"])

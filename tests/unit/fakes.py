@@ -13,7 +13,7 @@ import pytest
 
 from shardload.formats.base import ArrayInfo, Encoded, Room, fresh
 from shardload.planning.region import Region
-from shardload.planning.schedule import Block, Grid, Part
+from shardload.planning.schedule import Block, Grid, Part, Schedule
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import default_tuning
@@ -192,6 +192,12 @@ def rows(start: int, stop: int, n: int = 4) -> Region:
 
 def piece_of(region: Region, dtype: Any = "f4") -> Piece:
     return Piece(region, np.full(region.shape, -1, dtype=dtype))
+
+
+def pieces_of(schedule: Schedule, rank: int, dtype: Any, untouched: int = -1) -> dict[int, Piece]:
+    """The pieces of a rank, memory as it may well be."""
+    regions = {number: schedule.shards.section(number) for number in schedule.shards.sections_of(rank)}
+    return {number: Piece(region, np.full(region.shape, untouched, dtype)) for number, region in regions.items()}
 
 
 def failing_at(element: tuple[int, ...], error: Exception) -> Callable[[Region], Exception | None]:

@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
+from shardload.formats.base import chunks_met
 from shardload.formats.codecs import Stage, blosc, check_blosc, unshuffle, unzstd
 from shardload.formats.hdf5.chunk_order import is_listed
 from shardload.formats.hdf5.missing import MISSING_WORDS
@@ -50,7 +51,7 @@ def check_heads(dataset: h5py.Dataset, region: Region) -> None:
         return
     chunk = tuple(creation.get_chunk())
     size = int(kind_of(dataset).get_size())
-    axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunk, strict=True)]
+    axes = chunks_met(region, chunk)
     for index in itertools.product(*axes):
         offsets = tuple(k * c for k, c in zip(index, chunk, strict=True))
         found = _stored(dataset, offsets)

@@ -33,6 +33,7 @@ from shardload.formats.hdf5.integrity import Whole
 from shardload.formats.hdf5.missing import MISSING_WORDS
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.planning.grid import numbers_in, ravel
 
 __all__ = ["Hdf5Chunks", "fill_value", "open_chunks"]
 
@@ -45,7 +46,8 @@ _TOLD_AT_ONCE = 1 << 16  # chunks: HDF5's answers take some hundred bytes for ea
 _LEAST_IN_A_RUN = 4  # chunks that follow each other in the file; with fewer on average, HDF5 reads them as fast
 _NOWHERE = 2**64 - 1
 
-_Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]  # offset, size and filter mask of each chunk
+# Offset, size and filter mask of each chunk. If bit k of the mask is set, filter k was not applied to it.
+_Listed = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 
 def open_chunks(dataset: h5py.Dataset, dtype: np.dtype[Any], raw: RawFile, whole: Whole) -> Hdf5Chunks | None:
@@ -110,15 +112,6 @@ def _stage_of(number: int, values: tuple[int, ...]) -> Stage | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a chunk is in the file. If bit k of `mask` is set, filter k was not applied to it."""
-
-    offset: int
-    nbytes: int
-    mask: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Usual:
     """Where all chunks are, in the grid's shape, if nothing must be looked at for each of them: see `Hdf5Chunks._usual_of`.
 
@@ -158,7 +151,7 @@ class Hdf5Chunks:
         self._chunk: tuple[int, ...] = dataset.chunks
         self._grid = tuple(-(-n // c) for n, c in zip(self._shape, self._chunk, strict=True))
         self._dataset = dataset
-        self._most_nbytes = 2 * chain.nbytes + (1 << 16)  # no filter that this module knows makes a chunk longer than this
+        self._most_nbytes = chain.most_stored_nbytes
         # Where the dataset's object header is, if the file has addresses of the usual length, and this package has opened it.
         own = dataset if isinstance(dataset, OpenDataset) else None
         self._header = None if own is None or own.facts.sizes != (8, 8) else getattr(own.about, "addr", None)
@@ -195,18 +188,18 @@ class Hdf5Chunks:
         listed = self._places()
         if listed is None:
             return self._fetch_by_hdf5(offsets, room)
-        at = _flat_index(index, self._grid)
-        place = _Place(*(int(column[at]) for column in listed))
-        if place.offset == _NOWHERE:
+        at = ravel(index, self._grid)
+        offset, nbytes, mask = (int(column[at]) for column in listed)
+        if offset == _NOWHERE:
             return None
-        if place.nbytes > self._most_nbytes:
+        if nbytes > self._most_nbytes:
             raise self._too_long()
-        end, end_of_file = place.offset + place.nbytes, self._raw.nbytes
+        end, end_of_file = offset + nbytes, self._raw.nbytes
         if end > end_of_file:
-            raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {place.offset} to {end}")
-        data = room(place.nbytes)
-        self._raw.read_into(data, place.offset)
-        return self._encoded(data, place.mask, offsets)
+            raise OSError(f"the file ends at byte {end_of_file}, but the chunk is stored at bytes {offset} to {end}")
+        data = room(nbytes)
+        self._raw.read_into(data, offset)
+        return self._encoded(data, mask, offsets)
 
     def decode(self, encoded: Encoded | None, out: np.ndarray[Any, Any]) -> None:
         """Decode into `out`, which has the chunk's full shape. ValueError if the chunk is damaged."""
@@ -234,7 +227,7 @@ class Hdf5Chunks:
             inside = tuple([slice(axis.start, axis.stop) for axis in box])
             spans = Spans(usual.offsets[inside].reshape(-1), usual.sizes[inside].reshape(-1))
             return list(self._raw.read_spans(spans, room(spans.nbytes)))
-        at = _numbers(box, self._grid)
+        at = numbers_in(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         stored = offsets != _NOWHERE
         offsets, sizes = offsets[stored].astype(np.int64), sizes[stored].astype(np.int64)
@@ -262,7 +255,7 @@ class Hdf5Chunks:
         listed = self._places(n)
         if listed is None:
             return False
-        at = _numbers(box, self._grid)
+        at = numbers_in(box, self._grid)
         offsets, sizes, masks = (column[at] for column in listed)
         size = self._chain.nbytes
         if masks.any() or (sizes != size).any() or (offsets == _NOWHERE).any():
@@ -492,27 +485,3 @@ _HEADS: dict[str, Callable[[np.ndarray[Any, Any]], bool]] = {
     "zstd": lambda data: data[:4].tobytes() == b"\x28\xb5\x2f\xfd",
     "blosc": lambda data: data[0] == 2 and int.from_bytes(data[12:16].tobytes(), "little") in (len(data), len(data) - 4),
 }
-
-
-def _numbers(box: Sequence[range], grid: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The positions of a box of chunks in row-major order.
-
-    >>> _numbers([range(1, 3), range(2)], (3, 4)).tolist()
-    [4, 5, 8, 9]
-    """
-    at: np.ndarray[Any, np.dtype[np.int64]] = np.zeros((), dtype=np.int64)
-    for axis, count in zip(box, grid, strict=True):
-        at = np.add.outer(at * count, np.arange(axis.start, axis.stop))
-    return at.reshape(-1)
-
-
-def _flat_index(index: tuple[int, ...], grid: tuple[int, ...]) -> int:
-    """Position in row-major order.
-
-    >>> _flat_index((1, 2), (3, 4))
-    6
-    """
-    flat = 0
-    for k, n in zip(index, grid, strict=True):
-        flat = flat * n + k
-    return flat

@@ -20,12 +20,12 @@ import numpy as np
 
 from shardload.formats.hdf5.opened import creation_of, kind_of
 from shardload.formats.hdf5.raw_file import RawFile, swap_size
+from shardload.planning.blocks import NEAR_NBYTES
 from shardload.planning.region import Region
 from shardload.system.scratch import shared_scratch
 
 __all__ = ["Hdf5Contiguous", "open_contiguous"]
 
-_NEAR_NBYTES = 32 << 10  # reading this much more takes less time than another system call (docs/design/decode.md)
 _SPAN_NBYTES = 1 << 20  # bytes per read: they stay in a core's cache until they are copied
 
 
@@ -78,7 +78,7 @@ class Hdf5Contiguous:
         target = out.reshape(-1).view(kind).reshape([n for _, _, n in axes])
         strides = [math.prod(length for length, _, _ in axes[k + 1 :]) * size for k in range(len(axes))]
         last = len(axes) - 1
-        near = next((k for k in range(last) if strides[k] <= _NEAR_NBYTES and axes[k][2] > 1), last)
+        near = next((k for k in range(last) if strides[k] <= NEAR_NBYTES and axes[k][2] > 1), last)
         for index in itertools.product(*(range(n) for _, _, n in axes[:near])):
             at = self._offset + sum((axes[k][1] + i) * strides[k] for k, i in enumerate(index))
             at += axes[near][1] * strides[near]

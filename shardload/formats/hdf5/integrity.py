@@ -15,6 +15,7 @@ import h5py
 from h5py._objects import phil
 
 from shardload.formats.hdf5.opened import OpenDataset, creation_of, kind_of
+from shardload.formats.hdf5.raw_file import plain_descriptor
 
 __all__ = ["Sizes", "Whole"]
 
@@ -94,9 +95,7 @@ class Whole:
         file = dataset.file
         if isinstance(dataset, OpenDataset):
             return cls(dataset.facts.descriptor, file.id.get_filesize())
-        plain = file.id.get_access_plist().get_driver() == h5py.h5fd.SEC2
-        reading = file.id.get_intent() == h5py.h5f.ACC_RDONLY  # a writer may still make the file longer
-        return cls(file.id.get_vfd_handle() if plain and reading else None, file.id.get_filesize())
+        return cls(plain_descriptor(file), file.id.get_filesize())  # none of a file that is written: it may still grow
 
     def check(self) -> None:
         """Raise OSError if it was cut. Call it after a read, while the file is open."""

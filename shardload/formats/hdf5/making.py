@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.base import Properties, native_dtype, refusal
-from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
+from shardload.formats.compression_words import BLOSC_CODES, BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.hdf5.metadata import HIDDEN, NO_VARIABLE, filters_of, labels_of
 from shardload.formats.hdf5.opened import creation_of
@@ -21,7 +21,7 @@ __all__ = ["groups_of", "properties_of"]
 
 _MOST_NBYTES = 1 << 20  # of one attribute
 _READ = (h5py.h5t.INTEGER, h5py.h5t.FLOAT, h5py.h5t.STRING, h5py.h5t.ENUM)
-_BLOSC_NAMES = {0: "blosclz", 1: "lz4", 2: "lz4hc", 4: "zlib", 5: "zstd"}
+_BLOSC_NAMES = {code: name for name, code in BLOSC_CODES.items()}
 _ARGUMENTS = {6: slice(0, 2), 4: slice(0, 2), 32008: slice(3, None), 5: slice(0, 0), 32000: slice(0, 0)}  # the caller's own
 
 

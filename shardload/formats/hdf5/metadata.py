@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, json_value, native_dtype, refusal, unaddressable
+from shardload.formats.base import TOLD, ArrayInfo, json_value, native_dtype, refusal, unaddressable
 from shardload.formats.hdf5.filters import NAMES, SIZED, n_compressors, refuse_filters
 from shardload.formats.hdf5.links import Others
 from shardload.formats.hdf5.opened import OpenDataset, about, creation_of, kind_of, nbytes_stored_of
@@ -38,8 +38,7 @@ _REFUSED_CLASSES = {
 # HDF5 reads a whole attribute when it looks it up. If all attributes of a dataset together are longer, none is read.
 _MOST_ATTRIBUTES_NBYTES, _MOST_ATTRIBUTE_NBYTES = 1 << 24, 1 << 16
 _MOST_LISTED = 64  # attributes: listing their names takes a microsecond for each, asking for one 2
-_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
-_READ = tuple(dict.fromkeys((*_TOLD, *ATTRIBUTES)))
+_READ = tuple(dict.fromkeys((*TOLD, *ATTRIBUTES)))
 
 
 def describe(
@@ -274,7 +273,7 @@ def _attributes(dataset: h5py.Dataset, texts: bool, has_attributes: bool) -> tup
                 packing[key] = ["unreadable", ["text, or another type that is no number"]]
             continue
         value = _raw_attribute(dataset, key)
-        if key in _TOLD:
+        if key in TOLD:
             told[key] = value.text if isinstance(value, _Unreadable) else json_value(value)
         if key in ATTRIBUTES and value is not None:
             packing[key] = ["unreadable", [value.text]] if isinstance(value, _Unreadable) else typed(value)

@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 from h5py._objects import phil
 
+from shardload.formats.base import chunks_met
 from shardload.formats.hdf5.chunk_order import true_place
 from shardload.formats.hdf5.opened import creation_of
 from shardload.planning.region import Region
@@ -61,7 +62,7 @@ class MissingChunks:
             return [()] if self._all_missing else []
         if self._none_missing:
             return []
-        axes = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, self._chunk, strict=True)]
+        axes = chunks_met(region, self._chunk)
         if self._all_missing:
             return list(itertools.product(*axes))
         first = np.array([axis.start for axis in axes])

@@ -23,14 +23,14 @@ from h5py._objects import phil
 from shardload.errors import ConfigError
 from shardload.formats import encoding
 from shardload.formats.base import is_added
-from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
+from shardload.formats.compression_words import BLOSC_CODES
+from shardload.formats.encoding import EncodeChain, Step, level_of
 from shardload.formats.hdf5.filters import NAMES
 from shardload.formats.sink import ArraySpec, Stored
 
 __all__ = ["Pipeline", "create_type"]
 
 _NUMBERS = {name: number for number, name in NAMES.items()}
-_BLOSC_CODES = {"blosclz": 0, "lz4": 1, "lz4hc": 2, "zlib": 4, "zstd": 5}
 # Filters of hdf5plugin, with the classes that know their usual parameters.
 _PLUGINS = {"blosc": "Blosc", "blosc2": "Blosc2", "bitshuffle": "Bitshuffle", "bzip2": "BZip2", "lz4": "LZ4", "zstd": "Zstd"}
 # Filters that change values, or (SZ) end the process, unless they are told how: zfp, SZ, FCIDECOMP, SZ3, SPERR, HTJ2K.
@@ -158,13 +158,13 @@ class Pipeline:
             values, step = (level,), encoding.zstd(level)
         elif values is None and name == "blosc":
             level, inner = level_of(name, level, 5, 9), options.pop("cname", "lz4")
-            if inner not in _BLOSC_CODES:
+            if inner not in BLOSC_CODES:
                 raise ConfigError(
-                    f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_NAMES)}"
+                    f"Blosc's compressor for '{self._name}' is {inner!r}; expected one of {', '.join(BLOSC_CODES)}"
                 )
             bits = _shuffling(self._name, options, is_shuffled)
             nbytes = math.prod(self._spec.chunks or ()) * itemsize
-            values = (2, 2, itemsize, nbytes, level, bits, _BLOSC_CODES[inner])
+            values = (2, 2, itemsize, nbytes, level, bits, BLOSC_CODES[inner])
             step = encoding.blosc(inner, level, bits, itemsize)
         elif values is None and name == "lz4" and level is None:
             values, step = (), encoding.lz4()

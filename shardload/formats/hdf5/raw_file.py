@@ -22,9 +22,19 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "file_number", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
+__all__ = ["RawFile", "file_number", "is_hdf5", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def is_hdf5(descriptor: int) -> bool:
+    """True if the signature is at byte 0, 512, 1024, 2048, ... of an open file, as the HDF5 file format requires."""
+    size, at = os.fstat(descriptor).st_size, 0
+    while at < size:
+        if os.pread(descriptor, len(_SIGNATURE), at) == _SIGNATURE:
+            return True
+        at = 2 * at or 512
+    return False
 
 
 @functools.cache

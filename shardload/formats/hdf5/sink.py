@@ -44,7 +44,7 @@ from shardload.formats.sink import (
     with_dims,
 )
 from shardload.formats.target import Target, mark, named, put_at, reserve, sync_folder
-from shardload.planning.blocks import run_of, runs
+from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
 
@@ -71,11 +71,6 @@ class Hdf5Encoder(Encoder):
             chunks=spec.chunks,
             codec=self.pipeline.codec,
         )
-
-    @property
-    def info(self) -> ArrayInfo:
-        """See `Encoder`."""
-        return self._info
 
     @property
     def is_asked(self) -> bool:
@@ -640,9 +635,8 @@ class Hdf5Writer(Writer):
             raise ValueError(f"{stored.nbytes} bytes for region {region} of '{name}', which has shape {spec.shape}")
         data, done = memoryview(stored.data).cast("B"), 0
         base, size = self._ticket.places[name][0], spec.dtype.itemsize
-        run = run_of(spec.shape, region)
         with named(self._sink.path, name):
-            for start, length in runs(spec.shape, region) if run is None else (run,):
+            for start, length in runs(spec.shape, region):
                 put_at(self._alive(), data[done : done + length * size], base + start * size)
                 done += length * size
 

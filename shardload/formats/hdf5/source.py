@@ -34,6 +34,7 @@ from shardload.formats.base import (
     Source,
     a_few_chunks,
     check_request,
+    index_in_parts,
     native_dtype,
     read_by_chunks,
     some,
@@ -50,7 +51,7 @@ from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, open_to_read, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, is_hdf5, open_to_read, plain_descriptor
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -64,7 +65,6 @@ _JOINED = {
     "split or multi driver": "`h5repack` on the name before `-m.h5`",
 }
 _HEAD_NBYTES = 4096
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
@@ -207,18 +207,12 @@ class Hdf5Source(Source):
 
     def _plain(self, region: Region) -> np.ndarray[Any, Any]:
         self._sizes.check()
-        parts = list(itertools.islice(self._parts(region), 2)) if region.ndim and region.size else []
         if is_stacked(self._dataset) and self._bounded is not None:  # decode here first, because HDF5 would not limit the size
-            for part in self._parts(region) if parts else ():
+            for part in self._parts(region) if region.ndim and region.size else ():
                 read_by_chunks(self._bounded, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
         else:
             check_heads(self._dataset, region)
-        if len(parts) < 2:
-            return np.asarray(self._dataset[region.slices()])
-        out = np.empty(region.shape, self._dataset.dtype)
-        for part in self._parts(region):
-            out[part.slices(region.start)] = self._dataset[part.slices()]
-        return out
+        return index_in_parts(self._dataset, region, self._parts)
 
     def labels(self) -> Labels:
         """The dimension scales and all attributes."""
@@ -277,20 +271,15 @@ class Hdf5Format(Format):
     name = "HDF5"
 
     def claims_path(self, path: str) -> bool:
-        """True if the HDF5 signature is at byte 0, 512, 1024, 2048, ..., as the HDF5 file format requires."""
+        """True if the file has the HDF5 signature."""
         try:
             file = open_file(path)
             try:
-                size, at = os.fstat(file).st_size, 0
-                while at < size:
-                    if os.pread(file, len(_SIGNATURE), at) == _SIGNATURE:
-                        return True
-                    at = 2 * at or 512
+                return is_hdf5(file)
             finally:
                 os.close(file)
         except (OSError, ValueError):
             return False
-        return False
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is an `h5py.Dataset`, group or file."""

@@ -45,15 +45,6 @@ _PLAIN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 _MISSING = 2**64 - 1
 
 
-def most_stored_nbytes(nbytes: int) -> int:
-    """The most bytes that a stored chunk of `nbytes` decoded bytes may have. A longer chunk is not read.
-
-    A codec lengthens data that it cannot compress by less than one percent, plus some bytes of header and checksum. Several
-    codecs one after the other stay far below this limit.
-    """
-    return 2 * nbytes + 2**16
-
-
 def chunk_reader(array: Any, info: ArrayInfo, dtype: np.dtype[Any], fence: Fence) -> ZarrChunks | None:
     """A reader of an open array's chunks, if they can be read without zarr-python; else None.
 
@@ -129,7 +120,7 @@ class ZarrChunks:
         self._folder, self._layout, self._dtype, self._fill = folder, layout, dtype, fill
         self._n_chunks = tuple(-(-n // m) for n, m in zip(shape, layout.chunk_shape, strict=True))
         self._chain = Chain(layout.stages, math.prod(layout.chunk_shape) * dtype.itemsize)
-        self._most = most_stored_nbytes(self._chain.nbytes)
+        self._most = self._chain.most_stored_nbytes
         self._shards = None if layout.per_shard is None else _Shards(folder, layout, fence)
 
     @property

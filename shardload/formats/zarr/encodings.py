@@ -14,13 +14,13 @@ import numpy as np
 from shardload.errors import ConfigError
 from shardload.formats import encoding
 from shardload.formats.base import is_added
+from shardload.formats.compression_words import BLOSC_SHUFFLES
 from shardload.formats.encoding import BLOSC_NAMES, EncodeChain, Step, level_of
 from shardload.formats.sink import ArraySpec, Compression
 
 __all__ = ["Layout", "group_metadata", "layout", "plain_attrs"]
 
 Json = dict[str, Any]
-_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 _IN_3, _IN_2 = ("gzip", "zstd", "blosc"), ("gzip", "zstd", "blosc", "lz4")
 
 
@@ -155,7 +155,7 @@ def _compressor_3(name: str, asked: Compression, itemsize: int, nbytes: int) -> 
     if asked.name == "zstd":
         options["checksum"] = False
     if asked.name == "blosc":
-        options |= {"shuffle": _SHUFFLES[options["shuffle"]], "typesize": itemsize}
+        options |= {"shuffle": BLOSC_SHUFFLES[options["shuffle"]], "typesize": itemsize}
     return step, {"name": asked.name, "configuration": options}, text
 
 

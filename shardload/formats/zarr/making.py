@@ -13,6 +13,7 @@ import zarr
 from shardload.formats.base import Properties, native_dtype, refusal
 from shardload.formats.compression_words import BLOSC_SHUFFLES, blosc_told, compression_told
 from shardload.formats.labels import Labels
+from shardload.formats.zarr.metadata import codecs_of_2
 
 __all__ = ["groups_of", "properties_of"]
 
@@ -31,7 +32,7 @@ def properties_of(array: Any, labels: Labels) -> Properties:
     if metadata.zarr_format == 2 and fill is not None:  # in this format it marks missing data, too
         attrs["_FillValue"] = np.asarray(fill, native_dtype(dtype))[()]
     if metadata.zarr_format == 2:
-        compression, checksum = _in_2(metadata.to_dict(), dtype.itemsize)
+        compression, checksum = _compression(codecs_of_2(metadata.to_dict()), dtype.itemsize)
     else:
         chain = [_named(entry) for entry in metadata.to_dict()["codecs"]]
         inside = [options for name, options in chain if name == "sharding_indexed"]
@@ -73,14 +74,6 @@ def _marker(found: Any, dtype: np.dtype[Any]) -> Any:
 
 def _is_big(chain: list[tuple[str, Mapping[str, Any]]]) -> bool:
     return any(name == "bytes" and str(options.get("endian")).endswith("big") for name, options in chain)
-
-
-def _in_2(metadata: Mapping[str, Any], itemsize: int) -> tuple[dict[str, Any] | None, bool]:
-    chain = []
-    for entry in [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]:
-        options = dict(entry if isinstance(entry, Mapping) else entry.get_config())
-        chain.append((str(options.pop("id")), options))
-    return _compression(chain, itemsize)
 
 
 def _named(entry: Any) -> tuple[str, Mapping[str, Any]]:

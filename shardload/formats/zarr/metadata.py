@@ -19,7 +19,7 @@ from shardload.formats.access import STRICT, Access
 from shardload.formats.codecs import Stage
 from shardload.formats.zarr.codecs import SURVIVED
 
-__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "is_stacked", "layout_of"]
+__all__ = ["MOST_INDEX_NBYTES", "Layout", "NotCovered", "codecs_of_2", "is_stacked", "layout_of"]
 
 # The index of a shard is read whole and kept. An array whose shards have longer indexes is not covered.
 MOST_INDEX_NBYTES = 2**24
@@ -117,8 +117,12 @@ def is_stacked(metadata: Mapping[str, Any], access: Access = STRICT) -> bool:
     """
     if metadata.get("zarr_format") == 3:
         return _n_compressors(metadata["codecs"], access) > 1
-    chain = [*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")])]
-    return sum(_is_counted(_codec_2(entry)[0], access) for entry in chain) > 1
+    return sum(_is_counted(name, access) for name, _ in codecs_of_2(metadata)) > 1
+
+
+def codecs_of_2(metadata: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Name and options of each codec of an array of format 2, in the order in which they are applied."""
+    return [_codec_2(entry) for entry in (*(metadata.get("filters") or ()), *filter(None, [metadata.get("compressor")]))]
 
 
 def _is_counted(name: str, access: Access) -> bool:

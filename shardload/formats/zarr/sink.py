@@ -69,11 +69,6 @@ class ZarrEncoder(Encoder):
         )
 
     @property
-    def info(self) -> ArrayInfo:
-        """See `Encoder`."""
-        return self._info
-
-    @property
     def is_asked(self) -> bool:
         """See `Encoder`."""
         return self.layout.per_shard is not None

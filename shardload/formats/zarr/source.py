@@ -38,6 +38,7 @@ from shardload.errors import ConfigError, SourceError, printable
 from shardload.formats.access import STRICT, Access
 from shardload.formats.base import (
     MOST_NAMED,
+    TOLD,
     ArrayInfo,
     ChunkReader,
     Format,
@@ -46,6 +47,8 @@ from shardload.formats.base import (
     Source,
     a_few_chunks,
     check_request,
+    chunks_met,
+    index_in_parts,
     json_value,
     native_dtype,
     read_by_chunks,
@@ -56,6 +59,7 @@ from shardload.formats.base import (
 )
 from shardload.formats.containment import Fence, open_file
 from shardload.formats.labels import Coordinate, Labels, names_in
+from shardload.formats.leftovers import ROOTS
 from shardload.formats.zarr.chunks import ZarrChunks, chunk_layout, chunk_reader
 from shardload.formats.zarr.codecs import refuse_codecs
 from shardload.formats.zarr.making import groups_of, properties_of
@@ -76,10 +80,9 @@ from shardload.values.decoding import ATTRIBUTES, Packing, typed
 
 __all__ = ["FORMAT", "ZarrFormat", "ZarrSource", "describe"]
 
-_MARKS = ("zarr.json", ".zarray", ".zgroup", ".zmetadata")
+_MARKS = (*ROOTS, ".zmetadata")
 _QUOTED = re.compile(r"""['"]+([^'"]+)""")
 _UNKNOWN_CODEC = (numcodecs.errors.UnknownCodecError, zarr.errors.UnknownCodecError)
-_TOLD = ("scale_factor", "add_offset", "_FillValue", "missing_value", "units", "calendar")
 # How much longer a stored chunk may be than decoded, if only zarr-python knows its codecs: some turn one byte into 8.
 _LONGEST, _HEAD_NBYTES = 8, 4096
 _STACKED = (
@@ -170,7 +173,7 @@ class ZarrSource(Source):
         chunks = self._info.chunks or ()
         outer = self._info.shards or chunks
         keys, prefix = self._array.store.missing, f"{self._array.path}/" if self._array.path else ""
-        cells = [range(a // c, -(-b // c)) for a, b, c in zip(region.start, region.stop, chunks, strict=True)]
+        cells = chunks_met(region, chunks)
 
         def is_missing(index: tuple[int, ...]) -> bool:
             at = tuple(i * c // n for i, c, n in zip(index, chunks, outer, strict=True))
@@ -196,19 +199,13 @@ class ZarrSource(Source):
 
     def plain(self, region: Region) -> np.ndarray[Any, Any]:
         """The values as zarr-python's indexing gives them."""
-        parts = list(itertools.islice(self._parts(region), 2)) if region.size else []
         self._check_once()
         if self._is_stacked:  # decode here first, because zarr-python does not limit the size
-            for part in self._parts(region) if parts else ():
+            for part in self._parts(region) if region.size else ():
                 if self._chunks is None:
                     raise ValueError(_STACKED)
                 read_by_chunks(self._chunks, self._info.chunks or (), part, np.empty(part.shape, self._dtype))
-        if len(parts) < 2:
-            return np.asarray(self._array[region.slices()])
-        out = np.empty(region.shape, self._array.dtype)
-        for part in self._parts(region):
-            out[part.slices(region.start)] = self._array[part.slices()]
-        return out
+        return index_in_parts(self._array, region, self._parts)
 
     def labels(self) -> Labels:
         """``dimension_names``, or xarray's ``_ARRAY_DIMENSIONS``; coordinates are the arrays of those names beside this one."""
@@ -324,9 +321,6 @@ class ZarrFormat(Format):
 FORMAT = ZarrFormat()
 
 
-_ROOTS = ("zarr.json", ".zgroup", ".zarray")
-
-
 class _ZarrStore(OpenFile):
     """A store that is opened once; each array has a watch of its own."""
 
@@ -343,7 +337,7 @@ class _ZarrStore(OpenFile):
         if isinstance(below, zarr.storage.ZipStore):
             return None if below.path is None else state_of(os.fspath(below.path))
         folder = _folder_of(below)
-        states = (state_of(os.path.join(folder, mark)) for mark in _ROOTS) if folder is not None else ()
+        states = (state_of(os.path.join(folder, mark)) for mark in ROOTS) if folder is not None else ()
         return next((state for state in states if state is not None), None)
 
     def groups(self) -> dict[str, dict[str, Any]]:
@@ -504,7 +498,7 @@ def describe(array: Any, path: str, name: str, access: Access = STRICT) -> Array
         shards=None if shards is None else tuple(shards),
         refused=refused,
         is_coordinate=array.ndim == 1 and _dimensions(array) == (name.rpartition("/")[2],),
-        attributes={key: _attribute(array, key) for key in _TOLD if key in array.attrs},
+        attributes={key: _attribute(array, key) for key in TOLD if key in array.attrs},
         packing=_packing(array),
     )
 

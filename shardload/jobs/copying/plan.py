@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from shardload.comm.topology import Machine
+from shardload.comm.topology import Topology
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo
 from shardload.formats.sink import ArraySpec, Sink
 from shardload.jobs.copying.request import PAGE_NBYTES, STAGING_NBYTES, CopyRequest, Found
-from shardload.planning.copying import Copied, Memory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
+from shardload.planning.copying import Copied, CopyMemory, Unit, least_nbytes, plan_array, plan_memory, plan_rounds, run_units
 from shardload.planning.grid import Grid
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.staging import least_staging
@@ -38,7 +38,7 @@ class CopyPlan:
         They in the target, as it will be.
     arrays : tuple of Copied
         Slabs.
-    memory : Memory
+    memory : CopyMemory
         How a rank uses its staging memory.
     staging_nbytes : int
         The cap.
@@ -52,7 +52,7 @@ class CopyPlan:
     infos: tuple[ArrayInfo, ...]
     specs: tuple[ArraySpec, ...]
     arrays: tuple[Copied, ...]
-    memory: Memory
+    memory: CopyMemory
     staging_nbytes: int
     n_ranks: int
     n_rounds: int
@@ -118,7 +118,7 @@ def _text(shape: Sequence[int] | None) -> str:
 
 
 def plan_copy(
-    request: CopyRequest, found: Sequence[Found], sink: Sink, n_ranks: int, machine: Machine, notes: Sequence[str] = ()
+    request: CopyRequest, found: Sequence[Found], sink: Sink, n_ranks: int, machine: Topology, notes: Sequence[str] = ()
 ) -> CopyPlan:
     """The plan of a copy. ConfigError if it does not fit into the staging memory."""
     page = PAGE_NBYTES if machine.n_nodes > 1 else 1

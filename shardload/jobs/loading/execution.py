@@ -39,7 +39,7 @@ from shardload.jobs.loading.trees import keys_text
 from shardload.jobs.progress import progress_of
 from shardload.options import FILE, FULL, Options
 from shardload.planning.blocks import aligned
-from shardload.planning.hops import MESSAGES, WAYS, Hops, least_bundle_nbytes, node_map
+from shardload.planning.hops import MESSAGES, N_HOPS, WAYS, Hops, least_bundle_nbytes, node_map
 from shardload.planning.staging import BundleStaging, Staging, least_together, plan_bundles, plan_staging
 from shardload.planning.tuning import Tuning
 from shardload.system.caller import warn_once
@@ -49,7 +49,7 @@ from shardload.transfer.buffers import Slots
 from shardload.transfer.counters import Counters
 from shardload.transfer.exchange import Buffers, Moved, exchange
 from shardload.transfer.missing import describe_missing, fold_first, settle_missing, unfold_first
-from shardload.transfer.relay import N_HOPS, RelayBuffers
+from shardload.transfer.relay import RelayBuffers
 from shardload.transfer.resources import Resources
 from shardload.values.decoding import packed_by
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import product
 
+from shardload.planning.grid import ravel
 from shardload.planning.region import Region
 from shardload.planning.shards import Shards
 
@@ -114,9 +115,7 @@ def _cell(
     wide: float,
     high: float,
 ) -> str:
-    shard = 0
-    for i, n in zip(place, shards.cuts, strict=True):
-        shard = shard * n + i
+    shard = ravel(place, shards.cuts)
     region, ranks = shards.region(shard), shards.holders(shard)
     names = list((devices or {}).get(region, ()))
     lines = [_some("rank", [str(rank) for rank in ranks], wide)] + ([_some("device", names, wide)] if names else [])

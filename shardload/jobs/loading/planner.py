@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardload.arrays.sharding import describe_decomposition, layout_shards, padded_shape, read_halo, read_spec, verify_layout
-from shardload.comm import topology
+from shardload.comm.topology import UNKNOWN_NBYTES, Topology
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import ArrayInfo
 from shardload.jobs.loading.plan import Layout, Plan
@@ -30,7 +30,7 @@ from shardload.planning.blocks import BLOCKS_PER_OWNER, LONGEST_ROW_NBYTES
 from shardload.planning.cost import Cost, Costs, Nodes, choose_mode, plan_cost
 from shardload.planning.halo import HaloShards
 from shardload.planning.hops import MESSAGES, WAYS, n_partners
-from shardload.planning.limits import Stored
+from shardload.planning.limits import OnDisk
 from shardload.planning.machine import WORKSTATION, Machine
 from shardload.planning.readers import numbers_of_readers, pick_readers, readers_text, share_out
 from shardload.planning.schedule import Grid, Schedule, Shards, plan_blocks, plan_row_chunks, plan_schedules
@@ -63,7 +63,7 @@ class Ranks:
         This rank, and the number of ranks.
     of_process : mapping of int to int, optional
         The rank of each JAX process; None for an abstract mesh, whose devices go to the ranks in mesh order.
-    machine : topology.Machine, optional
+    topology : Topology, optional
         The nodes that they run on; None for an abstract mesh.
     can_send : bool
         True if the ranks can send each other values.
@@ -78,7 +78,7 @@ class Ranks:
     rank: int
     n: int
     of_process: Mapping[int, int] | None = None
-    machine: topology.Machine | None = None
+    topology: Topology | None = None
     can_send: bool = True
     devices_per_rank: int = 1
     per_node: int | None = None
@@ -87,20 +87,20 @@ class Ranks:
     @property
     def n_threads(self) -> int:
         """Cores that a rank has for itself."""
-        return 1 if self.machine is None else self.machine.n_threads
+        return 1 if self.topology is None else self.topology.n_threads
 
     @property
     def staging_room_nbytes(self) -> int:
         """What staging="auto" may be at most."""
-        known = self.memory_nbytes if self.machine is None else self.machine.memory_nbytes
-        return (topology.UNKNOWN_NBYTES if known is None else known) // _SHARE
+        known = self.memory_nbytes if self.topology is None else self.topology.memory_nbytes
+        return (UNKNOWN_NBYTES if known is None else known) // _SHARE
 
     @property
     def is_one_machine(self) -> bool:
         """True if all ranks run on one machine; assumed if the machine is not known."""
-        if self.machine is None:
+        if self.topology is None:
             return self.per_node is None or self.per_node >= self.n
-        return self.machine.n_nodes == 1
+        return self.topology.n_nodes == 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Ask:
     @property
     def nodes(self) -> Nodes:
         """The nodes: those of the job, or on an abstract mesh those of the machine."""
-        found = self.ranks.machine
+        found = self.ranks.topology
         if found is not None:
             return Nodes(found.ranks_per_node, found.n_cores)
         cores = self.machine.cores_per_node
@@ -125,7 +125,7 @@ class Ask:
     @property
     def n_nodes(self) -> int:
         """Number of nodes."""
-        found = self.ranks.machine
+        found = self.ranks.topology
         if found is not None:
             return found.n_nodes
         return -(-self.ranks.n // self.nodes.spread(self.ranks.n)[0])
@@ -186,7 +186,7 @@ def _with_readers(
     return pick_readers(numbers, make, cost)
 
 
-def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
+def _stored(info: ArrayInfo, source: SourceLayout) -> OnDisk:
     """How the values lie on disk; chunks of a file are counted along the axes that are loaded."""
     try:
         nbytes = math.prod(info.shape) * np.dtype(info.dtype).itemsize
@@ -195,7 +195,7 @@ def _stored(info: ArrayInfo, source: SourceLayout) -> Stored:
     # A chunk that is not stored takes no space, and many values may share one.
     kept = source.selection.kept
     chunks, shards = (None if of is None else tuple(of[k] for k in kept) for of in (info.chunks, info.shards))
-    return Stored.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
+    return OnDisk.of(info.nbytes_stored, nbytes, chunks, shards, is_one_file=not info.format.startswith("Zarr"))
 
 
 def plan_scatter(ask: Ask, info: ArrayInfo, root: int, as_it_is: bool) -> Plan:
@@ -494,7 +494,7 @@ def _n_partners(ask: Ask, way: str) -> tuple[int, ...]:
 
 
 def _cost(
-    layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: Stored | None, ways: Mapping[str, int]
+    layout: Layout, nodes: Nodes, cap_nbytes: int, machine: Machine, stored: OnDisk | None, ways: Mapping[str, int]
 ) -> Cost:
     """The cost of one way of reading; with a cap of 0 there are no staging buffers."""
     n_blocks = layout.staging(cap_nbytes).n_blocks if cap_nbytes else 0

@@ -11,7 +11,7 @@ import pytest
 
 from shardload.comm.group import Group
 from shardload.comm.shared_memory import Segment
-from shardload.comm.topology import Machine
+from shardload.comm.topology import Topology
 from tests.unit.comm.test_group import on_ranks
 
 
@@ -33,7 +33,7 @@ def test_alone_on_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     cores(monkeypatch, {0, 3, 5})
     alone = Group(None)
     assert alone.node.comm is None and alone.node.ranks == (0,)
-    assert alone.machine == Machine((0,), 3, 3) and alone.machine.ranks_per_node == 1
+    assert alone.machine == Topology((0,), 3, 3) and alone.machine.ranks_per_node == 1
     assert alone.shared_memory(1000) == {}, "there is nobody to share with"
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_may_run_on_the_same_cores_share_them(
     """Wrong if each of four ranks decoded with as many threads as the machine has cores."""
     cores(monkeypatch, set(range(n_cores)))
     monkeypatch.setenv("SHARDLOAD_RANKS_PER_NODE", per_node)
-    assert on_ranks(4, lambda g: g.machine) == [Machine(leaders, n_threads, n_on_node)] * 4
+    assert on_ranks(4, lambda g: g.machine) == [Topology(leaders, n_threads, n_on_node)] * 4
     nodes = on_ranks(4, lambda g: g.node.ranks)
     assert nodes == [tuple(r for r in range(4) if leaders[r] == leaders[k]) for k in range(4)]
 
@@ -64,12 +64,12 @@ def test_ranks_that_are_bound_have_their_cores_for_themselves(monkeypatch: pytes
 
     bound: dict[int, set[int]] = {}  # the ranks are threads
 
-    def work(group: Group) -> Machine:
+    def work(group: Group) -> Topology:
         bound[threading.get_ident()] = [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9}][group.rank]
         return group.machine
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[threading.get_ident()], raising=False)
-    assert on_ranks(3, work) == [Machine((0, 0, 0), 2, 6)] * 3
+    assert on_ranks(3, work) == [Topology((0, 0, 0), 2, 6)] * 3
 
 
 # --- memory

@@ -32,7 +32,7 @@ def reader_of(path: Path | str, name: str = "a", dtype: Any = "float32") -> Hdf5
 def test_runs_and_spans_of_every_type_and_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, near: int, span: int
 ) -> None:
-    monkeypatch.setattr(hdf5_contiguous, "_NEAR_NBYTES", near)
+    monkeypatch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
     monkeypatch.setattr(hdf5_contiguous, "_SPAN_NBYTES", span)
     shapes = {str(len(shape)): shape for shape in SHAPES}
     path = write_hdf5(tmp_path / "a.h5", {name: flat(shape, dtype) for name, shape in shapes.items()})
@@ -63,7 +63,7 @@ def test_any_region(
     path = tmp_path_factory.getbasetemp() / "any.raw"
     path.write_bytes(b"offset" + (data.byteswap() if swap else data).tobytes())
     with open(path, "rb") as file, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hdf5_contiguous, "_NEAR_NBYTES", near)
+        patch.setattr(hdf5_contiguous, "NEAR_NBYTES", near)
         patch.setattr(hdf5_contiguous, "_SPAN_NBYTES", span)
         out = np.full(region.shape, 99, dtype)
         raw = RawFile(file.fileno())

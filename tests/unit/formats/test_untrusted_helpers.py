@@ -27,7 +27,7 @@ from shardload.errors import ConfigError, SourceError
 from shardload.formats.access import Access, Limits
 from shardload.formats.base import ArrayInfo
 from shardload.formats.containment import NotAFileError, OutsideError
-from shardload.formats.lookup import find_array, find_small, list_arrays, open_source
+from shardload.formats.lookup import find_array, find_untrusted, list_arrays, open_source
 from shardload.formats.untrusted import helper as helper_module
 from shardload.formats.untrusted.answers import HelperError, info_of
 from shardload.formats.untrusted.helper import Helper
@@ -138,7 +138,7 @@ def test_the_same_as_in_this_process(kind: str, tmp_path: Path) -> None:
 def test_what_is_in_a_file_is_asked_of_a_helper(tmp_path: Path) -> None:
     path = write_hdf5(tmp_path / "two.h5", {"a": DATA, "b": DATA})
     assert list_arrays(path, access=Access(untrusted=LIMITS)) == list_arrays(path)
-    assert find_small(path, "a", Access(untrusted=LIMITS)) == (find_array(path, "a"), DATA.tobytes())
+    assert find_untrusted(path, "a", Access(untrusted=LIMITS), values=True) == (find_array(path, "a"), DATA.tobytes())
     with pytest.raises(ConfigError) as mine:
         find_array(path, "c")
     with pytest.raises(ConfigError) as other:
@@ -368,7 +368,9 @@ def test_another_array_than_the_one_that_was_named(fake: Callable[..., None]) ->
     with pytest.raises(SourceError, match=r"could not be opened in a helper process: .*cannot be right: no description"):
         find_array("f.h5", "x", access=Access(untrusted=ONE))
     fake(OPEN.replace("state", "nbytes"))
-    assert find_small("f.h5", "x", Access(untrusted=ONE)) == (INFO, None), "values of another size: whoever reads them says so"
+    assert find_untrusted("f.h5", "x", Access(untrusted=ONE), values=True) == (INFO, None), (
+        "values of another size: whoever reads them says so"
+    )
 
 
 @pytest.mark.parametrize(

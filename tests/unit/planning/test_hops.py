@@ -50,7 +50,7 @@ def test_nodes_and_members_are_those_that_were_given(name: str) -> None:
 def walk(hops: Hops, sender: int, receiver: int) -> list[int]:
     """The relays of a part."""
     node = hops.ranks.node(receiver)
-    path = [hops.first_rank(sender, receiver)]
+    path = [hops.first_relay(sender, hops.column(node))]
     if hops.ranks.node(path[0]) != node:
         path.append(hops.relay(path[0], node))
     return path

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardload.errors import ConfigError
 from shardload.planning.cost import Cost, Nodes, choose_mode, plan_cost
-from shardload.planning.limits import Stored
+from shardload.planning.limits import OnDisk
 from shardload.planning.machine import ASSUMED, GIVEN, MEASURED, WORKSTATION, Machine
 from shardload.planning.presets import PRESETS
 from shardload.planning.readers import numbers_of_readers, pick_readers
@@ -45,13 +45,13 @@ def machines(draw: st.DrawFn) -> Machine:
 
 
 @st.composite
-def storages(draw: st.DrawFn) -> Stored:
+def storages(draw: st.DrawFn) -> OnDisk:
     """All chunks in one file, each in its own, or several in each of many."""
     kind = draw(st.sampled_from(["one", "own", "shards"]))
     if kind == "one":
-        return Stored()
+        return OnDisk()
     per_file = draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) if kind == "shards" else []
-    return Stored(1.0, 1 / math.prod(per_file), tuple(per_file))
+    return OnDisk(1.0, 1 / math.prod(per_file), tuple(per_file))
 
 
 def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
@@ -60,8 +60,8 @@ def by_node(of_rank: list[set[int]], per_node: int) -> list[set[int]]:
 
 @settings(max_examples=200)
 @given(cases(), machines(), st.integers(1, 5), storages())
-@example(UNEVEN, replace(SLOW, node_rate=1e-3), 5, Stored())
-def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int, stored: Stored) -> None:
+@example(UNEVEN, replace(SLOW, node_rate=1e-3), 5, OnDisk())
+def test_no_estimate_beats_a_resource_that_ranks_share(case: Case, machine: Machine, per_node: int, stored: OnDisk) -> None:
     """What each rank reads and sends is counted element by element, and the least time for it compared with the estimate."""
     plan, layout = case.plan(), case.layout()
     stored = replace(stored, file_chunks=stored.file_chunks[: len(case.shape)])
@@ -162,8 +162,8 @@ def test_stored_bytes_and_files_of_chunks() -> None:
     """Wrong if decoded bytes came from disk, or if a chunk in a file of its own were not opened."""
     case = Case((64, 8), ((0,), ()), np.arange(4), 4, (1, 8), (0, 0), 0)
     machine = Machine("m", fs_rate=1e6, operations_rate=1e9, open_seconds=1.0)
-    one = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=Stored(0.25))
-    many = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=Stored(0.25, 1.0))
+    one = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=OnDisk(0.25))
+    many = plan_cost(case.plan(), case.layout(), Nodes(2), machine=machine, stored=OnDisk(0.25, 1.0))
     assert one.fs_nbytes == many.fs_nbytes == 64 * 32 // 4
     # Sixteen chunks that follow each other are read ahead; a file of its own is opened and read. Before that each rank opens
     # the array, three times in one file and twice in a store, and the first of a node reads its metadata.
@@ -173,7 +173,7 @@ def test_stored_bytes_and_files_of_chunks() -> None:
 
 def test_a_reader_opens_the_files_that_its_chunks_lie_in() -> None:
     """Shards of 2 x 2 x 2 chunks of a cube of 4^3, counted chunk by chunk. Wrong if a shard were opened once in the job."""
-    shape, stored = (32, 32, 32), Stored(1.0, 1 / 8, (2, 2, 2))
+    shape, stored = (32, 32, 32), OnDisk(1.0, 1 / 8, (2, 2, 2))
     machine = Machine("m", operations_rate=1e6)
     layout = SourceLayout.cut(select_axes(None, shape), (8, 8, 8), F4, F4)
     numbers = np.arange(64).reshape(4, 4, 4)
@@ -253,7 +253,7 @@ def test_a_workstation_changes_nothing() -> None:
         for mode, (plan, layout) in schedules((512,) * 3, cell, (4, 4)).items():
             nodes = Nodes(4, 8)
             cost = plan_cost(plan, layout, nodes)
-            assert cost == plan_cost(plan, layout, nodes, machine=WORKSTATION, stored=Stored(0.5)), mode
+            assert cost == plan_cost(plan, layout, nodes, machine=WORKSTATION, stored=OnDisk(0.5)), mode
             assert (cost.limit, cost.fs_nbytes, cost.operations) == ("", 0, 0)
 
 

@@ -71,7 +71,7 @@ def test_messages_to_other_nodes_are_those_of_the_parts(way: str) -> None:
                 if part.rank // planning.PER_NODE != sender // planning.PER_NODE:
                     n_parts += 1
                     row = 0 if hops is None else planning.ROW_NBYTES
-                    to = part.rank if hops is None else hops.first_rank(sender, part.rank)
+                    to = part.rank if hops is None else hops.first_relay(sender, hops.column(part.rank // planning.PER_NODE))
                     nbytes[to] += part.region.size * 4 + row
         messages = n_parts if hops is None else sum(-(-size // 1000) for size in nbytes.values())
         assert planning.sent_by(plan, hops, sender, 1000) == (messages, len(nbytes), sum(nbytes.values()))

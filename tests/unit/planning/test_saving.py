@@ -148,9 +148,13 @@ def test_empty_and_scalar() -> None:
 
 
 def test_a_region_that_is_one_run() -> None:
-    """Wrong if it were written elsewhere than `runs` says, or a region of several runs as one."""
+    """Wrong if it were written elsewhere than its elements lie, or a region of several runs as one."""
     for shape in [(), (4,), *itertools.product((1, 2, 4), repeat=2), *itertools.product((1, 2, 3), repeat=3)]:
         for start in itertools.product(*(range(n + 1) for n in shape)):
             for stop in itertools.product(*(range(a, n + 1) for a, n in zip(start, shape, strict=True))):
-                found = runs(shape, Region(start, stop))
-                assert run_of(shape, Region(start, stop)) == (found[0] if len(found) == 1 else None), (shape, start, stop)
+                region = Region(start, stop)
+                at = np.arange(math.prod(shape)).reshape(shape)[region.slices()].ravel()
+                pieces = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1) if at.size else []
+                found = runs(shape, region)
+                assert found == [(int(one[0]), len(one)) for one in pieces], (shape, start, stop)
+                assert run_of(shape, region) == (found[0] if len(found) == 1 else None), (shape, start, stop)

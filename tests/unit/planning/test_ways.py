@@ -71,7 +71,7 @@ def test_counts_are_those_of_the_relays(n_nodes: int, per_node: int) -> None:
             for way, pairs in first.items():
                 hops = Hops.of(ranks, way)
                 for receiver in table.rank[far].tolist():
-                    relay = hops.first_rank(sender, receiver)
+                    relay = hops.first_relay(sender, hops.column(ranks.node(receiver)))
                     pairs.add((sender, relay))
                     if ranks.node(relay) != ranks.node(receiver):
                         second.add((relay, hops.relay(relay, ranks.node(receiver))))

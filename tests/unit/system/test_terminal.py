@@ -18,19 +18,18 @@ ROWS = [
     ["/x", "12", "float64", "96 B"],
     ["/y", "", "int8", "1 B"],
 ]
-NOTES = [["scale_factor=0.5, units=kg m-3"], [], ["a note of more words than a narrow terminal has room for"]]
 
 
 @pytest.mark.parametrize("width", [20, 30, 40, 60, 80, 200])
 def test_a_table_fits_and_loses_nothing(width: int) -> None:
     """Wrong if a cell were cut, left out, or said twice, or if a line were wider than its words need."""
-    lines = fit_table(COLUMNS, ROWS, width, [("name", "size")], notes=NOTES)
+    lines = fit_table(COLUMNS, ROWS, width, [("name", "size")])
     longest = max(width, len("    16384 x 16384 x 16384"), len(ROWS[0][0]))
     assert max(map(len, lines)) <= longest
     assert all(line == line.rstrip() for line in lines)
     text = " ".join(" ".join(lines).split())
-    for row, notes in zip(ROWS, NOTES, strict=True):
-        for cell in [*row, *notes]:
+    for row in ROWS:
+        for cell in row:
             assert cell in text
     assert [line.split()[0] for line in lines if line.startswith("/")] == [row[0] for row in ROWS], "names begin their lines"
 
@@ -41,11 +40,10 @@ def test_the_forms_of_a_table() -> None:
         "──────────────────────────",
         "/x    12     float64  96 B",
     ]
-    assert fit_table(COLUMNS, ROWS[:2], 50, [("name", "dtype"), ("name", "size")], notes=NOTES[:2]) == [
+    assert fit_table(COLUMNS, ROWS[:2], 50, [("name", "dtype"), ("name", "size")]) == [
         "name                        dtype",
         "/fields/a-rather-long-name  float32",
         "    16384 x 16384 x 16384; size 16.0 TiB",
-        "    scale_factor=0.5, units=kg m-3",
         "/x                          float64",
         "    12; size 96 B",
     ]

@@ -19,12 +19,12 @@ from shardload.planning.schedule import Block, Part
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
 from shardload.planning.tuning import Tuning
-from shardload.transfer.buffers import Piece, Slots, aligned
+from shardload.transfer.buffers import Slots, aligned
 from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
 from tests.unit.brute_force import Case, cases, chunks_read
-from tests.unit.fakes import FakeChunks, FakeSource, failure, fetch, piece_of, reader_of, tune, values_of, whole
+from tests.unit.fakes import FakeChunks, FakeSource, failure, fetch, piece_of, pieces_of, reader_of, tune, values_of, whole
 
 Array = np.ndarray[Any, Any]
 TABLE = np.arange(96, dtype="f4").reshape(8, 12)
@@ -247,10 +247,7 @@ def test_all_ranks_readers_together_read_a_selection_in_batches(
     selection: Selection = select_axes(tuple(index), shape)
     plan = case.plan()
     dtype = np.dtype("f8" if casts else "i4")
-    pieces = []
-    for rank in range(case.n_ranks):
-        held = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
-        pieces.append({s: Piece(r, np.full(r.shape, -1, dtype)) for s, r in held.items()})
+    pieces = [pieces_of(plan, rank, dtype) for rank in range(case.n_ranks)]
     for rank in range(case.n_ranks):
         decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
         room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))

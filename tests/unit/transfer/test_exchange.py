@@ -30,7 +30,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces, Expected, PiecesToBlocks
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
-from tests.unit.fakes import FakeSource, tune
+from tests.unit.fakes import FakeSource, pieces_of, tune
 from tests.unit.transfer.network import FakeTransport, Network, Rank, exchange_all, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -74,12 +74,6 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "Transport", FakeTransport)
 
 
-def pieces_of(given: Given, rank: int) -> dict[int, Piece]:
-    """Memory as it may well be."""
-    regions = {shard: given.schedule.shards.region(shard) for shard in given.schedule.shards.shards_of(rank)}
-    return {shard: Piece(region, np.full(region.shape, 99, given.values.dtype)) for shard, region in regions.items()}
-
-
 @dataclass
 class Loads:
     """An exchange of arrays from readers to pieces, on four ranks that hold the sources too."""
@@ -95,7 +89,7 @@ class Loads:
         self.arrays = [[self.move(rank, k) for k in range(len(self.given))] for rank in self.ranks]
 
     def move(self, rank: Rank, k: int) -> ArrayMove:
-        given, pieces = self.given[k], pieces_of(self.given[k], rank.number)
+        given, pieces = self.given[k], pieces_of(self.given[k].schedule, rank.number, self.given[k].values.dtype, 99)
         source, shape = FakeSource(given.values, given.block), given.values.shape
         layout = SourceLayout(select_axes(None, shape), given.schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
@@ -402,7 +396,7 @@ def test_pieces_move_to_blocks_through_the_same_exchange(way: str, checksums: bo
     arrays: list[list[ArrayMove]] = [[] for _ in ranks]
     for k, given in enumerate(GIVEN):
         for rank in range(4):
-            pieces = pieces_of(given, rank)
+            pieces = pieces_of(given.schedule, rank, given.values.dtype, 99)
             for piece in pieces.values():
                 piece.data[...] = given.values[piece.region.slices()]
             regions = {number: given.schedule.blocks.region(number) for number in given.schedule.blocks_of(rank)}

@@ -66,7 +66,7 @@ def test_parts_share_a_slot_until_all_have_left() -> None:
     for found in packed:
         assert found is not None and not slots.has_room()
         found[1]()
-    assert slots.has_room() and packer.peak_nbytes == 200
+    assert slots.has_room() and slots.peak_nbytes == 200
     again = packer.pack(block, rows(4, 8), F4)
     assert again is not None
     np.testing.assert_array_equal(again[0], TABLE[4:8])
@@ -77,7 +77,7 @@ def test_replicas_share_one_copy() -> None:
     packer, block = Packer(slots), block_of(*QUARTERS)
     packed = [packer.pack(block, rows(0, 4), F4) for _ in range(3)]
     assert all(found is not None and found[0] is packed[0][0] for found in packed if packed[0])
-    assert packer.peak_nbytes == 64
+    assert slots.peak_nbytes == 64
     for found in packed[:2]:
         assert found is not None
         found[1]()

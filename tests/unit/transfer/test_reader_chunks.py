@@ -31,6 +31,7 @@ from tests.unit.fakes import (
     failure,
     fetch,
     piece_of,
+    pieces_of,
     reader_of,
     rows,
     tune,
@@ -419,10 +420,7 @@ def test_all_ranks_readers_together_read_a_selection(
     selection: Selection = select_axes(tuple(index), shape)
     plan = case.plan()
     dtype = np.dtype("f8" if casts else "i4")
-    pieces = []
-    for rank in range(case.n_ranks):
-        held = {s: plan.shards.region(s) for s in plan.shards.shards_of(rank)}
-        pieces.append({s: Piece(r, np.full(r.shape, -1, dtype)) for s, r in held.items()})
+    pieces = [pieces_of(plan, rank, dtype) for rank in range(case.n_ranks)]
     for rank in range(case.n_ranks):
         decoded = [len(numbers) for numbers in chunks_read(plan, case.chunks, rank)]
         room = max(plan.max_block_size * 8, max(decoded, default=0) * aligned(math.prod(cell) * dtype.itemsize))

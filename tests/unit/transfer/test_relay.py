@@ -20,7 +20,7 @@ import pytest
 
 from shardload.errors import PeerError, ShardloadError
 from shardload.planning.halo import Halo, HaloShards
-from shardload.planning.hops import NODES, TWO_HOPS, EvenNodes, Hops, least_bundle_nbytes, node_map
+from shardload.planning.hops import N_HOPS, NODES, TWO_HOPS, EvenNodes, Hops, least_bundle_nbytes, node_map
 from shardload.planning.schedule import Grid, RankBoxes, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -34,7 +34,7 @@ from shardload.transfer.local_pieces import LocalPieces
 from shardload.transfer.moves import ArrayMove, BlocksToPieces
 from shardload.transfer.reader import SourceReader
 from shardload.transfer.resources import Resources
-from tests.unit.fakes import FakeSource
+from tests.unit.fakes import FakeSource, pieces_of
 from tests.unit.transfer.network import FakeTransport, Network, exchange_all, ranks_of
 
 Array = np.ndarray[Any, Any]
@@ -109,8 +109,7 @@ class Loads:
 
     def move(self, rank: Any, k: int) -> ArrayMove:
         given, schedule = self.given[k], self.given[k].schedule(self.n)
-        regions = {s: schedule.shards.section(s) for s in schedule.shards.sections_of(rank.number)}
-        pieces = {s: Piece(region, np.full(region.shape, 99, given.values.dtype)) for s, region in regions.items()}
+        pieces = pieces_of(schedule, rank.number, given.values.dtype, 99)
         source = FakeSource(given.values, given.block)
         layout = SourceLayout(select_axes(None, given.values.shape), schedule.blocks, None, source.dtype, given.values.dtype)
         local, resources = LocalPieces(rank.number, pieces), Resources(rank.slots, rank.bell)
@@ -408,7 +407,7 @@ def relays_of(rank: int, n: int, per_node: int) -> tuple[relay.Relays, Schedule,
     move = ArrayMove(BlocksToPieces(schedule, hops), None, targets, f4)  # type: ignore[arg-type]
     arrivals = Arrivals([move], lambda nbytes: None, [lambda piece: None])
     channels = Channels(Counting(rank), [move], arrivals, None, None, False)  # type: ignore[arg-type]
-    slots = [[bundles.Slots(2, 1 << 14) for _ in range(relay.N_HOPS)] for _ in range(2)]
+    slots = [[bundles.Slots(2, 1 << 14) for _ in range(N_HOPS)] for _ in range(2)]
     slots[1][0] = bundles.Slots(2 * hops.n_columns, 1 << 16)
     return relay.Relays(channels, [move], relay.RelayBuffers(*slots)), schedule, hops
 
