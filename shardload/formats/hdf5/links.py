@@ -37,7 +37,7 @@ from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenFacts, creation_of, kind_of
-from shardload.formats.hdf5.raw_file import plain_descriptor
+from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "follow_hard", "look_through", "nothing_else_opened", "place_of"]
 
@@ -46,7 +46,6 @@ _MOST_LEVELS = 16  # levels of virtual datasets that consist of virtual datasets
 _MOST_SOURCES = 1 << 20  # files and datasets in one virtual dataset
 _LONGEST_NAME = 159  # h5py gives at most this much of the name of an external storage file
 _UNLIMITED = 2**64 - 1
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class LostError(OSError):
@@ -163,9 +162,10 @@ def follow_hard(facts: OpenFacts, name: str) -> Any:
 
 
 def close_all(files: Sequence[h5py.File]) -> None:
-    """Close the files that `follow` opened."""
+    """Close files that were opened for reading only. No error of that says anything of what was read."""
     for file in reversed(files):
-        file.close()
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
 
 
 class _NotThereError(Exception):
@@ -556,11 +556,6 @@ def _open_files() -> set[tuple[int, int, int]]:
 
 def _is_hdf5(descriptor: int) -> bool:
     try:
-        at, nbytes = 0, os.fstat(descriptor).st_size
-        while at < nbytes:
-            if os.pread(descriptor, len(_SIGNATURE), at) == _SIGNATURE:
-                return True
-            at = 2 * at or 512
+        return has_signature(descriptor)
     except OSError:  # closed meanwhile, or open for writing only
-        pass
-    return False
+        return False

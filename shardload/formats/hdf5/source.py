@@ -39,7 +39,7 @@ from shardload.formats.base import (
     some,
     state_of,
 )
-from shardload.formats.containment import Fence, OutsideError, open_file
+from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
@@ -50,7 +50,7 @@ from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, open_to_read, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -64,7 +64,6 @@ _JOINED = {
     "split or multi driver": "`h5repack` on the name before `-m.h5`",
 }
 _HEAD_NBYTES = 4096
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _UNBOUNDED = {32001, 32015}  # these HDF5 filters decode as much as a chunk declares, up to a million times its bytes
 _MOST_AT_ONCE = 256  # chunks per call: HDF5 holds 6 KiB for each, and with more chunks takes longer for each
@@ -280,17 +279,12 @@ class Hdf5Format(Format):
         """True if the HDF5 signature is at byte 0, 512, 1024, 2048, ..., as the HDF5 file format requires."""
         try:
             file = open_file(path)
-            try:
-                size, at = os.fstat(file).st_size, 0
-                while at < size:
-                    if os.pread(file, len(_SIGNATURE), at) == _SIGNATURE:
-                        return True
-                    at = 2 * at or 512
-            finally:
-                os.close(file)
-        except (OSError, ValueError):
+        except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
             return False
-        return False
+        try:
+            return has_signature(file)
+        finally:
+            os.close(file)
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is an `h5py.Dataset`, group or file."""
@@ -298,12 +292,12 @@ class Hdf5Format(Format):
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
-        with _open_file(path) as file:
+        with explained(path) as file:
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
-        with _open_file(path) as file:
+        with explained(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
             )
@@ -311,7 +305,7 @@ class Hdf5Format(Format):
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = _open_file(path)
+        file = explained(path)
         try:
             return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True)
         except BaseException:
@@ -320,7 +314,7 @@ class Hdf5Format(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once for several datasets."""
-        return _Hdf5File(_open_file(path), path, access)
+        return _Hdf5File(explained(path), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `h5py.Dataset`."""
@@ -408,7 +402,7 @@ def _open_dataset(
         raise
 
 
-def _open_file(path: str) -> h5py.File:
+def explained(path: str) -> h5py.File:
     """Open a file read-only. If the library refuses, SourceError says what to do."""
     try:
         return open_to_read(path)
