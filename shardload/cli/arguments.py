@@ -193,10 +193,13 @@ def as_typed(message: str) -> str:
     'Pass --decode to apply that, --no-decode if the stored numbers are meant'
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
+    >>> as_typed(f"64-bit types are off. {_X64}.")
+    '64-bit types are off. Switch them on: type JAX_ENABLE_X64=1 in front of the command.'
     """
     message = message.replace(" (a quarter of timeout=)", "")  # no command has a flag for it
     message = message.replace("pass a longer timeout=", "load it from Python with a longer timeout=")
     message = message.replace("pass a tree of specs, with one for each", "give each a command of its own")
+    message = message.replace(_X64, "Switch them on: type JAX_ENABLE_X64=1 in front of the command")
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 
@@ -211,6 +214,9 @@ def info_as_typed(message: str) -> str:
     return as_typed(message.replace(". Pass a larger staging= if you think that it needs so much", ""))
 
 
+_X64 = (
+    "Switch them on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment"
+)
 _FLAGS = {name: option.flag for name, option in OPTIONS.items() if option.flag}
 _SAID_FIRST = re.compile(rf"^({'|'.join(_FLAGS)}) is (?=['\d\[(-])")
 _KEYWORD = re.compile(rf"(?<![\w.\"'/])({'|'.join(_FLAGS)})=((?:'[^']*'|\"[^\"]*\"|[\w.]*\w)?)")
