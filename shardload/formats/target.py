@@ -50,6 +50,7 @@ _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _AT_FDCWD = -100
+_NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
 _WHY = {
@@ -171,10 +172,13 @@ def _room(descriptor: int) -> int:
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the names in a folder are on disk. Some file systems (VirtualBox's, older CIFS) have no fsync of folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -290,6 +290,23 @@ def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monk
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_system_without_fsync_of_folders(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if nothing could be saved there. Files are still on disk before they have their name."""
+    files: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        files.append(descriptor)
+
+    monkeypatch.setattr(target.os, "fsync", fsync)
+    write_it(tmp_path, name)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert files and os.listdir(tmp_path) == [name]
+
+
 @pytest.mark.parametrize("call", ["rename", "rmtree", "unlink"])
 @pytest.mark.parametrize("mode", ["w", "w-"])
 @pytest.mark.parametrize("name", KINDS)
