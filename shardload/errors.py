@@ -17,6 +17,8 @@ catches `SourceError` and loads something else takes the same branch on all rank
 
 from __future__ import annotations
 
+import errno
+import re
 import unicodedata
 
 __all__ = [
@@ -28,8 +30,25 @@ __all__ = [
     "SourceError",
     "StallError",
     "VerifyError",
+    "is_unread",
     "printable",
 ]
+
+
+_BY_SYSTEM = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+_BY_HDF5 = re.compile(r"(?:read failed|open file|lock file).*errno = \d+", re.DOTALL)
+
+
+def is_unread(error: BaseException) -> bool:
+    """True if a file could not be read just now (by a device, a file server, a limit of the process), so that the error says
+    nothing of what the file holds.
+
+    >>> is_unread(OSError(5, "Input/output error")), is_unread(OSError("truncated file")), is_unread(KeyError("x"))
+    (True, False, False)
+    """
+    by_system = isinstance(error, OSError) and error.errno in _BY_SYSTEM
+    by_library = isinstance(error, (OSError, RuntimeError, KeyError)) and _BY_HDF5.search(str(error)) is not None
+    return by_system or by_library or (error.__cause__ is not None and is_unread(error.__cause__))
 
 
 def printable(text: str, kept: str = "") -> str:

@@ -219,6 +219,9 @@ IN_COMMANDS = {
     "pass a longer timeout=": "load it from Python with a longer timeout=",
     "pass a tree of specs, with one for each": "give each a command of its own",
     "pass a tree of selections, with one for each": "give each a command of its own",
+    "on before the first array: jax.config.update('jax_enable_x64', True), or JAX_ENABLE_X64=1 in the environment": (
+        "on: type JAX_ENABLE_X64=1 in front of the command"
+    ),
 }
 IN_INFO = {
     ". Pass dataset= one": ". Type FILE:/NAME, one",

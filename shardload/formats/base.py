@@ -649,7 +649,9 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def claims_path(self, path: str) -> bool:
-        """True if the existing file or folder at `path` has this format, by its content, not its suffix. Never raises."""
+        """True if the existing file or folder at `path` has this format, by its content, not its suffix. Raises nothing
+        but OSError, if the content cannot be read.
+        """
 
     @abc.abstractmethod
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:

@@ -13,7 +13,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 
-from shardload.errors import ConfigError, ShardloadError, SourceError, printable
+from shardload.errors import ConfigError, ShardloadError, SourceError, is_unread, printable
 from shardload.formats.base import ArrayInfo, nbytes_of, some
 from shardload.formats.containment import NotAFileError, OutsideError, kind_of, open_file
 from shardload.formats.leftovers import find_leftover
@@ -75,6 +75,9 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
         return SourceError(f"{what} could not be opened in a helper process: {error}.", path=path, dataset=dataset)
     if isinstance(error, NotAFileError | OutsideError):
         return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
+    if is_unread(error):
+        text = f"{what} cannot be read: {type(error).__name__}: {error}. Its device or file server failed, or it is gone there"
+        return SourceError(text, path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "
         f"says: {type(error).__name__}: {error}",

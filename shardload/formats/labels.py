@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardload.errors import ConfigError
+from shardload.errors import ConfigError, is_unread
 from shardload.planning.region import Region
 from shardload.values.decoding import decoding_of
 
@@ -153,7 +153,9 @@ def complete(labels: Labels, open_other: Callable[[str], Source], small_nbytes: 
     for name, coordinate in list(labels.coords.items())[:_MOST_COORDS]:
         try:
             source = open_other(coordinate.dataset)
-        except (KeyError, OSError, ValueError, RuntimeError):
+        except (KeyError, OSError, ValueError, RuntimeError) as error:
+            if is_unread(error):
+                raise
             continue
         try:
             found = _read(coordinate, source, min(small_nbytes, room))
@@ -173,7 +175,9 @@ def _read(coordinate: Coordinate, source: Source, most_nbytes: int) -> Coordinat
             source.read_into(whole, values)
             rule = decoding_of(values.dtype, info.packing, str(info))
             values = values if rule is None else rule.values(values)
-        except (ConfigError, OSError, ValueError, RuntimeError):  # the array itself can be loaded all the same
+        except (ConfigError, OSError, ValueError, RuntimeError) as error:  # the array itself can be loaded all the same
+            if is_unread(error):
+                raise
             values = None
     return replace(coordinate, dims=labels.dims, attrs=_bounded(labels.attrs, 1 << 12), values=values)
 

@@ -20,10 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, read_whole_plain, refusal
+from shardload.formats.base import (
+    ArrayInfo,
+    Format,
+    OpenFile,
+    Source,
+    nbytes_of,
+    read_whole,
+    read_whole_plain,
+    refusal,
+)
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,
@@ -265,7 +274,9 @@ class Labeller:
     def _complete(self, info: ArrayInfo, source: Source, open_other: Callable[[str], Source]) -> ArrayInfo:
         try:
             labels = complete(source.labels(), open_other, self._small_nbytes)
-        except (LookupError, OSError, RuntimeError, TypeError, ValueError):  # damaged names; the values may be fine
+        except (LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # damaged names; the values may be fine
+            if is_unread(error):
+                raise
             labels = Labels((None,) * len(info.shape), info.attributes)
         return replace(info, labels=labels)
 
@@ -729,10 +740,22 @@ def format_of(path: str) -> Format:
         found, failed = registry.claiming(lambda file_format: file_format.claims_url(path), plugins_first=True)
     else:
         check_readable(path)
-        found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
+        with _naming_what_is_unread(path):
+            found, failed = registry.claiming(lambda file_format: file_format.claims_path(path))
     if found is None:
-        raise unclaimed(path, registry.names(), failed)
+        with _naming_what_is_unread(path):
+            raise unclaimed(path, registry.names(), failed)
     return found
+
+
+@contextmanager
+def _naming_what_is_unread(path: str) -> Iterator[None]:
+    """Turn the system's errors into SourceErrors. Others are not the file's."""
+    try:
+        yield
+    except OSError:
+        with as_source_error(path):
+            raise
 
 
 def _format_of_object(obj: Any) -> Format:

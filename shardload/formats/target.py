@@ -35,7 +35,9 @@ __all__ = [
     "put_at",
     "reserve",
     "sync_folder",
+    "sync_name",
     "temporary_of",
+    "unconfirmed",
 ]
 
 MODES = ("w-", "w")
@@ -47,6 +49,7 @@ _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _AT_FDCWD = -100
+_NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
 _WHY = {
@@ -91,6 +94,18 @@ def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tup
         path=path,
         dataset=dataset,
         chunk=chunk,
+    )
+    found.errno = error.errno
+    return found
+
+
+def unconfirmed(error: OSError, path: str) -> SourceError:
+    """The error of a file that is whole and has its name, if the file system does not say that the name is on disk."""
+    code = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    found = SourceError(
+        f"'{path}' has its new content, whole, but its file system did not confirm that this is on disk: "
+        f"{error.strerror or error} ({code}). If the machine stops now, what was there before may be back",
+        path=path,
     )
     found.errno = error.errno
     return found
@@ -156,12 +171,23 @@ def _room(descriptor: int) -> int:
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the names in a folder are on disk. Some file systems (VirtualBox's, older CIFS) have no fsync of folders."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_name(folder: str, path: str) -> None:
+    """The same for a folder in which `path` has got its new content: SourceError says that it has."""
+    try:
+        sync_folder(folder)
+    except OSError as error:
+        raise unconfirmed(error, path) from error
 
 
 class Target:
@@ -198,7 +224,9 @@ class Target:
             if self._is_folder:
                 os.mkdir(temporary)
             else:
-                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+                self.temporary = temporary
+                os.close(descriptor)
         except FileNotFoundError as error:
             if os.path.isdir(self.folder):  # /proc, for one, makes no files
                 raise _unwritten(error, self.path) from error
@@ -206,6 +234,7 @@ class Target:
         except PermissionError:
             raise ConfigError(f"'{self.path}' cannot be made: no right to write in its folder '{self.folder}'") from None
         except OSError as error:
+            self.abandon()
             raise _unwritten(error, self.path) from error
         self.temporary = temporary
         return temporary
@@ -249,17 +278,22 @@ class Target:
         """Give the temporary the target's name, for good. If that fails, the temporary stays."""
         if self.temporary is None:
             raise ValueError("there is no temporary to commit")
+        old = None
         with named(self.path):
             if self._is_folder:
-                self._commit_folder(self.temporary)
+                old = self._commit_folder(self.temporary)
             elif self.mode == "w":
                 os.replace(self.temporary, self._final)
             else:
-                self._link(self.temporary)
-            self.temporary = None
-            sync_folder(self.folder)
+                old = self._link(self.temporary)
+        # From here on the file has its name. No error may say that it has not, nor take anything back.
+        self.temporary = None
+        if old is not None:
+            _remove(old)
+        sync_name(self.folder, self.path)
 
-    def _link(self, temporary: str) -> None:
+    def _link(self, temporary: str) -> str | None:
+        """Give a file its name. Returns the name that is left over."""
         try:
             os.link(temporary, self._final)
         except FileExistsError:
@@ -274,31 +308,40 @@ class Target:
                     f"the file system of '{self.path}' has no hard links and no rename that refuses an existing name, so "
                     f"mode='w-' cannot be kept there. The whole file is in '{temporary}': rename it, or pass mode='w'"
                 ) from None
-            return
-        os.unlink(temporary)
+            return None
+        return temporary
 
-    def _commit_folder(self, temporary: str) -> None:
+    def _commit_folder(self, temporary: str) -> str | None:
+        """Give a folder its name. Returns the folder that had it before, by the name that it has now."""
         if self.mode == "w-":
             if self._renamed(temporary, _NOREPLACE):
-                return
+                return None
             # Without such a rename: an empty folder takes the name, or fails to; then a rename replaces that folder.
             try:
                 os.mkdir(self._final)
             except FileExistsError:
                 raise self._taken() from None
             os.rename(temporary, self._final)
-            return
+            return None
         if not os.path.lexists(self._final) and self._renamed(temporary, _NOREPLACE, refuse=False):
-            return
+            return None
         self._refuse()
         old = f"{self._final}.{self.token}.replaced"
         if self._renamed(temporary, _EXCHANGE):
-            os.rename(temporary, old)
-        else:  # for a moment the name is free: the whole old store is at `old`, the whole new one at `temporary`
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(self._final, old)
+            with contextlib.suppress(OSError):
+                os.rename(temporary, old)
+                return old
+            return temporary
+        # For a moment the name is free: the whole old store is at `old`, the whole new one at `temporary`.
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._final, old)
+        try:
             os.rename(temporary, self._final)
-        shutil.rmtree(old, ignore_errors=True)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(old, self._final)
+            raise
+        return old
 
     def _renamed(self, temporary: str, flag: int, *, refuse: bool = True) -> bool:
         """Rename with a flag of renameat2. False if this system or file system does not have it (or the name is taken, unless
@@ -321,13 +364,17 @@ class Target:
     def abandon(self) -> None:
         """Remove the temporary, unless it was committed."""
         temporary, self.temporary = self.temporary, None
-        if temporary is None:
-            return
-        with contextlib.suppress(OSError):
-            if self._is_folder:
-                shutil.rmtree(temporary)
-            else:
-                os.unlink(temporary)
+        if temporary is not None:
+            _remove(temporary)
+
+
+def _remove(path: str) -> None:
+    """Remove a file or a folder, or as much of it as can be removed."""
+    with contextlib.suppress(OSError):  # `rmtree` itself raises some, whatever it is told
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_same(first: str, second: str) -> bool:

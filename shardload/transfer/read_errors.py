@@ -96,12 +96,12 @@ class Naming:
                 return self.unreadable(closer, cell, self.index(cell))
         return self.unreadable(error, region, None)
 
-    def unreadable(self, error: Exception, region: Region, chunk: tuple[int, ...] | None) -> SourceError:
-        """The error for a region that could not be read. It names the chunk, if that is known."""
+    def unreadable(self, error: Exception, region: Region | None = None, chunk: tuple[int, ...] | None = None) -> SourceError:
+        """The error for a region, or an array, that could not be read. It names the chunk, if that is known."""
         info = self._source.info
         what = f"chunk {chunk} of {info}" if chunk is not None else str(info)
-        place = self._selection.to_file(region)
-        text = f"{what} could not be read (elements {place}): {type(error).__name__}: {error}. "
+        where = "" if region is None else f" (elements {self._selection.to_file(region)})"
+        text = f"{what} could not be read{where}: {type(error).__name__}: {error}. "
         if isinstance(error, _SAYS_WHY):
             text += "Nothing was loaded"
         else:

@@ -105,7 +105,10 @@ class SourceReader:
         self._names = Naming(source, layout.selection, layout.chunks if layout.has_chunks else None)
         self._resources, self._inline_nbytes = resources, tuning.inline_nbytes
         self._itemsize = layout.file_dtype.itemsize
-        chunk_reader = _chunk_reader(source, layout, tuning)
+        try:
+            chunk_reader = _chunk_reader(source, layout, tuning)
+        except (OSError, RuntimeError) as error:
+            raise error if isinstance(error, ShardloadError) else self._names.unreadable(error) from error
         self._threads: Pool | Lane
         shared = (layout, local, resources.scratch, self._names, counts, convert)
         if chunk_reader is None:

@@ -21,10 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, SourceError, VerifyError
+from shardload.formats.hdf5.source import Hdf5Source
 from shardload.formats.leftovers import find_leftover
 from shardload.formats.locks import AppendLock
 from shardload.formats.zarr import growth
 from shardload.formats.zarr.growth import GrowthEncoder
+from shardload.formats.zarr.source import ZarrSource
 from shardload.jobs.copying.copy import copy_file
 from shardload.jobs.copying.request import CopyRequest
 from shardload.jobs.saving.append import _Appending
@@ -425,6 +427,24 @@ def test_a_store_that_somebody_else_changes(ranks: Any, shared_tmp_path: Path, m
 def _fill(self: Any, name: str, region: Any, opened: Any) -> Array:
     """The chunk at the edge is begun anew."""
     return np.zeros(region.shape, self._grows[name].spec.dtype)
+
+
+@pytest.mark.parametrize("kind", ["v3", "v3 shards", "HDF5"])
+def test_old_values_that_cannot_be_read(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Wrong if the error were the library's alone, which names no file, or anything were appended."""
+    path, values = shared_tmp_path / ("run.h5" if kind == "HDF5" else "run.zarr"), ramp((12, Y, X), "float32")
+    on_root(ranks, lambda: make_file(path, values[:7], kind) if kind == "HDF5" else make(path, values[:7], **KINDS[kind]))
+    tree = tree_of(values, 7, P(None, "a"), mesh_of())
+
+    def fails(*_: Any) -> Any:
+        raise OSError(5, os.strerror(5))
+
+    monkeypatch.setattr(Hdf5Source if kind == "HDF5" else ZarrSource, "plain", fails)
+    says = f"in '{path}', which share a chunk or shard with new ones, cannot be read: elements "
+    same_error(ranks, lambda: shardload.append(path, tree), SourceError, "old values of '/g/", says, "Nothing was appended")
+    monkeypatch.undo()
+    assert on_disk(ranks, shared_tmp_path) == [path.name]
+    on_root(ranks, lambda: (look_file if kind == "HDF5" else look)(path, values[:7]))
 
 
 def test_a_wrong_length_of_the_edge_is_found(ranks: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

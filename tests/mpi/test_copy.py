@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from shardload.jobs.copying import plan as copy_plan
 from shardload.jobs.copying import reading as copy_reading
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
 from shardload.jobs.copying.request import CopyRequest
+from shardload.jobs.writing import journal
 from tests.mpi.support import on_root, ramp, same_error
 
 pytestmark = pytest.mark.any_library
@@ -572,6 +574,39 @@ def test_a_copy_that_was_stopped_goes_on(
         first, second = h5py.File(before), opened(target)
         for one in ("rho", "g/big", "scalar", "empty"):
             np.testing.assert_array_equal(second[one][...], first[one][...], err_msg=one)
+
+
+@pytest.mark.parametrize("which", [1, 3], ids=["at once", "later"])
+@pytest.mark.usefixtures("small")
+def test_a_journal_for_which_there_is_no_room(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    """Wrong if rank 0 raised another error than the others, when it closed the file, or the journal stayed: they would not
+    come to the next call together.
+    """
+    before, target = shared_tmp_path / "in.h5", shared_tmp_path / "out.zarr"
+    on_root(comm, lambda: SOURCES["gzip.h5"](before))
+
+    class Full(io.FileIO):
+        n = 0
+
+        def write(self, data: Any) -> int:
+            Full.n += 1
+            if Full.n >= which:
+                raise OSError(122, os.strerror(122))
+            return super().write(data)
+
+    def opens(path: str, mode: str) -> Any:
+        return io.BufferedRandom(Full(path, mode.rstrip("b") + "+"), 1 << 20)
+
+    monkeypatch.setattr(journal, "open", opens, raising=False)
+    call = lambda: copy(comm, before, target, staging=45_000)  # noqa: E731
+    same_error(comm, call, SourceError, f"'{target}' cannot be written: your quota there is used up")
+    monkeypatch.undo()
+    comm.barrier()
+    assert os.listdir(shared_tmp_path) == ["in.h5"]
+    comm.barrier()
+    copy(comm, before, target)
 
 
 def copying_cells(report: CopyReport) -> list[Array]:

@@ -29,6 +29,7 @@ import shardload
 from shardload import ConfigError, PeerError, ShardloadError, SourceError, VerifyError
 from shardload.comm.collectives import MpiCollectives
 from shardload.comm.shared_memory import Segment
+from shardload.formats.hdf5.sink import Hdf5Writer
 from shardload.formats.sink import Encoder
 from shardload.jobs.saving import save as saving
 from shardload.jobs.writing.read_back import ReadBack
@@ -662,6 +663,52 @@ def test_a_disk_that_fails_on_one_rank(
         monkeypatch.undo()
         compare(comm, path, {"data": np.arange(3)})
     assert on_disk(comm, shared_tmp_path) == [path.name]
+
+
+@pytest.mark.any_version
+@pytest.mark.any_library
+@pytest.mark.parametrize("kind", ["HDF5 gzip, odd chunks", "Zarr"])
+def test_a_temporary_that_one_rank_cannot_open(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Wrong if the error were only the system's, which names no file that the caller knows."""
+    path, how = file_at(shared_tmp_path, kind)
+    values = ramp((4 * unit(), 6))
+    x = put(values, mesh_of(), P("a"))
+    sink = {"HDF5 gzip, odd chunks": "hdf5.sink.Hdf5Sink.writer", "Zarr": "zarr.sink.ZarrSink.writer"}[kind]
+
+    def fails(*_: Any) -> Any:
+        raise OSError(116, os.strerror(116))
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(f"shardload.formats.{sink}", fails)
+    how = {key: value for key, value in how.items() if key != "chunks"}
+    same_error(
+        comm, lambda: shardload.save(path, x, writers="all", **how), SourceError, f"'{path}' cannot be written", "ESTALE"
+    )
+    monkeypatch.undo()
+    assert on_disk(comm, shared_tmp_path) == []
+
+
+@pytest.mark.any_version
+@pytest.mark.any_library
+def test_a_file_that_is_not_closed_where_rank_0_writes_for_all(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the error of one rank kept the others waiting: it has written nothing."""
+    path, values = shared_tmp_path / "out.h5", ramp((4 * unit(), 6))
+    x = put(values, mesh_of(), P("a"))
+    close = Hdf5Writer.close
+
+    def fails(writer: Hdf5Writer) -> None:
+        close(writer)
+        raise SourceError("cannot be closed")
+
+    if comm.rank == comm.size - 1 and comm.size > 1:
+        monkeypatch.setattr(Hdf5Writer, "close", fails)
+    shardload.save(path, x, writers="root", timeout=20.0)
+    monkeypatch.undo()
+    compare(comm, path, {"data": values})
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -243,6 +243,41 @@ def test_array_that_jax_cannot_hold(comm: Any) -> None:
     """Wrong if strings or objects were sent as bytes."""
     for given in (np.array(["a"]), np.array([object()]), np.zeros(3, "M8[s]"), np.zeros(3, [("x", "f4")])):
         same_error(comm, lambda given=given: shardload.scatter(given, mesh_of(), P()), shardload.SourceError, "holds")
+
+
+class Pair(NamedTuple):
+    """A node that NumPy takes for an array of two."""
+
+    a: Any
+    b: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A node that NumPy takes for an object."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def tree_flatten(self) -> Any:
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, parts: Any) -> Any:
+        return cls(*parts)
+
+
+@pytest.mark.parametrize("node", [Pair, Box])
+def test_nodes_that_scatter_does_not_take(comm: Any, node: Any) -> None:
+    """Wrong if the arrays of one came as one array that nobody asked for, or the error were about objects."""
+    x = np.zeros((4, 4))
+    for tree, where in (
+        (node(x, x), "array is"),
+        ({"s": node(x, x)}, "array['s'] is"),
+        ({"s": [node(x, x)]}, "array['s'][0] is"),
+    ):
+        says = f"{where} a {node.__name__}; scatter takes trees of dict, list and tuple"
+        same_error(comm, lambda tree=tree: shardload.scatter(tree, mesh_of(), P()), ConfigError, says)
 
 
 def test_masked_arrays(comm: Any) -> None:

@@ -37,7 +37,7 @@ from shardload.formats.containment import TARGET_HINT, Fence, OutsideError, why_
 from shardload.formats.hdf5.filters import is_stacked, refuse_filters
 from shardload.formats.hdf5.integrity import Sizes
 from shardload.formats.hdf5.opened import OpenFacts, creation_of, kind_of
-from shardload.formats.hdf5.raw_file import is_hdf5, plain_descriptor
+from shardload.formats.hdf5.raw_file import has_signature, plain_descriptor
 
 __all__ = ["LostError", "Others", "close_all", "follow", "follow_hard", "look_through", "nothing_else_opened", "place_of"]
 
@@ -162,9 +162,10 @@ def follow_hard(facts: OpenFacts, name: str) -> Any:
 
 
 def close_all(files: Sequence[h5py.File]) -> None:
-    """Close the files that `follow` opened."""
+    """Close files that were opened for reading only. No error of that says anything of what was read."""
     for file in reversed(files):
-        file.close()
+        with contextlib.suppress(OSError, RuntimeError):
+            file.close()
 
 
 class _NotThereError(Exception):
@@ -555,6 +556,6 @@ def _open_files() -> set[tuple[int, int, int]]:
 
 def _is_hdf5(descriptor: int) -> bool:
     try:
-        return is_hdf5(descriptor)
+        return has_signature(descriptor)
     except OSError:  # closed meanwhile, or open for writing only
         return False

@@ -22,19 +22,9 @@ import numpy as np
 
 from shardload.formats.base import Spans, read_at
 
-__all__ = ["RawFile", "file_number", "is_hdf5", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
+__all__ = ["RawFile", "file_number", "has_signature", "open_to_read", "own_descriptor", "plain_descriptor", "swap_size"]
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-
-
-def is_hdf5(descriptor: int) -> bool:
-    """True if the signature is at byte 0, 512, 1024, 2048, ... of an open file, as the HDF5 file format requires."""
-    size, at = os.fstat(descriptor).st_size, 0
-    while at < size:
-        if os.pread(descriptor, len(_SIGNATURE), at) == _SIGNATURE:
-            return True
-        at = 2 * at or 512
-    return False
 
 
 @functools.cache
@@ -46,8 +36,15 @@ def _to_read() -> tuple[Any, bool]:
 
 
 def open_to_read(path: str) -> h5py.File:
-    """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does."""
-    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+    """The same as ``h5py.File(path, "r")``, which makes new properties each time. Raises OSError as that does.
+
+    HDF5 does not try again if a signal comes while it opens or locks the file.
+    """
+    while True:
+        try:
+            return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, fapl=_to_read()[0]))
+        except InterruptedError:
+            continue
 
 
 def own_descriptor(file: h5py.File) -> int | None:
@@ -61,6 +58,16 @@ def plain_descriptor(file: h5py.File) -> int | None:
     is_plain = below.get_access_plist().get_driver() == h5py.h5fd.SEC2
     is_plain = is_plain and below.get_intent() == h5py.h5f.ACC_RDONLY  # not SWMR either
     return int(below.get_vfd_handle()) if is_plain else None
+
+
+def has_signature(descriptor: int) -> bool:
+    """True if HDF5's signature is at byte 0, 512, 1024, 2048, ... of an open file."""
+    mark, at, nbytes = np.zeros(len(_SIGNATURE), dtype=np.uint8), 0, os.fstat(descriptor).st_size
+    while at < nbytes:
+        if read_at(descriptor, mark, at) == len(mark) and mark.tobytes() == _SIGNATURE:
+            return True
+        at = 2 * at or 512
+    return False
 
 
 def file_number(identifier: Any) -> Any:
@@ -123,7 +130,8 @@ class RawFile:
 
     def read_at_most(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the file at `offset`: fewer than `nbytes` where it ends. OSError as for `read_into`."""
-        return os.pread(self._alive(), nbytes, offset)
+        room = np.empty(nbytes, dtype=np.uint8)
+        return room[: read_at(self._alive(), room, offset)].tobytes()
 
     def read_spans(self, spans: Spans, room: np.ndarray[Any, Any]) -> list[memoryview]:
         """Several pieces of the file, in `room`. OSError as for `read_into`."""

@@ -26,10 +26,11 @@ import numpy as np
 from h5py._objects import phil
 
 from shardload.errors import ConfigError, SourceError
-from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.base import ArrayInfo, native_dtype, read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
+from shardload.formats.hdf5.source import explained
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -43,7 +44,7 @@ from shardload.formats.sink import (
     place_again,
     with_dims,
 )
-from shardload.formats.target import Target, mark, named, put_at, reserve, sync_folder
+from shardload.formats.target import MARK_NBYTES, Target, mark, named, put_at, reserve, sync_folder
 from shardload.planning.blocks import runs
 from shardload.planning.grid import unravel
 from shardload.planning.region import Region
@@ -378,15 +379,27 @@ class _Hdf5Catalog(Catalog):
 
     def _check(self) -> None:
         """Compare what the HDF5 library finds in the written file with what was noted."""
-        with h5py.File(self.ticket.temporary, "r") as file:
-            limit_cache(file)
-            for name, noted in self._chunks.items():
-                spec, dataset = self._sink.arrays[name].spec, file[name].id
-                if spec.chunks is None:
-                    if noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:
+        try:
+            with explained(self.ticket.temporary) as file:
+                limit_cache(file)
+                for name, noted in self._chunks.items():
+                    spec, dataset = self._sink.arrays[name].spec, file[name].id
+                    if spec.chunks is not None:
+                        self._check_chunks(name, spec, dataset, noted)
+                    elif noted.sizes[0] and dataset.get_offset() != noted.offsets[0]:
                         raise self._misplaced(name, (), dataset.get_offset(), int(noted.offsets[0]))
-                    continue
-                self._check_chunks(name, spec, dataset, noted)
+        except SourceError as error:
+            if error.path == self._sink.path:
+                raise
+            raise self._unread(error) from error
+        except (OSError, RuntimeError, KeyError) as error:
+            raise self._unread(error) from error
+
+    def _unread(self, error: Exception) -> SourceError:
+        path = self._sink.path
+        return SourceError(
+            f"the new file of '{path}' cannot be read by HDF5: {error}. What had this name before is as it was", path=path
+        )
 
     def _check_chunks(self, name: str, spec: ArraySpec, dataset: h5py.h5d.DatasetID, noted: Noted) -> None:
         n_noted, n_found = int(np.count_nonzero(noted.sizes)), 0
@@ -588,7 +601,8 @@ class _opened:
 
 def _check_mark(descriptor: int, ticket: Ticket, path: str) -> None:
     """ConfigError unless the temporary is the one that the catalog made."""
-    found = os.pread(descriptor, 64, 0)
+    room = np.zeros(MARK_NBYTES, dtype=np.uint8)
+    found = room[: read_at(descriptor, room, 0)].tobytes()
     if found != mark(ticket.token, path):
         raise ConfigError(
             f"'{ticket.temporary}' is not the file that another rank made there: it begins with {found[:40]!r}. Is another "

@@ -40,7 +40,7 @@ from shardload.formats.base import (
     some,
     state_of,
 )
-from shardload.formats.containment import Fence, OutsideError, open_file
+from shardload.formats.containment import Fence, NotAFileError, OutsideError, open_file
 from shardload.formats.hdf5.chunk_heads import check_heads
 from shardload.formats.hdf5.chunks import leaves_gaps, open_chunks
 from shardload.formats.hdf5.contiguous import Hdf5Contiguous, open_contiguous
@@ -51,7 +51,7 @@ from shardload.formats.hdf5.making import groups_of, properties_of
 from shardload.formats.hdf5.metadata import describe, filters_of, labels_of, stands_for_axis
 from shardload.formats.hdf5.missing import MissingChunks
 from shardload.formats.hdf5.opened import OpenDataset, OpenFacts, kind_of, raw_of
-from shardload.formats.hdf5.raw_file import RawFile, is_hdf5, open_to_read, plain_descriptor
+from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read, plain_descriptor
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
@@ -274,12 +274,12 @@ class Hdf5Format(Format):
         """True if the file has the HDF5 signature."""
         try:
             file = open_file(path)
-            try:
-                return is_hdf5(file)
-            finally:
-                os.close(file)
-        except (OSError, ValueError):
+        except (NotAFileError, FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
             return False
+        try:
+            return has_signature(file)
+        finally:
+            os.close(file)
 
     def claims_object(self, obj: object) -> bool:
         """True if `obj` is an `h5py.Dataset`, group or file."""
@@ -287,12 +287,12 @@ class Hdf5Format(Format):
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
-        with _open_file(path) as file:
+        with explained(path) as file:
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
-        with _open_file(path) as file:
+        with explained(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
             )
@@ -300,7 +300,7 @@ class Hdf5Format(Format):
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = _open_file(path)
+        file = explained(path)
         try:
             return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True)
         except BaseException:
@@ -309,7 +309,7 @@ class Hdf5Format(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once for several datasets."""
-        return _Hdf5File(_open_file(path), path, access)
+        return _Hdf5File(explained(path), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `h5py.Dataset`."""
@@ -397,7 +397,7 @@ def _open_dataset(
         raise
 
 
-def _open_file(path: str) -> h5py.File:
+def explained(path: str) -> h5py.File:
     """Open a file read-only. If the library refuses, SourceError says what to do."""
     try:
         return open_to_read(path)

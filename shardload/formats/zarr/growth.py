@@ -35,7 +35,7 @@ from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
-from shardload.formats.target import named, sync_folder
+from shardload.formats.target import named, sync_folder, sync_name
 from shardload.formats.zarr.encodings import Layout
 from shardload.formats.zarr.sink import ZarrCatalog, ZarrEncoder, ZarrSink, write_file
 from shardload.formats.zarr.store import check_metadata
@@ -493,7 +493,7 @@ class GrowthCatalog(ZarrCatalog):
                     os.replace(path, os.path.join(self._store, key))
             raise
         for folder in sorted({os.path.dirname(os.path.join(self._store, key)) for key in done}):
-            sync_folder(folder)
+            sync_name(folder, self._grows.path)
 
     def abandon(self) -> None:
         super().abandon()

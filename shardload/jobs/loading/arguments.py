@@ -527,10 +527,12 @@ def _outline_of(value: Any, has_tree: bool, where: Where, leaves: list[tuple[str
     is_node = isinstance(value, dict) or (
         isinstance(value, (list, tuple)) and (has_tree if not where else any(map(_has_array, value)))
     )
-    if not is_node:
+    children = None if isinstance(value, np.ndarray) or hasattr(value, "__array__") else node_of(value)
+    # Another node of JAX's, also a named tuple: NumPy would make one array of it, of its parts or of the object.
+    is_other = children is not None and type(value) not in (dict, list, tuple) and _has_array(value)
+    if not (is_node or is_other):
         leaves.append((where_text(where), value))
         return len(leaves) - 1
-    children = node_of(value)
     if children is None or type(value) not in (dict, list, tuple):
         raise ConfigError(f"array{text_of(where)} is a {type(value).__name__}; scatter takes trees of dict, list and tuple")
     if isinstance(value, dict) and not all(type(key) in (str, int) for key in value):

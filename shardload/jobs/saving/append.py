@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardload.comm.group import Group
-from shardload.errors import ConfigError, SourceError
+from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
 from shardload.formats.growing import Growing, GrowingSink
@@ -33,6 +33,7 @@ from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
+from shardload.system.interruption import let_interruption_pass
 
 __all__ = ["AppendReport", "append"]
 
@@ -319,6 +320,20 @@ class _Appending(Saving):
 
     def _stored(self, name: str, region: Region, opened: ExitStack) -> Array:
         """Values that the file has, as the format's library reads them."""
+        try:
+            return self._read_stored(name, region, opened)
+        except (ShardloadError, MemoryError):
+            raise
+        except Exception as error:
+            let_interruption_pass(error)
+            raise SourceError(
+                f"old values of '{name}' in '{self._plan.path}', which share a chunk or shard with new ones, cannot be read: "
+                f"elements {region}: {type(error).__name__}: {error}. Nothing was appended",
+                path=self._plan.path,
+                dataset=name,
+            ) from error
+
+    def _read_stored(self, name: str, region: Region, opened: ExitStack) -> Array:
         one = self._grows[name]
         if name not in self._sources:
             path = os.path.realpath(self._plan.path)

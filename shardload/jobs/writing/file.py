@@ -34,6 +34,7 @@ import numpy as np
 from shardload.comm.group import Group
 from shardload.errors import StallError
 from shardload.formats.sink import Catalog, Encoder, Sink, Stored, Ticket, Writer
+from shardload.formats.target import named
 from shardload.jobs.writing.journal import IS_ASKED, N_COLUMNS, OFFSET, Journal, Resumed
 from shardload.jobs.writing.read_back import Notes, ReadBack, checksum_of_values
 from shardload.options import FILE, FULL, INDEX
@@ -346,7 +347,8 @@ class _Writing:
             if catalog is None:
                 raise ValueError("there is no catalog")
             self._is_apart = True
-            self._apart(lambda: call(catalog))
+            with named(self._sink.path):
+                self._apart(lambda: call(catalog))
             self._is_apart = False
             return ""
 
@@ -375,6 +377,10 @@ class _Writing:
         group.watch.enter("create")
 
         def create() -> str:
+            with named(sink.path):
+                return make()
+
+        def make() -> str:
             resumed, journal = self._resumed, self._journal
             if resumed is None:
                 self._catalog = self._apart(sink.create)
@@ -389,7 +395,7 @@ class _Writing:
 
         self._ticket = Ticket.from_json(group.tell(create, 0))
         ticket = self._ticket
-        with self._keeping_errors():
+        with self._keeping_errors(), named(sink.path):
             self._writer = self._apart(lambda: sink.writer(ticket))
         self._choose_writers()
         if self._resumed is not None and self._verify != INDEX:  # once more at the end: they are part of what gets the name
@@ -409,7 +415,8 @@ class _Writing:
             if group.rank > 0 or self._sees[0]:
                 self._error = None
             if group.rank > 0 and self._writer is not None:
-                self._writer.close()
+                with suppress(OSError):  # it has written nothing; and an error here would keep others waiting
+                    self._writer.close()
                 self._writer = None
         if blind:  # else no rank has an error, and all ranks know it
             group.agree(self._error)
@@ -615,7 +622,8 @@ class _Writing:
                 if self._journal is not None:
                     noted = np.concatenate(every)
                     noted[slice(None) if self._is_root else noted[:, IS_ASKED] == 1, OFFSET] = offsets
-                    self._journal.note(noted)
+                    with named(self._sink.path):
+                        self._journal.note(noted)
             except Exception as error:
                 let_interruption_pass(error)
                 self._keep(error)

@@ -78,7 +78,10 @@ class Journal:
                 left.close()
             sync_folder(os.path.dirname(os.path.abspath(self._path)))
         except BaseException:
-            file.close()
+            if left is None:
+                self._remove(file)
+            else:
+                _close(file)
             raise
         self._file = file
 
@@ -97,19 +100,28 @@ class Journal:
         """Leave the journal as it is, for a job that resumes."""
         file, self._file = self._file, None
         if file is not None:
-            file.close()
+            _close(file)
 
     def remove(self) -> None:
         """Remove it: the file has its name, or is abandoned."""
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):
-                os.unlink(self._path)
-            file.close()
+            self._remove(file)
+
+    def _remove(self, file: IO[bytes]) -> None:
+        with suppress(OSError):
+            os.unlink(self._path)
+        _close(file)
 
 
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + int(deflate.crc32(data)).to_bytes(4, "little") + data
+
+
+def _close(file: IO[bytes]) -> None:
+    """Close it. What could not be written, and is tried again here, was an error before."""
+    with suppress(OSError):
+        file.close()
 
 
 def _sync(file: IO[bytes]) -> None:

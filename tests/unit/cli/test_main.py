@@ -533,6 +533,21 @@ def test_messages_with_other_words_in_commands_are_still_so_worded() -> None:
     assert not lost
 
 
+def test_how_to_switch_64_bit_types_on_in_a_shell(tmp_path: Path) -> None:
+    """Wrong if a command told people to write Python."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(4.0)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardload", "verify", tmp_path / "x.h5", "--mesh", "a=2", "--spec", "a"],
+        env={name: value for name, value in os.environ.items() if name != "JAX_ENABLE_X64"} | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1 and "jax.config" not in done.stderr, done
+    assert "Switch them on: type JAX_ENABLE_X64=1 in front of the command. Or pass --dtype float32" in done.stderr
+
+
 def test_info_of_a_group_lists_its_arrays(file: str) -> None:
     code, out, _ = run("info", f"{file}:/fields/*")
     assert code == 0 and "HDF5, 1 array" in " ".join(out.split()) and "/fields/density" in out and "/words" not in out

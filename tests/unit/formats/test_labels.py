@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,22 @@ def test_damaged_names_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("shardload.formats.hdf5.source.labels_of", fail)
     assert shardload.open(path)["t"].dims == (None, None, None)
+
+
+@pytest.mark.parametrize("call", ["labels_of", "Hdf5Source.read_into"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyError("file read failed: errno = 116, ...")])
+def test_names_that_cannot_be_read_now(tmp_path: Path, call: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if arrays had no names, or coordinates no values, because a file server failed for a moment."""
+    path = write(tmp_path / "a.nc", {"engine": "h5netcdf"}, climate())
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"shardload.formats.hdf5.source.{call}", fail)
+    with pytest.raises(
+        SourceError, match=r"'/.*' in '.*a.nc' cannot be read: .*(Input|errno = 116).*Its device or file server"
+    ):
+        shardload.open(path)["t"].coords  # noqa: B018
 
 
 @pytest.mark.parametrize(

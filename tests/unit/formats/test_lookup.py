@@ -202,6 +202,38 @@ def test_no_array_to_load(write: Write, tmp_path: Path) -> None:
     assert find_array(tmp_path / "x.h5", "lat").is_coordinate
 
 
+@pytest.mark.parametrize("kind", ["chunked", "whole"])
+def test_reads_that_are_short_or_interrupted(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a file were of an unknown kind because the system gave fewer bytes, or a signal came while HDF5 opened it."""
+    path = write_hdf5(tmp_path / "x.h5", {"rho": flat((4, 6), "f4")}, chunks=kind == "chunked" or None)
+    preadv, opens, calls = os.preadv, h5py.h5f.open, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) % 2:
+            raise InterruptedError(4, "Unable to synchronously open file (unable to lock file, errno = 4)")
+        return opens(*arguments, **options)
+
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:3]], offset))
+    monkeypatch.setattr(h5py.h5f, "open", interrupted)
+    assert find_array(path).shape == (4, 6) and len(calls) > 1
+
+
+@pytest.mark.parametrize("call", ["preadv", "read"])
+def test_a_file_that_cannot_be_read_now(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were said to be of an unknown format, or the error named no file."""
+    path = write_hdf5(tmp_path / "x.h5", {"rho": flat((4, 6), "f4")})
+    if call == "read":
+        Path(path).write_bytes(b"no array at all")
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(os, "preadv" if call == "preadv" else "fdopen", fails)
+    with pytest.raises(SourceError, match=r"'.*x.h5' cannot be read: OSError: .*Stale file handle. Its device or file server"):
+        find_array(path)
+
+
 def test_no_such_file_names_those_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_hdf5("density.h5", {"a": flat((3,))})

@@ -177,7 +177,7 @@ def test_a_store_that_was_being_abandoned_is_not_whole(tmp_path: Path, kind: str
     write_all(sink, catalog, dict.fromkeys(sink.arrays, VALUES))
     catalog.finish()
     assert find_leftover(catalog.ticket.temporary).is_whole  # type: ignore[union-attr]
-    monkeypatch.setattr(target.shutil, "rmtree", lambda path: None)
+    monkeypatch.setattr(target.shutil, "rmtree", lambda path, **_: None)
     catalog.abandon()
     assert not find_leftover(catalog.ticket.temporary).is_whole  # type: ignore[union-attr]
 

@@ -260,6 +260,126 @@ def test_two_saves_that_replace(tmp_path: Path, name: str, has_flags: bool, monk
     assert os.listdir(tmp_path) == [name]
 
 
+def failing(*_: Any, **__: Any) -> Any:
+    """A file server that does not answer."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+def finished(folder: Path, name: str, mode: str) -> Any:
+    """A catalog before its end; with mode 'w' there is an old file."""
+    if mode == "w":
+        save(folder / name, {"old": OLD})
+    sink = a_sink(folder, name, mode)
+    catalog = sink.create()
+    after_finish(sink, catalog)
+    return catalog
+
+
+@pytest.mark.parametrize("mode", ["w", "w-"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_name_that_is_not_confirmed(tmp_path: Path, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if it were said that the old file is as it was: the new one is there, and a second save with 'w-' is refused."""
+    catalog = finished(tmp_path, name, mode)
+    monkeypatch.setattr(target, "sync_folder", failing)
+    with pytest.raises(SourceError, match=r"has its new content, whole, but .* did not confirm .*ESTALE") as caught:
+        catalog.commit()
+    monkeypatch.undo()
+    catalog.abandon()
+    assert "as it was" not in str(caught.value) and caught.value.path == str(tmp_path / name)
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_system_without_fsync_of_folders(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if nothing could be saved there. Files are still on disk before they have their name."""
+    files: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        files.append(descriptor)
+
+    monkeypatch.setattr(target.os, "fsync", fsync)
+    write_it(tmp_path, name)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    assert files and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("call", ["rename", "rmtree", "unlink"])
+@pytest.mark.parametrize("mode", ["w", "w-"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_left_over_cannot_be_removed(
+    tmp_path: Path, name: str, mode: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new file has its name then: it is saved, whatever becomes of the rest."""
+    catalog = finished(tmp_path, name, mode)
+    monkeypatch.setattr(target.shutil if call == "rmtree" else target.os, call, failing)
+    catalog.commit()
+    monkeypatch.undo()
+    np.testing.assert_array_equal(read(tmp_path / name, "rho"), VALUES)
+    is_folder = name.endswith("zarr")
+    stays = (is_folder and mode == "w" and call != "rename") or (not is_folder and mode == "w-" and call == "unlink")
+    assert len(left(tmp_path)) == stays
+
+
+@pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
+def test_a_store_that_does_not_get_its_name(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two names cannot be exchanged, the old store has its name again."""
+    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    catalog, rename = finished(tmp_path, name, "w"), os.rename
+    monkeypatch.setattr(target.os, "rename", lambda a, b: failing() if a.endswith(".unfinished") else rename(a, b))
+    with pytest.raises(SourceError, match="as it was"):
+        catalog.commit()
+    monkeypatch.undo()
+    catalog.abandon()
+    assert old_is_whole(tmp_path, name) and os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+def test_a_temporary_that_is_not_closed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, close = a_sink(tmp_path, name, "w-"), os.close
+
+    def closes(descriptor: int) -> None:
+        close(descriptor)
+        failing()
+
+    monkeypatch.setattr(target.os, "close", closes)
+    with pytest.raises(SourceError, match=r"cannot be written: .*ESTALE"):
+        sink.create()
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("said", [OSError(5, "file read failed: errno = 5"), KeyError("file read failed: errno = 5")])
+@pytest.mark.parametrize("name", ["x.h5", "x.nc"])
+def test_the_library_cannot_read_what_was_written(
+    tmp_path: Path, name: str, said: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if the error named no file."""
+    sink = a_sink(tmp_path, name, "w-")
+
+    def refuses(*_: Any) -> Any:
+        raise said
+
+    with sink.create() as catalog:
+        monkeypatch.setattr("shardload.formats.hdf5.sink.explained", refuses)
+        with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
+            after_finish(sink, catalog)
+        monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_mark_that_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if a short read were taken for another rank's file."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: preadv(descriptor, [buffers[0][:7]], offset))
+    write_it(tmp_path, "x.h5", "w-")
+    monkeypatch.undo()
+    np.testing.assert_array_equal(read(tmp_path / "x.h5", "rho"), VALUES)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_name_that_is_no_utf_8(tmp_path: Path, name: str) -> None:
     """Loads take such a path as the system gives it."""

@@ -409,6 +409,18 @@ def test_what_a_new_copy_would_not_mend_is_not_called_damage(kind: type[OSError]
     assert ("damaged" in said) == ("Copy it again" in said) == (kind is OSError)
 
 
+def test_a_file_that_cannot_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader of chunks looks at the file as it is made."""
+    tune(monkeypatch, min_chunk_nbytes=1)
+
+    def fails(_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(FakeSource, "chunk_reader", fails)
+    with pytest.raises(SourceError, match=r"^'/rho' in 'f.h5' could not be read: OSError: \[Errno 5\] Input/output error\."):
+        reader_of(FakeSource(TABLE, (2, 4)))
+
+
 def test_without_chunks_the_elements_are_named() -> None:
     source = FakeSource(TABLE, None, failing_at((3, 3), OSError("short read")))
     reader = reader_of(source)
