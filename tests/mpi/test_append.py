@@ -386,6 +386,47 @@ def test_consolidated_metadata_that_are_old(ranks: Any, shared_tmp_path: Path) -
     )
 
 
+@pytest.mark.any_library
+@pytest.mark.any_version
+def test_arrays_that_a_killed_append_left_with_two_lengths(ranks: Any, shared_tmp_path: Path) -> None:
+    """Wrong if the error said nothing of the lengths that are there, or if what it says to type did not help."""
+    values = ramp((7, Y, X), "float32")
+    paths = [shared_tmp_path / name for name in ("run.h5", "run.zarr", "told.zarr")]
+
+    def begin() -> None:
+        make_file(paths[0], values[:5], "HDF5")
+        make(paths[1], values[:5], is_consolidated=False)
+        make(paths[2], values[:5])
+        with h5py.File(paths[0], "r+") as file:
+            file["g/rho"].resize(6, axis=0)
+        for path in paths[1:]:
+            zarr.open_array(str(path / "g" / "rho"), mode="r+").resize((6, Y, X))
+
+    def mend(told: str, path: Path) -> None:
+        if path.suffix == ".h5":
+            with h5py.File(path, "r+") as file:
+                eval(told.partition("by h5py, ")[2], {"file": file})
+        elif "by zarr-python" in told:
+            eval(told.partition("by zarr-python, ")[2], {"zarr": zarr})
+        else:
+            exec(told.split('python -c "')[1].partition('"')[0])
+
+    on_root(ranks, begin)
+    for path in paths:
+        told = ("'/g/rho' in", "6 elements and '/g/time' 5") if path != paths[2] else ("(5, 24, 12)", "(6, 24, 12)")
+        error = same_error(ranks, lambda p=path: shardload.append(p, tree_of(values, 5, P(None, "a"))), ConfigError, *told)
+        on_root(ranks, lambda error=error, path=path: mend(str(error), path))
+        shardload.append(path, tree_of(values, 5, P(None, "a")))
+
+    def check() -> None:
+        look_file(paths[0], values)
+        look(paths[2], values)
+        group = zarr.open_group(str(paths[1]), mode="r")
+        np.testing.assert_array_equal(np.asarray(group["g/rho"][...]), values)  # type: ignore[index]
+
+    on_root(ranks, check)
+
+
 def test_two_appends_at_once(ranks: Any, shared_tmp_path: Path) -> None:
     """Wrong if the second did not see the first, said nothing of it, or removed what is not its own."""
     path, values = shared_tmp_path / "run.zarr", ramp((7, Y, X), "float32")

@@ -24,11 +24,12 @@ __all__ = ["check_netcdf", "name_axes", "write_attrs"]
 
 _MOST_FIXED = 64_000  # bytes of text that HDF5 keeps beside the array: an attribute has less than 64 KiB with its name
 _RESERVED = {"CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties"}
+_OF_H5PY = ("lzf", "32000")  # filters that no plugin has
 _INSTEAD = {"b": "Save it as int8", "c": "Save its real and imaginary parts as two arrays", "f": "Save it as float32"}
 
 
 def check_netcdf(name: str, spec: ArraySpec) -> None:
-    """ConfigError if netCDF4 has no type for the values, or its library does not read the names."""
+    """ConfigError if netCDF4 has no type for the values, or its library does not read the names or the compression."""
     for part in (*name.strip("/").split("/"), *filter(None, spec.dims or ())):
         why = unreadable_name(part)
         if why is not None:
@@ -41,6 +42,11 @@ def check_netcdf(name: str, spec: ArraySpec) -> None:
         else:
             instead = f"{_INSTEAD[spec.dtype.kind]}, or use the suffix .h5 or .zarr"
         raise ConfigError(f"'{name}' holds {spec.dtype.name}, which netCDF4 does not have. {instead}")
+    if spec.compression is not None and spec.compression.name in _OF_H5PY:
+        raise ConfigError(
+            f"compression of '{name}' is {spec.compression.name!r}, which is h5py's own: the netCDF library does not read it. "
+            "Pass compression='gzip', or use the suffix .h5"
+        )
 
 
 class _Axes:

@@ -89,7 +89,8 @@ def read_file(path: str, names: Iterable[str]) -> Json:
         state = file_state(descriptor)
         try:
             with h5py.File(view, "r") as file:
-                arrays = _arrays(file)
+                names = list(names)
+                arrays = _arrays(path, file, names)
                 for name in names:
                     if name in arrays:
                         arrays[name] |= _details(path, file[name], superblock, view.piece)
@@ -123,22 +124,26 @@ def unfit(where: str, what: object) -> ConfigError:
     )
 
 
-def _arrays(file: h5py.File) -> dict[str, Json]:
-    """The datasets of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values."""
+def _arrays(path: str, file: h5py.File, names: Iterable[str]) -> dict[str, Json]:
+    """The datasets of a file: shape, names of axes, scopes, and whether it is a dimension of netCDF without values. One with
+    several names (hard links) has that by which it was asked for, if any.
+    """
+    called = _called(path, file, names)
     datasets: dict[str, h5py.Dataset] = {}
     numbers: dict[int, str] = {}  # netCDF's, of dimensions
 
     def visit(name: Any, thing: Any) -> None:
         if isinstance(thing, h5py.Dataset) and thing.shape is not None:
-            datasets[f"/{name}"] = thing
+            name = called.setdefault(_address(thing), f"/{name}")
+            datasets[name] = thing
             number = thing.attrs.get("_Netcdf4Dimid") if h5py.h5ds.is_scale(thing.id) else None
             if number is not None:
-                numbers[int(np.asarray(number).reshape(-1)[0])] = f"/{name}"
+                numbers[int(np.asarray(number).reshape(-1)[0])] = name
 
     file.visititems(visit)
     found: dict[str, Json] = {}
     for name, dataset in datasets.items():
-        scopes = _scopes(name, dataset, numbers)
+        scopes = _scopes(name, dataset, numbers, called)
         is_scale = h5py.h5ds.is_scale(dataset.id)
         told = h5py.h5ds.get_scale_name(dataset.id).decode(errors="replace") if is_scale else ""
         found[name] = {
@@ -150,7 +155,26 @@ def _arrays(file: h5py.File) -> dict[str, Json]:
     return found
 
 
-def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str]) -> list[str | None]:
+def _address(dataset: h5py.Dataset) -> int:
+    """The offset of its header: the same for all of its names."""
+    return int(h5py.h5o.get_info(dataset.id).addr)
+
+
+def _called(path: str, file: h5py.File, names: Iterable[str]) -> dict[int, str]:
+    """The address of each array that is asked for, and by which name. ConfigError if two names are one array."""
+    found: dict[int, str] = {}
+    for name in names:
+        thing: Any = file
+        for part in name.strip("/").split("/"):
+            # Hard links alone: others may lead out of the file.
+            is_here = isinstance(thing, h5py.Group) and isinstance(thing.get(part, getlink=True), h5py.HardLink)
+            thing = thing[part] if is_here else None
+        if isinstance(thing, h5py.Dataset) and found.setdefault(_address(thing), name) != name:
+            raise ConfigError(f"'{found[_address(thing)]}' and '{name}' in '{path}' are one array with two names. Pass it once")
+    return found
+
+
+def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str], called: Mapping[int, str]) -> list[str | None]:
     """For each axis a text that arrays with the same axis have in common: the scale of the axis, or the group and the label."""
     if h5py.h5ds.is_scale(dataset.id):
         if len(dataset.shape) == 1:
@@ -160,7 +184,7 @@ def _scopes(name: str, dataset: h5py.Dataset, numbers: Mapping[int, str]) -> lis
     found: list[str | None] = []
     for axis in range(len(dataset.shape)):
         one = dataset.dims[axis]
-        scale = one[0].name if len(one) else None
+        scale = called.get(_address(one[0]), one[0].name) if len(one) else None
         label = str(one.label)
         found.append(str(scale) if scale else f"{name.rpartition('/')[0]}/:{label}" if label else None)
     return found
@@ -174,7 +198,7 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
             f"{where} has no chunks, so that it cannot grow. Make it with unlimited= in shardload.save, "
             "maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4 or unlimited_dims= in xarray"
         )
-    if dataset.dtype.kind not in "biufc" or not create_type(dataset.name, dataset.dtype).equal(dataset.id.get_type()):
+    if dataset.dtype.kind not in "biufc" or not _is_written(dataset):
         raise ConfigError(f"{where} holds {dataset.dtype} in a form that append does not write; append with h5py")
     try:
         facts = Facts.of(dataset, superblock)
@@ -198,6 +222,14 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
     }
     _check_filters(where, dataset, known)
     return known
+
+
+def _is_written(dataset: h5py.Dataset) -> bool:
+    """True if what is written here has the type of this dataset."""
+    kind, mine = dataset.id.get_type().copy(), create_type(dataset.name, dataset.dtype)
+    if isinstance(kind, h5py.h5t.TypeIntegerID) and kind.get_size() == 1:  # its byte order says nothing, and NumPy has none
+        kind.set_order(mine.get_order())
+    return bool(mine.equal(kind))
 
 
 def spec_of(known: Json, shape: tuple[int, ...]) -> ArraySpec:

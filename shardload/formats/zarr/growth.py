@@ -93,9 +93,11 @@ def _read_arrays(path: str) -> dict[str, Json]:
     for key, document in _groups_of(path, found):
         for name, described in _described(key, document, found):
             if list(described) != list(found[name]["metadata"]["shape"]):
+                folder, shape = os.path.join(path, name.strip("/")), tuple(described)
                 raise ConfigError(
-                    f"in '{path}' the consolidated metadata give '{name}' the shape {tuple(described)}, its own metadata "
-                    f"{tuple(found[name]['metadata']['shape'])}. Bring them together first: "
+                    f"in '{path}' the consolidated metadata give '{name}' the shape {shape}, its own metadata "
+                    f"{tuple(found[name]['metadata']['shape'])}. If an append was killed, bring back the old length: "
+                    f'python -c "import zarr; zarr.open_array({folder!r}).resize({shape})". If its own metadata are right: '
                     f'python -c "import zarr; zarr.consolidate_metadata({os.path.dirname(os.path.join(path, key))!r})"'
                 )
     return found

@@ -240,6 +240,8 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
         dim = known["dims"][axis]
         old, new = int(known["shape"][axis]), int(one.shape[axis])
         other = lengths.setdefault(scope, (old, new, one.name))
+        if other[0] != old:
+            raise _of_two_lengths(asked.path, dim, {one.name: known["shape"], other[2]: found[other[2]]["shape"]}, axes, found)
         if other[:2] != (old, new):
             raise ConfigError(
                 f"along {dim!r} '{one.name}' would grow from {old} to {old + new}, '{other[2]}' from {other[0]} to "
@@ -259,6 +261,23 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
                     f"Pass '{name.lstrip('/')}' too"
                 )
     return dimensions
+
+
+def _of_two_lengths(
+    path: str, dim: str, shapes: Mapping[str, list[int]], axes: Mapping[str, int], found: Mapping[str, Any]
+) -> ConfigError:
+    """The error about two arrays that have not the same length already."""
+    longer, shorter = sorted(shapes, key=lambda name: -shapes[name][axes[name]])
+    n, axis, most = shapes[shorter][axes[shorter]], axes[longer], shapes[longer][axes[longer]]
+    if "maxshape" in found[longer]:
+        how = f"by h5py, file[{longer!r}].resize({n}, axis={axis})"
+    else:
+        shape = tuple(n if k == axis else m for k, m in enumerate(shapes[longer]))
+        how = f"by zarr-python, zarr.open_array({os.path.join(path, longer.strip('/'))!r}).resize({shape})"
+    return ConfigError(
+        f"along {dim!r} '{longer}' in '{path}' has {most} elements and '{shorter}' {n}, as an append leaves them that was "
+        f"killed at its very end. Make them equally long first, for example {how}"
+    )
 
 
 # --- what is written

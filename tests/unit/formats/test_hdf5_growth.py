@@ -252,6 +252,44 @@ def test_rows_one_by_one_and_what_hdf5_does_then(tmp_path: Path) -> None:
             np.testing.assert_array_equal(file["x"][...], values[:90])
 
 
+def test_an_array_that_has_several_names(tmp_path: Path) -> None:
+    """Wrong if only the first name were known, if arrays with one scale for strangers, or if a link led elsewhere."""
+    path, time, rho = tmp_path / "x.h5", np.arange(7.0), ramp((7, 3), "int16")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("time", data=time[:4], maxshape=(None,), chunks=(3,)).make_scale("time")
+        file.create_dataset("rho", data=rho[:4], maxshape=(None, 3), chunks=(3, 2)).dims[0].attach_scale(file["time"])
+        file["a"], file["g/b"] = file["time"], file["rho"]  # HDF5 lists these first
+        file["soft"], file["else"] = h5py.SoftLink("/rho"), h5py.ExternalLink("/dev/null", "/rho")
+    for names in (["/time", "/rho"], ["/a", "/g/b"], ["/rho"], []):
+        found = read_file(str(path), [*names, "/soft", "/else", "/rho/x", "/g"])["arrays"]
+        assert len(found) == 2 and set(names) <= set(found)
+        assert len({one["scopes"][0] for one in found.values()}) == 1  # so that both must be passed
+    assert read_file(str(path), ["/time", "/rho"])["arrays"]["/rho"]["dims"] == ["time", None]
+    with pytest.raises(ConfigError, match=r"'/time' and '/a' in .* are one array with two names"):
+        read_file(str(path), ["/time", "/a"])
+    grow(path, {"/time": time[:6], "/rho": rho[:6]})
+    grow(path, {"/a": time, "/g/b": rho})
+    with h5py.File(path) as file:
+        for one, other, values in (("time", "a", time), ("rho", "g/b", rho)):
+            assert file[one] == file[other]
+            np.testing.assert_array_equal(file[one][...], values)
+
+
+def test_bytes_in_the_other_byte_order(tmp_path: Path) -> None:
+    """Wrong if integers of one byte were refused because a netCDF file with `endian="big"` says an order of them, too."""
+    path, values = tmp_path / "x.nc", {"/u": ramp((7, 3), "uint8"), "/i": ramp((7, 3), "int8"), "/s": ramp((7, 3), "int16")}
+    with netCDF4.Dataset(path, "w") as file:
+        file.createDimension("time", None)
+        file.createDimension("x", 3)
+        for name, one in values.items():
+            new = file.createVariable(name[1:], one.dtype.newbyteorder(">"), ("time", "x"), endian="big", chunksizes=(2, 3))
+            new[:] = one[:3]
+    grow(path, values)
+    with netCDF4.Dataset(path) as file:
+        for name, one in values.items():
+            np.testing.assert_array_equal(file[name[1:]][:], one)
+
+
 # --- what is refused, and what goes wrong
 
 

@@ -511,6 +511,7 @@ def test_netcdf_shows_all_attributes_that_are_taken(tmp_path: Path) -> None:
             {"a": spec("f4", None, None, (3, 2), dims=("a", "b")), "x": spec("f4", dims=("a", None, None))},
             "must be the coordinate",
         ),
+        ({"x": spec("f4", "lzf")}, "is 'lzf', which is h5py's own: the netCDF library does not read it. Pa"),
         # HDF5 holds all of these, but the netCDF library does not open such a file, or does not show the attribute.
         ({"x": spec("f4", attrs={"box": np.eye(3)})}, "attribute 'box' of '/x' is an array of 2 axes; in netCDF4"),
         (
