@@ -129,7 +129,8 @@ def load(
         same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
     select : slice, int or tuple of them, or dict, optional
         The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis. Or by names of axes,
-        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``.
+        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``,
+        ``{"time": between("2001-06", "2002-05")}``.
     dtype : dtype, optional
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
         With `decode`, decoded values are cast.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cftime
 import h5py
 import jax
 import numpy as np
@@ -50,7 +52,15 @@ def path(comm: Any, shared_tmp_path: Path) -> str:
 def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
     """Wrong if a rank resolved names by itself, or a kept plan were used for another coordinate."""
     made, mesh = climate(), mesh_of()
+    dated = xr.decode_cf(made)["t"]
+    second = cftime.DatetimeNoLeap(2000, 1, 1, 7)
     for select, wanted in (
+        (
+            {"time": between("2000-01-01T07", "2000-01-01"), "lat": 0},
+            dated.sel(time=slice("2000-01-01T07", "2000-01-01"))[:, 0],
+        ),
+        ({"time": between(second, "2000")}, dated.sel(time=slice(second, "2000"))),
+        ({"time": near("2000-01-01T07", within=timedelta(hours=2))}, dated.sel(time=second, method="nearest")),
         ({"time": -1, "lat": slice(1, 3)}, made.t.isel(time=-1, lat=slice(1, 3))),
         ({"lon": 2, "time": slice(2, None)}, made.t.isel(lon=2, time=slice(2, None))),
         ({"lat": between(44, 57)}, made.t.sel(lat=slice(57, 44))),
@@ -73,7 +83,13 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
         ({"time": 10**6}, "1000000"),
         ({"lat": slice(41.0, 45.0)}, "for a range of coordinates pass shardload.between()"),
         ({"time": "2001-02-01"}, "for dates see docs/values.md"),
-        ({"time": shardload.between("2001-02", "2001-03")}, "for dates see docs/values.md"),
+        (
+            {"time": shardload.between("2001-02", "2001-03")},
+            "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
+        ),
+        ({"time": near("2000-02-29")}, "2000-02-29 is no date of the calendar noleap"),
+        ({"lat": near("2000-01-01")}, "'lat', whose coordinate has no units; dates need those of time"),
+        ({"depth": near("2000-01-01")}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"lat": near(0, within=1)}, "the nearest coordinate is 40.0"),
     ],
 )
