@@ -39,6 +39,8 @@ def number(date: Any, units: str, calendar: str, dtype: str = "f8") -> Any:
     st.sampled_from(list(ZONES)),
 )
 @example("standard", "days", (1582, 10, 15), (1582, 10, 4), 0, "")
+@example("standard", "days", (1500, 2, 29), (1600, 2, 29), 0, "")
+@example("standard", "days", (1700, 2, 29), (1600, 2, 29), 0, "")
 @example("noleap", "days", (2000, 2, 28), (2000, 3, 1), 0, "")
 def test_each_date_is_the_number_of_cftime(
     calendar: str, unit: str, date: tuple[int, int, int], zero: tuple[int, int, int], seconds: int, zone: str
@@ -154,10 +156,10 @@ def test_times_that_floating_point_does_not_have(since: str, dtype: str) -> None
         assert position(near(text), values, units, "standard") == k
     if since == "2001-01-01" and dtype == "f8":  # a model that adds up its time steps
         values = float(first) + np.cumsum(np.full(200, 1 / 72)) - 1 / 72
-        assert [position(between(t, t), values, units, "standard").start for t in ("2001-03-01T08:00", "2001-03-03T16:00")] == [
-            24,
-            192,
-        ]
+        assert any(value < float(n) for value, n in zip(values, exact, strict=True))
+        for k in range(200):
+            text = str(np.datetime64("2001-03-01T00:00") + np.timedelta64(k * minutes, "m"))
+            assert position(between(text, text), values, units, "standard") == slice(k, k + 1)
 
 
 DAILY = {"units": "days since 2000-01-01", "calendar": "standard"}
@@ -192,6 +194,18 @@ def test_dates_of_all_kinds(date: Any, wanted: Any) -> None:
             1, 2
         )
     assert has_dates(near(date)) == (not isinstance(date, (float, np.int32)))
+
+
+@pytest.mark.parametrize("dtype", ["i4", "u8", "f4", "f8"])
+def test_a_span_ends_before_the_next_one(dtype: str) -> None:
+    """Wrong if a day took the 0:00 of the next one."""
+    for days in (np.arange(400).astype(dtype), np.arange(400).astype(dtype)[::-1]):
+        for low, high, first, last in (
+            ("2000-01-02", "2000-01-03", 1, 2),
+            ("2000-02", "2000-02", 31, 59),
+            ("1999", "2000", 0, 365),
+        ):
+            assert sorted(days[position(between(low, high), days, *DAILY.values())])[:: last - first] == [first, last]
 
 
 def test_near() -> None:
