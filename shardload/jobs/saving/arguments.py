@@ -288,7 +288,7 @@ def _check_array(name: str, x: Any) -> None:
         if isinstance(x, (Number, np.generic, list, tuple, range)):
             fix = ". Pass numpy.asarray of it"
         elif hasattr(x, "dims") and hasattr(x, "attrs"):  # of xarray
-            fix = ". Pass one xarray.Dataset in place of the dict; or its values, x.data, with dims= and attrs="
+            fix = ". Pass its values, x.data, with dims= and attrs=; or one xarray.Dataset in place of the dict"
         raise ConfigError(
             f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank){fix}"
         )
