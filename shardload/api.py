@@ -129,7 +129,8 @@ def load(
         same tree of arrays; ``"group/*"`` and ``"*"`` give nested dicts of all arrays below.
     select : slice, int or tuple of them, or dict, optional
         The region of the array to load, as NumPy would index it, with step 1. An integer drops its axis. Or by names of axes,
-        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``.
+        ``{"time": -1, "lat": slice(10, 50)}``; `near` and `between` select by coordinate: ``{"lat": between(30, 60)}``,
+        ``{"time": between("2001-06", "2002-05")}``.
     dtype : dtype, optional
         Cast the values to this dtype. By default the file's dtype is kept exactly; if JAX cannot hold it, that is an error.
         With `decode`, decoded values are cast.
@@ -471,9 +472,10 @@ def save(
     ----------
     path : str or PathLike
         The new file: ``"out.h5"``, ``"out.nc"`` or ``"out.zarr"``, in a folder that all nodes see.
-    tree : jax.Array or dict of them
+    tree : jax.Array, dict of them, xarray.Dataset or xarray.DataArray
         The arrays by their names in the file, groups included: ``{"rho": rho, "g/vel": vel}``; nested dicts are groups. Each
-        has a NamedSharding; or it is a NumPy array, or an array on one device of each process, the same on all ranks.
+        has a NamedSharding; or it is a NumPy array, or an array on one device of each process, the same on all ranks. An object
+        of xarray also says names of axes, attributes and coordinates; what is passed beside it wins (docs/values.md).
     dataset : str
         The name of an array that is passed by itself.
     mode : {"w-", "w"}
@@ -498,7 +500,8 @@ def save(
     shape : tuple of int, optional, or dict by name
         The shape without padding: padding is not written. Not needed for an array that `load` returned.
     plan : Plan or TreePlan, optional, or dict by name
-        The same, by the plan with which the array was loaded from which this one was computed.
+        The same, by the plan with which the array was loaded from which this one was computed. For an object of xarray, axes
+        are matched by their names, and coordinates that `to_xarray` left out are taken from the plan.
     like : str, optional, or dict by name
         An array in a file, ``"in.h5:/rho"``, of which chunks, compression, checksums, names of axes, attributes and coordinates
         are taken, where they are not passed. Coordinates of at most 64 KiB, and only along axes of the same length. The level
@@ -589,7 +592,7 @@ def plan_save(
         As in `save`.
     mode, format, writers, verify
         As in `save`.
-    tree : jax.Array, jax.ShapeDtypeStruct or dict of them
+    tree : jax.Array, jax.ShapeDtypeStruct, dict of them, xarray.Dataset or xarray.DataArray
         As in `save`. A ShapeDtypeStruct with a sharding stands for an array that does not exist yet.
 
     Returns
@@ -633,10 +636,10 @@ def append(
         A Zarr store (format 3 or 2), an HDF5 or a netCDF4 file in a folder that all nodes see. In a file the axis must be one
         that can grow: ``unlimited=`` in `save`, ``maxshape=(None, ...)`` in h5py, an unlimited dimension in netCDF4,
         ``unlimited_dims=`` in xarray.
-    tree : jax.Array or dict of them
+    tree : jax.Array, dict of them, xarray.Dataset or xarray.DataArray
         The rows to append by the names of their arrays in the store, as in `save`. Each has the shape and type of the stored
         array (values as stored: not decoded), but any length along `dim`, the same for all. Pass all arrays that share the axis
-        `dim`, its coordinate too.
+        `dim`, its coordinate too. Of an object of xarray, the variables with the axis `dim` are taken.
     dim : str or int
         The axis: its name in the store, or its number if the axes have no names.
     dataset : str

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fractions import Fraction
 from numbers import Integral, Real
@@ -151,38 +151,50 @@ def select_axes(
 
 @dataclass(frozen=True, repr=False)
 class Near:
-    """The position whose coordinate is nearest to `value`; an error if it is farther away than `within`. See `near`."""
+    """The position whose coordinate is nearest to `value`; an error if it is farther away than `within`. See `near`.
 
-    value: float
-    within: float | None = None
+    The rest is for dates that were turned into numbers (`values.dates`): what was typed, how a coordinate is shown, and
+    distances that count as the same, of which the later coordinate is taken.
+    """
+
+    value: Any
+    within: Any = None
+    typed: str = ""
+    told: Callable[[Any], str] = field(default=str, compare=False)
+    tie: Any = None
 
     def __repr__(self) -> str:
         """As it is typed."""
-        return f"near({self.value!r})" if self.within is None else f"near({self.value!r}, within={self.within!r})"
+        within = "" if self.within is None else f", within={self.within!r}"
+        return self.typed or f"near({self.value!r}{within})"
 
 
 @dataclass(frozen=True, repr=False)
 class Between:
-    """All positions whose coordinates are from `low` to `high`, both included. See `between`."""
+    """All positions whose coordinates are from `low` to `high`, both included. See `between`; the rest is as in `Near`."""
 
-    low: float
-    high: float
+    low: Any
+    high: Any
+    typed: str = ""
+    told: Callable[[Any], str] = field(default=str, compare=False)
 
     def __repr__(self) -> str:
         """As it is typed."""
-        return f"between({self.low!r}, {self.high!r})"
+        return self.typed or f"between({self.low!r}, {self.high!r})"
 
 
-def near(value: float, within: float | None = None) -> Near:
+def near(value: Any, within: Any = None) -> Near:
     """For ``select={"lat": near(52.5)}``: the one position whose coordinate is nearest to a value. It drops the axis.
 
     Collective: no.
 
     Parameters
     ----------
-    value : float
-        The coordinate, in the units of the file's coordinate variable (times are numbers).
-    within : float, optional
+    value : float or date
+        The coordinate, in the units of the file's coordinate variable. Or, for an axis of time, a date: text such as
+        ``"2001-06-15"`` (0:00) or ``"2001-06-15T12:30"``, or an object of `datetime`, `numpy.datetime64` or cftime. Of two
+        dates that are equally near the later one is taken, as xarray does.
+    within : float or timedelta, optional
         An error if the nearest coordinate is farther away than this.
 
     Examples
@@ -193,15 +205,17 @@ def near(value: float, within: float | None = None) -> Near:
     return Near(value, within)
 
 
-def between(low: float, high: float) -> Between:
+def between(low: Any, high: Any) -> Between:
     """For ``select={"lat": between(30, 60)}``: all positions whose coordinates are in a range, both ends included.
 
     Collective: no.
 
     Parameters
     ----------
-    low, high : float
-        The range, in the units of the file's coordinate variable. Coordinates may ascend or descend.
+    low, high : float or date
+        The range, in the units of the file's coordinate variable. Coordinates may ascend or descend. Or, for an axis of time,
+        dates as in `near`. Text may be a month or a year, and is taken whole: ``between("2001-06", "2001-08")`` is
+        three months. An object is an instant (a `datetime.date` is 0:00 of its day).
 
     Examples
     --------
@@ -258,7 +272,8 @@ def name_axes(
         if isinstance(part, (str, Real)) and not isinstance(part, Integral):
             raise ValueError(
                 f"select has {part!r} on the axis {name!r}; a position is an integer or a slice with step 1. For the nearest "
-                "coordinate pass shardload.near() of a number, for a range shardload.between(); for dates see docs/values.md"
+                "coordinate pass shardload.near(), for a range shardload.between(), of numbers or dates; for dates see "
+                "docs/values.md"
             )
         values, needs = coordinates.get(name), isinstance(part, Near | Between) or _counts_from_end(part)
         if needs and shape is not None and values is not None and values.ndim == 1 and values.size != shape[axes[0]]:
@@ -291,37 +306,39 @@ def _what_axes(name: Any, n_found: int, dims: Sequence[str | None]) -> str:
 
 def _position(name: str, part: Near | Between, values: np.ndarray[Any, Any] | None) -> int | slice:
     """The position, or range of positions, of a coordinate."""
-    numbers: list[Any] = [part.low, part.high] if isinstance(part, Between) else [part.value]
-    if isinstance(part, Near) and part.within is not None:
-        numbers.append(part.within)
-    if not all(isinstance(number, Real) and not isinstance(number, np.timedelta64) for number in numbers):
-        raise ValueError(
-            f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (times are numbers, too: "
-            "shardload.open(path) shows units and values; for dates see docs/values.md)"
-        )
-    if isinstance(part, Between) and part.low > part.high:
-        raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")
-    if isinstance(part, Near) and part.within is not None and part.within < 0:
-        raise ValueError(f"select has {part} on the axis {name!r}: within is a distance, 0 or more")
     if values is None or values.ndim != 1 or not values.size or values.dtype.kind not in "iuf":
         raise ValueError(
             f"select has {part} on the axis {name!r}, which has no coordinate of that name with numbers that can be searched; "
             "pass a position"
         )
-    ends = f"it goes from {values[0]} to {values[-1]}"
-    # As plain numbers, which take the coordinates' type: in float64, 0.3 is less than the 0.3 of float32, and leaves it out.
-    numbers = [_plain(number) for number in numbers]
+    numbers: list[Any] = [part.low, part.high] if isinstance(part, Between) else [part.value]
+    if isinstance(part, Near) and part.within is not None:
+        numbers.append(part.within)
+    if not all(isinstance(number, Real) and not isinstance(number, np.timedelta64) for number in numbers):
+        raise ValueError(
+            f"select has {part} on the axis {name!r}; expected numbers in the units of the coordinate (shardload.open(path) "
+            "shows units and values; for dates see docs/values.md)"
+        )
+    if isinstance(part, Between) and part.low > part.high and not part.typed:  # of dates that was said before
+        raise ValueError(f"select has {part} on the axis {name!r}: the lower end comes first, however the coordinate is sorted")
+    if isinstance(part, Near) and part.within is not None and part.within < 0:
+        raise ValueError(f"select has {part} on the axis {name!r}: within is a distance, 0 or more")
+    ends = f"it goes from {part.told(values[0])} to {part.told(values[-1])}"
     if isinstance(part, Near):
-        nearest = _nearest(values, numbers[0])
+        # As plain numbers, which take the coordinates' type; of dates exactly.
+        value, within = part.value if part.typed else _plain(part.value), part.within
+        nearest = _nearest(values, value, part.tie)
         if nearest is None:
             raise ValueError(f"select has {part} on the axis {name!r}, but none of its coordinates is a number near it")
         at, distance = nearest
-        if part.within is not None and not distance <= numbers[1]:
+        if within is not None and not distance <= _plain(within):
             raise ValueError(
-                f"select has {part} on the axis {name!r}, but the nearest coordinate is {values[at]} (position {at}); {ends}"
+                f"select has {part} on the axis {name!r}, but the nearest coordinate is {part.told(values[at])} (position "
+                f"{at}); {ends}"
             )
         return at
-    low, high = numbers
+    # In float64, 0.3 is less than the 0.3 of float32, and leaves it out.
+    low, high = (_plain(number) for number in numbers)
     if values.dtype.kind in "iu":  # compared as integers, exactly
         low = math.ceil(low) if math.isfinite(low) else low
         high = math.floor(high) if math.isfinite(high) else high
@@ -344,19 +361,25 @@ def _plain(number: Any) -> int | float:
     return plain
 
 
-def _nearest(values: np.ndarray[Any, Any], value: float) -> tuple[int, Any] | None:
-    """The position of the coordinate nearest to a value (of several the first), and its distance; None if there is none."""
+def _nearest(values: np.ndarray[Any, Any], value: Any, tie: Any = None) -> tuple[int, Any] | None:
+    """The position of the coordinate nearest to a value, and its distance; None if there is none.
+
+    Of several that are equally near, the first; with `tie`, of all whose distances differ by no more, the largest.
+    """
     if not math.isfinite(value):
         return None
     if values.dtype.kind == "f":
-        distance = np.abs(values.astype("f8") - value)
+        distance = np.abs(values.astype("f8") - float(value))
         if np.isnan(distance).all():
             return None
         at = int(np.nanargmin(distance))
+        if tie is not None:
+            near_by = np.where(distance <= distance[at] + float(tie), values, -np.inf)
+            at = int(np.argmax(near_by))
         return at, distance[at]
     # Exactly: float64 does not tell large integers (identifiers, nanoseconds) from their neighbours.
     below, above = values[values <= math.floor(value)], values[values >= math.ceil(value)]
     sides = [*([int(below.max())] if below.size else []), *([int(above.min())] if above.size else [])]
     distances = [abs(side - Fraction(value)) for side in sides]
-    at = min(int(np.argmax(values == side)) for side, far in zip(sides, distances, strict=True) if far == min(distances))
-    return at, min(distances)
+    places = [int(np.argmax(values == side)) for side, far in zip(sides, distances, strict=True) if far == min(distances)]
+    return places[-1] if tie is not None else min(places), min(distances)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cftime
 import h5py
+import jax
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 import zarr
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
 from shardload import ConfigError, between, near
 from shardload.formats.lookup import Labeller
-from tests.mpi.support import check, mesh_of, on_root, padded, same_error, unit
+from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
 
 pytestmark = pytest.mark.any_library
 
@@ -46,7 +52,15 @@ def path(comm: Any, shared_tmp_path: Path) -> str:
 def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
     """Wrong if a rank resolved names by itself, or a kept plan were used for another coordinate."""
     made, mesh = climate(), mesh_of()
+    dated = xr.decode_cf(made)["t"]
+    second = cftime.DatetimeNoLeap(2000, 1, 1, 7)
     for select, wanted in (
+        (
+            {"time": between("2000-01-01T07", "2000-01-01"), "lat": 0},
+            dated.sel(time=slice("2000-01-01T07", "2000-01-01"))[:, 0],
+        ),
+        ({"time": between(second, "2000")}, dated.sel(time=slice(second, "2000"))),
+        ({"time": near("2000-01-01T07", within=timedelta(hours=2))}, dated.sel(time=second, method="nearest")),
         ({"time": -1, "lat": slice(1, 3)}, made.t.isel(time=-1, lat=slice(1, 3))),
         ({"lon": 2, "time": slice(2, None)}, made.t.isel(lon=2, time=slice(2, None))),
         ({"lat": between(44, 57)}, made.t.sel(lat=slice(57, 44))),
@@ -69,7 +83,13 @@ def test_selected_by_name_and_coordinate(comm: Any, path: str) -> None:
         ({"time": 10**6}, "1000000"),
         ({"lat": slice(41.0, 45.0)}, "for a range of coordinates pass shardload.between()"),
         ({"time": "2001-02-01"}, "for dates see docs/values.md"),
-        ({"time": shardload.between("2001-02", "2001-03")}, "for dates see docs/values.md"),
+        (
+            {"time": shardload.between("2001-02", "2001-03")},
+            "no coordinate is in that range; it goes from 2000-01-01 to 2000-01-0",
+        ),
+        ({"time": near("2000-02-29")}, "2000-02-29 is no date of the calendar noleap"),
+        ({"lat": near("2000-01-01")}, "'lat', whose coordinate has no units; dates need those of time"),
+        ({"depth": near("2000-01-01")}, "names the axis 'depth', but the array has the axes 'time', 'lat', 'lon'"),
         ({"lat": near(0, within=1)}, "the nearest coordinate is 40.0"),
     ],
 )
@@ -177,3 +197,256 @@ def test_to_xarray_of_what_does_not_fit(comm: Any, path: str) -> None:
         with pytest.raises(ConfigError) as raised:
             call()
         assert says in str(raised.value)
+
+
+# --- objects of xarray are saved
+
+
+def turned() -> Any:
+    """All devices, in another order."""
+    devices = jax.devices()
+    return mesh_of([*devices[1:], devices[0]])
+
+
+def many_kinds(put: Callable[..., Any]) -> xr.Dataset:
+    """What a Dataset may hold; its large arrays as `put` makes them."""
+    n = 2 * unit(), 3 * unit(), unit() + 1
+    values = np.arange(np.prod(n), dtype="f4").reshape(n)
+    values[0, 0, 0] = np.nan
+    time = pd.date_range("2001-01-31", periods=n[0], freq="6h").as_unit("ns")
+    return xr.Dataset(
+        {
+            "t": (
+                ("time", "lat", "lon"),
+                put(values),
+                {"units": "K", "grid_mapping": "crs", "flags": np.arange(3, dtype="i2")},
+            ),
+            "is_warm": (("time", "lat", "lon"), put(values > 50)),
+            "count": (("time", "lat"), put(values[:, :, 1].astype("i4"))),
+            "mean": ((), put(np.float32(3))),
+            "land": (("lat",), np.arange(n[1]) > 2),
+            "time_bnds": (("time", "nv"), np.stack([time, time + pd.Timedelta("6h")], 1)),
+            "crs": ((), np.int32(0), {"grid_mapping_name": "latitude_longitude"}),
+        },
+        coords={
+            "time": ("time", time, {"bounds": "time_bnds", "standard_name": "time"}),
+            "lat": ("lat", np.linspace(60, 40, n[1]), {"units": "degrees_north"}),
+            "lon": np.arange(n[2]),
+            "area": (("lat", "lon"), put(np.full(n[1:], 2, "f4"))),
+            "rotated": (("lat", "lon"), np.full(n[1:], 3.0)),
+            "height": ((), 2.0, {"units": "m"}),
+            "lead": ("time", np.arange(n[0]) * np.timedelta64(3600, "s").astype("m8[ns]")),
+            "model_time": ("time", xr.date_range("2000-02-28", periods=n[0], calendar="noleap", use_cftime=True)),
+        },
+        attrs={"title": "a run", "version": 3},
+    )
+
+
+def opened(path: Path) -> xr.Dataset:
+    """What xarray reads."""
+    engine: Any = "zarr" if path.suffix == ".zarr" else "h5netcdf"
+    with xr.open_dataset(path, engine=engine, decode_timedelta=True) as file:
+        found = file.load()
+    for one in found.variables.values():
+        one.attrs.pop("DIMENSION_LABELS", None)  # names of axes without a coordinate, in plain HDF5
+    return found
+
+
+@pytest.mark.parametrize("mesh", [mesh_of(), turned()], ids=["in order", "turned"])
+@pytest.mark.parametrize(("name", "format"), [("a.nc", None), ("a.h5", None), ("a.zarr", None), ("a.zarr", "zarr2")])
+def test_a_dataset_is_saved(comm: Any, shared_tmp_path: Path, mesh: Any, name: str, format: str | None) -> None:
+    """Wrong if xarray did not read back the same object: a date in other units, a coordinate or attribute less."""
+
+    def put(values: Any) -> Any:
+        values = np.asarray(values)
+        sharding = NamedSharding(mesh, P(*("a", "b")[: values.ndim]) if values.shape[-1:] != (unit() + 1,) else P())
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
+
+    path = shared_tmp_path / name
+    given, wanted = many_kinds(put), many_kinds(lambda values: values)
+    text = shardload.plan_save(path, given, format=format)
+    assert "is_warm" in str(text) and not path.exists()
+    shardload.save(path, given, format=format, compression="gzip", chunks=dict.fromkeys(["t", "is_warm"], (1, 3, 5)))
+    on_root(comm, lambda: xr.testing.assert_identical(opened(path), wanted))
+    shardload.save(path, given["t"], format=format, mode="w", dataset="warm/t", attrs={"units": "mK"}, chunks=(2, 2, 2))
+
+    def look() -> None:
+        with xr.open_dataset(
+            path, group="warm", engine="zarr" if name == "a.zarr" else "h5netcdf", decode_timedelta=True
+        ) as file:
+            found = file.load()
+        assert found["t"].attrs["units"] == "mK" and set(found.coords) == set(wanted.t.coords)
+        np.testing.assert_array_equal(found["t"].values, wanted["t"].values)
+        xr.testing.assert_equal(found["model_time"].variable, wanted["model_time"].variable)
+
+    on_root(comm, look)
+
+
+def packed(comm: Any, folder: Path) -> tuple[str, xr.Dataset]:
+    """A file of packed values with coordinates of many types, and what xarray makes of it; no axis divides."""
+    n = 2 * unit() + 1, 3 * unit() - 1, 3
+    values = 280 + np.random.default_rng(0).normal(0, 10, n)
+    values[0, 1, 1] = np.nan
+    made = xr.Dataset(
+        {
+            "t": (("time", "lat", "lon"), values, {"units": "K", "valid_range": np.array([-30000, 30000], "i2")}),
+            "u": (("time", "lat", "lon"), values.astype("f4") - 270, {"units": "m/s", "valid_range": np.array([-99.0, 99])}),
+        },
+        coords={
+            "time": ("time", np.arange(n[0]) * 6, {"units": "hours since 2000-01-01", "calendar": "noleap"}),
+            "lat": ("lat", np.linspace(60, 40, n[1]), {"units": "degrees_north"}),
+            "lon": np.arange(n[2], dtype="i4"),
+            "area": (("lat", "lon"), np.arange(n[1] * n[2], dtype="f4").reshape(n[1:])),
+            "zone": (("lat",), np.arange(n[1], dtype="i2")),
+        },
+        attrs={"title": "packed"},
+    )
+    made["t"].encoding.update(dtype="i2", scale_factor=0.01, add_offset=280.0, _FillValue=np.int16(-32768))
+    path = str(folder / "packed.nc")
+    on_root(comm, lambda: made.to_netcdf(path, engine="h5netcdf"))
+    with xr.open_dataset(path, engine="h5netcdf", decode_times=False) as file:
+        wanted = file.load()
+    del wanted["t"].attrs["valid_range"]  # of the packed numbers
+    return path, wanted.assign(t=wanted["t"].astype("f4"))
+
+
+@pytest.mark.parametrize("mesh", [mesh_of(), turned()], ids=["in order", "turned"])
+@pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
+def test_arithmetic_between_a_load_and_a_save(comm: Any, shared_tmp_path: Path, name: str, mesh: Any) -> None:
+    """Wrong if padding were written, a coordinate were cut or lost, or decoded values were marked as packed ones."""
+    path, wanted = packed(comm, shared_tmp_path)
+    how: dict[str, Any] = {"dataset": {"t": "t", "u": "u"}, "decode": True, "dtype": "float32", "pad": 0}
+    plan = shardload.plan(path, mesh, P("a", "b"), **how)
+    given = shardload.to_xarray(plan.execute(), plan)
+    out = shared_tmp_path / name
+    is_padded = plan.plans["t"].shape != plan.plans["t"].shape_global
+
+    def same(expected: xr.Dataset) -> None:
+        def look() -> None:
+            with xr.open_dataset(out, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as file:
+                found = file.load()
+            found.attrs.clear()
+            xr.testing.assert_identical(found, expected.drop_attrs(deep=False))
+            assert (
+                all(np.isnan(one.encoding["_FillValue"]) for one in found.values())
+                and "_FillValue" not in found["lat"].encoding
+            )
+
+        on_root(comm, look)
+
+    shardload.save(out, given, plan=plan, compression="gzip")
+    same(wanted)
+    lost = [
+        key
+        for key in wanted.coords
+        if is_padded and wanted[key].dtype.kind == "i" and not {"time", "lat"}.isdisjoint(wanted[key].dims)
+    ]
+    shardload.save(out, given, mode="w")  # arrays that a load returned know their padding, and nothing else
+    same(wanted.drop_vars(lost))
+
+    def compute(ds: xr.Dataset) -> xr.Dataset:
+        with xr.set_options(keep_attrs=True):
+            anomaly = ds - ds.isel(time=0)
+            return anomaly.assign(speed=2 * anomaly["u"].transpose("lat", "lon", "time"), first=ds["t"].isel(time=0))
+
+    computed, expected = compute(given), compute(wanted)
+    shardload.save(out, computed, plan=plan, mode="w", chunks={"t": (1, 4, 2)}, compression="gzip")
+    same(expected)
+    shardload.save(out, computed["speed"], plan=plan.plans["u"], mode="w", attrs={"long_name": "speed"})
+    same(expected["speed"].assign_attrs(long_name="speed").to_dataset())
+
+
+def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if padding were written as values, or other elements were taken for it."""
+    path, _ = packed(comm, shared_tmp_path)
+    plan = shardload.plan(path, mesh_of(), P("a", "b"), dataset="u", decode=True, pad=0)
+    u = shardload.to_xarray(plan.execute(), plan)
+    if plan.shape[1] == plan.shape_global[1]:
+        return  # one device: no padding
+    out = shared_tmp_path / "a.nc"
+    for given, how in ((2 * u, {}), (2 * u[:, ::-1], {"plan": plan}), (2 * u[:, 1:], {"plan": plan})):
+        same_error(comm, lambda g=given, h=how: shardload.save(out, g, **h), ConfigError, "coordinate 'lat' has", "plan=")  # type: ignore[misc]
+    same_error(comm, lambda: shardload.save(out, (2 * u)[:, 2:], plan=plan), ConfigError, "where it was loaded", "shape=")
+    one, other = (
+        shardload.plan(path, mesh_of(), P(None, ("a", "b")), dataset="u", decode=True, pad=0, select={"lat": slice(k, None)})
+        for k in range(2)
+    )
+    if one.shape_padded == other.shape_padded:
+        both = lambda: shardload.save(out, 2 * u, plan={"a": one, "b": other})  # noqa: E731
+        same_error(comm, both, ConfigError, "the axis 'lat' of", "without padding by one array or plan")
+    assert not out.exists()
+    shardload.save(out, 2 * u, shape=plan.shape)
+    on_root(comm, lambda: np.testing.assert_array_equal(opened(out)["u"].shape, plan.shape))
+    how = {"decode": True, "select": {"lat": slice(1, None)}}
+    haloed = shardload.plan(path, mesh_of(), P(None, "b"), dataset="u", halo={1: 1}, **how)
+    x = shardload.to_xarray(haloed.execute(), haloed)
+    for given, more in ((x, {}), (2 * x, {"plan": haloed}), (x.sum("time"), {"plan": haloed})):
+        call = lambda g=given, h=more: shardload.save(out, g, mode="w", **h)  # noqa: E731
+        same_error(comm, call, ConfigError, "'u' has halos", "shardload.unpad")
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "says"),
+    [
+        (
+            lambda ds: ds.assign_coords(name=("lat", ["a", "b", "c"])),
+            {},
+            "'name' holds text or objects, and save writes numbers",
+        ),
+        (lambda ds: ds.stack(z=("lat", "lon")), {}, "an index of several levels, which no file has"),
+        (lambda ds: xr.DataTree(ds), {}, "found a DataTree; expected a Dataset"),
+        (lambda ds: xr.Dataset(), {}, "there are no arrays to save"),
+        (lambda ds: {"t": ds.t}, {}, "'/t' is a DataArray; expected a jax.Array (or a NumPy array"),
+        (lambda ds: ds.rename(t=3), {}, "a variable is called 3"),
+        (lambda ds: ds.drop_vars("lat").rename_dims(lon=("x", 1)), {}, "expected text for each"),
+        (lambda ds: ds, {"dataset": "x"}, "the variables of a Dataset have names of their own"),
+        (lambda ds: ds.t.rename("lat"), {}, "the name of a coordinate of its own, 'lat'"),
+        (lambda ds: ds, {"shape": {"u": (3, 4)}}, "shape names 'u'"),
+        (lambda ds: ds, {"plan": {"t": 7}}, "plan has a int; expected the Plan"),
+        (lambda ds: ds, {"attrs": {"u": {}}}, "attrs names 'u'"),
+        (lambda ds: ds, {"chunks": {"u": (1, 1)}}, "chunks names 'u'"),
+        (lambda ds: ds.t, {"attrs": "K"}, "attrs of '/t' are 'K'"),
+        (lambda ds: ds.assign(t=ds.t.astype("c8")), {}, "complex64"),
+    ],
+)
+def test_objects_that_cannot_be_saved(comm: Any, shared_tmp_path: Path, make: Any, how: Any, says: str) -> None:
+    made = make(xr.Dataset({"t": (("lat", "lon"), np.zeros((3, 4), "f4"))}, coords={"lat": np.arange(3.0)}))
+    same_error(comm, lambda: shardload.save(shared_tmp_path / "a.nc", made, **how), ConfigError, says)
+    assert not (shared_tmp_path / "a.nc").exists()
+
+
+@pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
+def test_a_dataset_is_appended(comm: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if rows went along another axis, or numbers in other units were added."""
+    path, n = shared_tmp_path / name, unit()
+
+    def make(start: int, put: Any = lambda values: values) -> xr.Dataset:
+        values = np.arange(n * n * 3, dtype="f4").reshape(n, n, 3) + start
+        time = ("time", (np.arange(n) + start) * 6, {"units": "hours since 2000-01-01", "calendar": "noleap"})
+        return xr.Dataset(
+            {"t": (("time", "lat", "lon"), put(values), {"units": "K"})}, {"time": time, "lat": np.arange(float(n))}
+        )
+
+    def put(values: Any) -> Any:
+        return jax.make_array_from_callback(values.shape, sharding_of(mesh_of(), P("a", "b")), lambda index: values[index])
+
+    shardload.save(path, make(0, put), unlimited="time", compression="gzip")
+    more = make(n, put)
+    for given, says in (
+        (more.transpose("lat", "time", "lon"), "Pass it with .transpose('time', 'lat', 'lon')"),
+        (more.rename(lat="y"), "has the axes ('time', 'lat', 'lon')"),
+        (more.drop_vars("time"), "Pass 'time' too"),
+        (more.drop_dims("time"), "the axes of the object that is appended are 'lat'"),
+        (xr.decode_cf(make(n)), "'/time' holds"),
+        (more.assign_coords(time=more.time.assign_attrs(units="days since 2000-01-01")), "has the units 'hours since"),
+        (more.assign_coords(time=more.time.assign_attrs(calendar="360_day")), "has the calendar 'noleap'"),
+    ):
+        same_error(comm, lambda g=given: shardload.append(path, g), ConfigError, says)  # type: ignore[misc]
+    assert shardload.append(path, more).grown == {"/t": (n, 2 * n), "/time": (n, 2 * n)}
+
+    def look() -> None:
+        with xr.open_dataset(path, engine="zarr" if name == "a.zarr" else "h5netcdf", decode_times=False) as found:
+            wanted = xr.concat([make(0), make(n)], "time", data_vars=None, coords="minimal", compat="override", join="exact")
+            xr.testing.assert_identical(found.load(), wanted)
+
+    on_root(comm, look)

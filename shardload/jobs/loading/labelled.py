@@ -1,4 +1,4 @@
-"""How do loaded arrays get their names, coordinates and attributes back? As objects of xarray, which is imported only here.
+"""How do loaded arrays get their names, coordinates and attributes back? As objects of xarray.
 
 The values stay where they are: a `DataArray` wraps the `jax.Array`.
 """
@@ -6,6 +6,7 @@ The values stay where they are: a `DataArray` wraps the `jax.Array`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
 from shardload.values.decoding import ATTRIBUTES
 
-__all__ = ["to_xarray"]
+__all__ = ["Cut", "axes_of", "coordinates_of", "to_xarray"]
 
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
@@ -154,11 +155,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
             f"the array has shape {array.shape}, but this plan of {plan.info} gives {plan.shape_global}. Pass the plan "
             "that loaded it"
         )
-    info, selection = plan.info, plan._layout.source.selection
-    dims = [name or f"dim_{axis}" for axis, name in enumerate(info.dims)]
-    if len(set(dims)) < len(dims):
-        raise ConfigError(f"{info} has the axes {dims}, and xarray takes each name once only. Pass the array as it is")
-    kept = [dims[axis] for axis in selection.kept]
+    info, kept = plan.info, axes_of(plan)
     n = dict(zip(kept, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
     haloed = {
@@ -166,18 +163,72 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
         for dim, padded, held, found in zip(kept, plan.shape_padded, plan.shape_global, array.shape, strict=True)
         if padded != held == found
     }
-    coords: dict[str, Any] = {}
-    for name, one in info.coords.items():
-        if one.values is not None and set(one.dims) <= set(dims) - haloed:
-            cut = _cut(one.values, tuple(str(dim) for dim in one.dims), dims, selection, n)
-            if cut is not None:
-                attrs, encoding = _split(one.attrs)
-                coords[name] = xarray.Variable(*cut, attrs, encoding)
+    coords = {
+        name: xarray.Variable(one.dims, one.values, one.attrs, one.encoding)
+        for name, one in coordinates_of(plan, n).items()
+        if haloed.isdisjoint(one.cut)
+    }
     attrs, encoding = _split(info.attrs) if plan.is_decoded else (dict(info.attrs), {})
     attrs.pop("coordinates", None)
     found = xarray.DataArray(array, dims=kept, coords=coords, attrs=attrs, name=info.dataset.rpartition("/")[2])
     found.encoding.update(encoding)
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A coordinate of a loaded array.
+
+    Attributes
+    ----------
+    dims : list of str
+        The names of its axes.
+    values : ndarray
+        Its values along those of the array.
+    attrs, encoding : dict
+        Its attributes: those that describe its values, and those that were applied to the stored numbers.
+    cut : frozenset of str
+        All axes that it has in the file: a selection may have dropped some.
+    """
+
+    dims: list[str]
+    values: np.ndarray[Any, Any]
+    attrs: dict[str, Any]
+    encoding: dict[str, Any]
+    cut: frozenset[str]
+
+
+def axes_of(plan: Plan) -> list[str]:
+    """The names of the axes of the array that a plan loads.
+
+    Raises
+    ------
+    ConfigError
+        If two axes have the same name.
+    """
+    dims = _dims(plan)
+    if len(set(dims)) < len(dims):
+        raise ConfigError(f"{plan.info} has the axes {dims}, and xarray takes each name once only. Pass the array as it is")
+    return [dims[axis] for axis in plan._layout.source.selection.kept]
+
+
+def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
+    """The coordinates that a plan knows, cut as its array is selected, for axes of lengths `n`, by name. Along an axis with
+    padding, floating point coordinates go on with NaN, and others are left out.
+    """
+    dims, selection = _dims(plan), plan._layout.source.selection
+    found = {}
+    for name, one in plan.info.coords.items():
+        own = tuple(str(dim) for dim in one.dims)
+        if one.values is not None and set(own) <= set(dims):
+            cut = _cut(one.values, own, dims, selection, n)
+            if cut is not None:
+                found[name] = Cut(*cut, *_split(one.attrs), frozenset(own))
+    return found
+
+
+def _dims(plan: Plan) -> list[str]:
+    return [name or f"dim_{axis}" for axis, name in enumerate(plan.info.dims)]
 
 
 def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -44,11 +44,12 @@ from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import ArrayTree, Place, in_array, is_one, is_one_spec, keys_text, text_of, where_text
 from shardload.options import OPTIONS, OWN, TIMEOUT, Options, key_of
 from shardload.planning.machine import WORKSTATION, Machine
-from shardload.planning.selection import is_by_name, name_axes
+from shardload.planning.selection import Between, Near, is_by_name, name_axes
 from shardload.planning.strategies import DIRECT
 from shardload.planning.tuning import Tuning, default_tuning
 from shardload.system.garbage import collections_wait
 from shardload.system.interruption import let_interruption_pass, outer_exception
+from shardload.values.dates import has_dates, in_numbers
 
 __all__ = [
     "Call",
@@ -803,8 +804,13 @@ def _with_staging(options: Options, made: Plan) -> Options:
 def positions_of(select: Any, info: ArrayInfo) -> tuple[Any, ...]:
     """The NumPy-style index of an array for a selection by names of its axes. ValueError if there is none."""
     # Of that axis alone: an array that has its name may lie along another one.
-    own = {name: one.values for name, one in info.coords.items() if one.dims in ((name,), (None,))}
-    return name_axes(select, info.dims, own, info.shape)
+    own = {name: one for name, one in info.coords.items() if one.dims in ((name,), (None,))}
+    found = dict(select)
+    for name, part in found.items():
+        values = own[name].values if name in own else None
+        if isinstance(part, Near | Between) and values is not None and values.dtype.kind in "iuf" and has_dates(part):
+            found[name] = in_numbers(part, name, own[name].attrs, values.dtype)
+    return name_axes(found, info.dims, {name: one.values for name, one in own.items()}, info.shape)
 
 
 def _with_positions(options: Options, info: ArrayInfo) -> Options:

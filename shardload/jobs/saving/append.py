@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,8 +27,9 @@ from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
-from shardload.formats.lookup import format_of
+from shardload.formats.lookup import format_of, open_file
 from shardload.jobs.saving.arguments import SaveArguments
+from shardload.jobs.saving.labelled import UNITS
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
@@ -168,6 +169,18 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
     names = [one.name for one in asked.arrays]
+    known = _read_file(path, names)
+    labelled = [one.name for one in asked.arrays if one.attrs]
+    if labelled:
+        with open_file(path) as file:
+            for name in set(labelled) & set(known["arrays"]):
+                with closing(file.open(name)) as source:
+                    attrs = source.labels().attrs
+                    known["arrays"][name]["attrs"] = {key: attrs[key] for key in UNITS if isinstance(attrs.get(key), str)}
+    return known
+
+
+def _read_file(path: str, names: list[str]) -> dict[str, Any]:
     if os.path.isfile(path):
         from shardload.formats.hdf5.growable import read_file
 
@@ -191,6 +204,14 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
             )
         shape = tuple(found[one.name]["shape"])
         axis = axes[one.name] = _axis(where, asked.dim, found[one.name]["dims"], shape)
+        _check_axes(where, one.dims, found[one.name]["dims"])
+        for key, told in one.attrs.items():
+            stored = found[one.name]["attrs"].get(key)
+            if stored is not None and stored != told:
+                raise ConfigError(
+                    f"{where} has the {key} {stored!r}, what is to be appended has {told!r}. Convert it; or, if both mean the "
+                    f"same, give it those of the file: x.attrs[{key!r}] = {stored!r}"
+                )
         others = [n for k, n in enumerate(one.shape) if k != axis], [n for k, n in enumerate(shape) if k != axis]
         if len(one.shape) != len(shape) or others[0] != others[1]:
             expected = tuple("n" if k == axis else n for k, n in enumerate(shape))
@@ -226,6 +247,14 @@ def _axis(where: str, dim: str | int, dims: Any, shape: tuple[int, ...]) -> int:
         )
         raise ConfigError(f"dim is {dim!r}, but {where} has {'no' if dim not in names else 'more than one'} such axis: {told}")
     return list(dims).index(dim)
+
+
+def _check_axes(where: str, dims: tuple[str | None, ...] | None, stored: Any) -> None:
+    """ConfigError if the axes of an array have other names than those of the file. Only objects of xarray have names here."""
+    if dims is None or not all(stored or [None]) or dims == tuple(stored):
+        return
+    fix = f"Pass it with .transpose{tuple(stored)}" if set(dims) == set(stored) else "Rename them"
+    raise ConfigError(f"{where} has the axes {tuple(stored)}, what is to be appended has {dims}. {fix}")
 
 
 def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[str, int]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from numbers import Number
 from typing import Any
@@ -27,6 +27,7 @@ from shardload.formats.sink import Compression
 from shardload.formats.target import MODES
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
+from shardload.jobs.saving.labelled import is_labelled, of_xarray, refuse_halo
 from shardload.options import AUTO, OPTIONS, Options, options_of
 from shardload.units import shown
 
@@ -147,9 +148,20 @@ class SaveArguments:
             raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
         _check_path(name)
         kind = format_for(name, given["format"])
+        own = of_xarray(tree, given, kind) if is_labelled(tree) else None
+        if own is not None:
+            tree, given = own.arrays, own.given
         leaves, is_single = _arrays_of(tree, given["dataset"])
         leaves = {name: _unmasked(name, x) if isinstance(x, np.ndarray) else x for name, x in leaves.items()}
         arrays, attrs = _spread(leaves, is_single, given)
+        if own is not None:
+            arrays = [
+                replace(
+                    one, dims=own.dims[one.name] if one.dims is None else one.dims, attrs=own.attrs[one.name] | dict(one.attrs)
+                )
+                for one in arrays
+            ]
+            attrs = dict(own.of_file) | dict(attrs)
         packed = _by_name(list(leaves), "compression", given["compression"], None)
         like = {key: text for key, text in _by_name(list(leaves), "like", given["like"], None).items() if text is not None}
         for key, text in like.items():
@@ -276,7 +288,7 @@ def _check_array(name: str, x: Any) -> None:
         if isinstance(x, (Number, np.generic, list, tuple, range)):
             fix = ". Pass numpy.asarray of it"
         elif hasattr(x, "dims") and hasattr(x, "attrs"):  # of xarray
-            fix = ". Pass its values, x.data, with dims= and attrs="
+            fix = ". Pass its values, x.data, with dims= and attrs=; or one xarray.Dataset in place of the dict"
         raise ConfigError(
             f"'{name}' is a {type(x).__name__}; expected a jax.Array (or a NumPy array that is the same on every rank){fix}"
         )
@@ -425,8 +437,7 @@ def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> d
             loaded[name] = tuple(x.shape), is_decoded
             continue
         extent = extent_of(x, one, f"'{name}'")
-        if any(extent.halo):
-            raise ConfigError(f"'{name}' has halos, whose elements belong to other shards. Save shardload.unpad(x) instead")
+        refuse_halo(name, extent)
         loaded[name] = extent.shape, is_decoded
     return loaded
 

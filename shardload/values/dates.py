@@ -1,0 +1,374 @@
+"""Which number of a time axis is a date? By the ``units`` and ``calendar`` of its coordinate, as CF has them.
+
+`near` and `between` may be given dates: text, objects of `datetime`, `numpy.datetime64`, objects of cftime. `in_numbers` turns
+them into the numbers of one coordinate.
+
+1. A date is a name: year, month, day, time of day. Which day it is, the axis's calendar says (`_day`).
+2. Text may be a span: ``"2001-06"`` is a month. A range begins where its first span begins, and ends where its last one ends.
+3. All of it is exact. Only at the end is a number rounded to the type of the coordinate, as whoever wrote that has done.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from shardload.planning.selection import Between, Near
+
+__all__ = ["has_dates", "in_numbers"]
+
+_SECONDS = {
+    **dict.fromkeys(("nanosecond", "nanoseconds", "nanosec", "nanosecs", "ns"), Fraction(1, 10**9)),
+    **dict.fromkeys(("microsecond", "microseconds", "microsec", "microsecs", "us"), Fraction(1, 10**6)),
+    **dict.fromkeys(("millisecond", "milliseconds", "millisec", "millisecs", "msec", "msecs", "ms"), Fraction(1, 1000)),
+    **dict.fromkeys(("second", "seconds", "sec", "secs", "s"), Fraction(1)),
+    **dict.fromkeys(("minute", "minutes", "min", "mins"), Fraction(60)),
+    **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), Fraction(3600)),
+    **dict.fromkeys(("day", "days", "d"), Fraction(86400)),
+}
+_CALENDARS = {"gregorian": "standard", "365_day": "noleap", "366_day": "all_leap", "": "standard"}
+_KNOWN = ("standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day")
+_MONTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+_REFORM = (1582, 10, 15)  # the first day of the Gregorian calendar; the day before was 4 October
+_HALF = Fraction(1, 2 * 10**6)  # of a microsecond: to this, floating point times are exact
+
+_ZONE = r"(?:\s*(?P<zone>Z|UTC|GMT|[+-]\d{1,2}(?::?\d{2})?))?"
+_CLOCK = r"(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2})(?:\.(?P<part>\d{0,18}))?)?)?"
+_DATE = re.compile(
+    r"(?P<year>[+-]?\d{4,6})(?:-(?P<month>\d{2})(?:-(?P<day>\d{2})(?:[T ]" + _CLOCK + _ZONE + r")?)?)?",
+    re.ASCII | re.IGNORECASE,
+)
+_REFERENCE = re.compile(
+    r"(?P<year>[+-]?\d{1,6})-(?P<month>\d{1,2})-(?P<day>\d{1,2})(?:(?:T|\s+)" + _CLOCK + r")?" + _ZONE, re.ASCII | re.IGNORECASE
+)
+_UNITS = re.compile(r"\s*(\w+)\s+since\s+(.{1,80}?)\s*", re.ASCII | re.IGNORECASE)
+_FIELDS = ("year", "month", "day", "hour", "minute", "second")
+
+
+def has_dates(part: Near | Between) -> bool:
+    """True if something else than numbers is asked for."""
+    ends = (part.low, part.high) if isinstance(part, Between) else (part.value,)
+    within = part.within if isinstance(part, Near) else None
+    return isinstance(within, (datetime.timedelta, np.timedelta64)) or not all(map(_is_number, ends))
+
+
+def in_numbers(part: Near | Between, name: str, attrs: Mapping[str, Any], dtype: np.dtype[Any]) -> Near | Between:
+    """The same part of an axis, by numbers of its coordinate.
+
+    Parameters
+    ----------
+    part : Near or Between
+        What is asked for.
+    name : str
+        Name of the axis.
+    attrs : mapping
+        The attributes of its coordinate.
+    dtype : dtype
+        The type of its numbers.
+
+    Raises
+    ------
+    ValueError
+        If the coordinate counts no time, or what is asked for is no date in its calendar.
+
+    Examples
+    --------
+    >>> attrs = {"units": "hours since 2000-01-01", "calendar": "noleap"}
+    >>> part = in_numbers(Between("2000-02", "2000-02-28"), "time", attrs, np.dtype("i4"))
+    >>> part.low, part.high, part
+    (744, 1415, between('2000-02', '2000-02-28'))
+    """
+    try:
+        axis = _Axis.of(attrs)
+        if isinstance(part, Between):
+            return _between(part, axis, dtype)
+        return _near(part, axis, dtype)
+    except _NoDate as error:
+        raise ValueError(f"select has {part} on the axis {name!r}{error}") from None
+
+
+class _NoDate(Exception):
+    """The end of a message: what is wrong, and what to pass."""
+
+
+def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
+    low, high = axis.span(part.low), axis.span(part.high)
+    begin, end, is_open = low.begin, high.end, high.begin != high.end
+    if begin > end or (is_open and begin == end):
+        raise _NoDate(": the lower end comes first, however the coordinate is sorted")
+    if dtype.kind == "f":
+        slack = _HALF / axis.unit
+        low_number = _rounded(begin - slack, dtype)
+        high_number = _rounded(end - slack if is_open else end + slack, dtype)
+        if is_open:
+            # A type that does not tell the end of a span from its begin has both as one number.
+            high_number = max(np.nextafter(high_number, dtype.type(-np.inf)), _rounded(high.begin + slack, dtype))
+        return replace(part, low=float(low_number), high=float(high_number), typed=repr(part), told=axis.text)
+    return replace(
+        part, low=math.ceil(begin), high=math.ceil(end) - 1 if is_open else math.floor(end), typed=repr(part), told=axis.text
+    )
+
+
+def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
+    span = axis.span(part.value)
+    if span.is_long:
+        raise _NoDate(
+            f"; which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.is_long}'), or "
+            f"between({part.value!r}, {part.value!r}) for all of it"
+        )
+    within: Any = part.within
+    if isinstance(within, datetime.timedelta):
+        within = Fraction(within // datetime.timedelta(microseconds=1), 10**6) / axis.unit
+    elif isinstance(within, np.timedelta64):
+        try:
+            within = Fraction(float(within / np.timedelta64(1, "ns"))) / 10**9 / axis.unit
+        except (TypeError, ValueError):  # months, or NaT
+            raise _NoDate(
+                f"; within is {within!r}, which has no length. Pass hours or days: datetime.timedelta(days=1)"
+            ) from None
+    return replace(part, value=span.begin, within=within, typed=repr(part), told=axis.text, tie=2 * _HALF / axis.unit)
+
+
+def _rounded(number: Fraction, dtype: np.dtype[Any]) -> Any:
+    with np.errstate(over="ignore"):
+        return dtype.type(float(number))
+
+
+# --- an axis of time
+
+
+@dataclass(frozen=True)
+class _Span:
+    """From where to where a date goes, in numbers of an axis; one number if it is an instant. `is_long` counts what a month
+    (1) and a year (2) lack of a day.
+    """
+
+    begin: Fraction
+    end: Fraction
+    is_long: int = 0
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """What the numbers of a coordinate count."""
+
+    unit: Fraction  # in seconds
+    zero: Fraction  # the time of its 0, in seconds
+    calendar: str
+
+    @classmethod
+    def of(cls, attrs: Mapping[str, Any]) -> _Axis:
+        units, calendar = attrs.get("units"), attrs.get("calendar", "")
+        found = _UNITS.fullmatch(units) if isinstance(units, str) else None
+        if found is None:
+            has = f"has the units {units!r}" if isinstance(units, str) else "has no units"
+            raise _NoDate(f", whose coordinate {has}; dates need those of time, such as 'days since 2000-01-01'. Pass numbers")
+        told = f", whose coordinate has the units {units!r}"
+        unit = _SECONDS.get(found[1].lower())
+        if unit is None:
+            raise _NoDate(f"{told}: {found[1]!r} is no unit with a length of its own, from nanoseconds to days. Pass numbers")
+        name = calendar.strip().lower() if isinstance(calendar, str) else repr(calendar)
+        name = _CALENDARS.get(name, name)
+        if name not in _KNOWN:
+            raise _NoDate(
+                f", whose coordinate has the calendar {calendar!r}; expected one of {', '.join(_KNOWN)}. Pass numbers"
+            )
+        date = _REFERENCE.fullmatch(found[2])
+        # "2000-01-01+01:30" may be a zone or a time of day.
+        if date is None or (date["zone"] is not None and date["hour"] is None and found[2][date.start("zone") - 1] != " "):
+            raise _NoDate(f"{told}, of which the date cannot be read. Pass numbers")
+        try:
+            zero, _ = _seconds(date, name)
+        except ValueError as error:
+            raise _NoDate(f"{told}: {error}. Pass numbers") from None
+        return cls(unit, zero, name)
+
+    def span(self, date: Any) -> _Span:
+        """From where to where a date goes."""
+        if _is_number(date):
+            if not math.isfinite(date):
+                raise _NoDate("; expected dates or numbers")
+            return _Span(_exact(date), _exact(date))
+        try:
+            begin, end, lacks = _seconds_of(date, self.calendar)
+        except ValueError as error:
+            raise _NoDate(f"; {error}") from None
+        return _Span((begin - self.zero) / self.unit, (end - self.zero) / self.unit, lacks)
+
+    def text(self, number: Any) -> str:
+        """A number of the axis as a date, for a message."""
+        if not math.isfinite(number):
+            return str(number)
+        seconds = _exact(number) * self.unit + self.zero
+        days, rest = divmod(round(seconds), 86400)
+        if not -_MOST_DAYS < days < _MOST_DAYS:
+            return str(number)
+        year, month, day = _date(days, self.calendar)
+        clock = f"T{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}" if rest else ""
+        return f"{year:04}-{month:02}-{day:02}{clock}"
+
+
+_MOST_DAYS = 366 * 10**6
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, np.timedelta64)
+
+
+def _exact(number: Any) -> Fraction:
+    return Fraction(number.item() if isinstance(number, np.generic) else number)  # else NumPy's integers overflow in it
+
+
+# --- dates
+
+
+def _seconds_of(date: Any, calendar: str) -> tuple[Fraction, Fraction, int]:
+    """Where a date begins and ends, in seconds; and what it lacks of a day. ValueError if it is none."""
+    if isinstance(date, np.datetime64):
+        if np.isnat(date):
+            raise ValueError("NaT is no date. Pass one such as '2001-06-15'")
+        begin, _, _ = _seconds_of(str(date), calendar)  # an instant, as in pandas
+        return begin, begin, 0
+    if isinstance(date, str):
+        found = _DATE.fullmatch(date.strip())
+        if found is None:
+            raise ValueError(
+                f"{date!r} is no date that can be read; expected one such as '2001-06-15', '2001-06-15T12:30' or '2001-06'"
+            )
+        begin, length = _seconds(found, calendar)
+        lacks = 2 if found["month"] is None else 1 if found["day"] is None else 0
+        return begin, begin + length, lacks
+    if isinstance(date, datetime.datetime) and date.tzinfo is not None:
+        date = date.astimezone(datetime.UTC)
+    if not isinstance(date, datetime.date) and not _is_cftime(date):
+        raise ValueError(
+            f"a {type(date).__name__} is neither a number in the units of the coordinate nor a date. Pass text such as "
+            "'2001-06-15', an object of datetime or cftime, or numpy.datetime64"
+        )
+    given: Any = date
+    year, month, day, hour, minute, second = (int(getattr(given, key, 0)) for key in _FIELDS)
+    told = str(getattr(given, "calendar", "") or calendar).lower()
+    own = _CALENDARS.get(told, told)
+    is_modern = {own, calendar} <= {"standard", "proleptic_gregorian"} and (year, month, day) >= _REFORM
+    if own != calendar and not is_modern:
+        raise ValueError(f"this is a date of the calendar {own!r}, the axis has {calendar!r}. Pass text, or such a date")
+    parts = Fraction(int(getattr(given, "microsecond", 0)), 10**6) + Fraction(int(getattr(given, "nanosecond", 0)), 10**9)
+    whole = _whole(calendar, year, month, day, hour, minute, second) + parts
+    return whole, whole, 0
+
+
+def _is_cftime(date: Any) -> bool:
+    """True for dates of cftime, which is not imported for it."""
+    is_known = any(one.__module__.partition(".")[0] == "cftime" for one in type(date).__mro__)
+    return is_known and all(hasattr(date, key) for key in _FIELDS)
+
+
+def _seconds(found: re.Match[str], calendar: str) -> tuple[Fraction, Fraction]:
+    """Where a date that was read begins, and how long it is, in seconds of UTC. ValueError if there is no such date."""
+    year, month, day, hour, minute, second = (None if found[key] is None else int(found[key]) for key in _FIELDS)
+    y, m, d = year or 0, 1 if month is None else month, 1 if day is None else day
+    begin: Fraction = _whole(calendar, y, m, d, hour or 0, minute or 0, second or 0) - _zone(found["zone"])
+    length = Fraction(0)
+    if month is None or day is None:
+        first = (y + 1, 1, 1) if month is None or m == 12 else (y, m + 1, 1)
+        length = Fraction(86400 * (_day(calendar, *first) - _day(calendar, y, m, d)))
+    elif hour is None:
+        length = Fraction(86400)
+    elif minute is None:
+        length = Fraction(3600)
+    elif second is None:
+        length = Fraction(60)
+    elif not found["part"]:
+        length = Fraction(1)
+    else:
+        begin += Fraction(int(found["part"]), 10 ** len(found["part"]))
+    return begin, length
+
+
+def _zone(text: str | None) -> int:
+    """Seconds by which a time zone is ahead of UTC."""
+    if text is None or text[0] not in "+-":
+        return 0
+    digits = text[1:].replace(":", "")
+    hours, minutes = (int(digits), 0) if len(digits) <= 2 else (int(digits[:-2]), int(digits[-2:]))
+    if hours > 23 or minutes > 59:
+        raise ValueError(f"{text!r} is no time zone")
+    return (hours * 3600 + minutes * 60) * (-1 if text[0] == "-" else 1)
+
+
+def _whole(calendar: str, year: int, month: int, day: int, hour: int, minute: int, second: int) -> Fraction:
+    """A time in seconds. ValueError if there is no such time."""
+    told = f"{year:04}-{month:02}-{day:02}"
+    if year < 1 and calendar in ("standard", "julian"):
+        raise ValueError(f"the calendar {calendar} has no year {year}")
+    is_day = 1 <= month <= 12 and 1 <= day <= _n_days(calendar, year, month)
+    is_left_out = calendar == "standard" and (1582, 10, 4) < (year, month, day) < _REFORM
+    if not is_day or is_left_out:
+        raise ValueError(f"{told} is no date of the calendar {calendar}")
+    if hour > 23 or minute > 59 or second > 59:
+        raise ValueError(f"{told}T{hour:02}:{minute:02}:{second:02} is no time of day")
+    return Fraction(86400 * _day(calendar, year, month, day) + 3600 * hour + 60 * minute + second)
+
+
+# --- calendars: each counts days from a day of its own
+
+
+def _is_leap(calendar: str, year: int) -> bool:
+    if calendar in ("noleap", "all_leap"):
+        return calendar == "all_leap"
+    is_julian = calendar == "julian" or (calendar == "standard" and year < _REFORM[0])
+    return year % 4 == 0 and (is_julian or year % 100 != 0 or year % 400 == 0)
+
+
+def _n_days(calendar: str, year: int, month: int) -> int:
+    if calendar == "360_day":
+        return 30
+    return _MONTHS[month - 1] + (month == 2 and _is_leap(calendar, year))
+
+
+def _day(calendar: str, year: int, month: int, day: int) -> int:
+    """The number of a day.
+
+    >>> _day("standard", 1582, 10, 15) - _day("standard", 1582, 10, 4), _day("noleap", 2000, 3, 1) - _day("noleap", 2000, 2, 28)
+    (1, 1)
+    """
+    if calendar == "standard":
+        if (year, month, day) >= _REFORM:
+            return _day("proleptic_gregorian", year, month, day)
+        return _day("julian", year, month, day) + _JULIAN_IS_LATE
+    before = sum(_n_days(calendar, year, k) for k in range(1, month))
+    return _BEFORE_YEAR[calendar](year) + before + day - 1
+
+
+_BEFORE_YEAR: dict[str, Callable[[int], int]] = {
+    "proleptic_gregorian": lambda year: 365 * year + (year + 3) // 4 - (year + 99) // 100 + (year + 399) // 400,
+    "julian": lambda year: 365 * year + (year + 3) // 4,
+    "noleap": lambda year: 365 * year,
+    "all_leap": lambda year: 366 * year,
+    "360_day": lambda year: 360 * year,
+}
+_JULIAN_IS_LATE = _day("proleptic_gregorian", *_REFORM) - _day("julian", 1582, 10, 5)
+
+
+def _date(number: int, calendar: str) -> tuple[int, int, int]:
+    """The inverse of `_day`."""
+    if calendar == "standard":
+        if number >= _day("proleptic_gregorian", *_REFORM):
+            return _date(number, "proleptic_gregorian")
+        return _date(number - _JULIAN_IS_LATE, "julian")
+    year = number // 366 - 1
+    while _BEFORE_YEAR[calendar](year + 1) <= number:
+        year += max(1, (number - _BEFORE_YEAR[calendar](year + 1)) // 366)
+    rest, month = number - _BEFORE_YEAR[calendar](year), 1
+    while rest >= _n_days(calendar, year, month):
+        rest -= _n_days(calendar, year, month)
+        month += 1
+    return year, month, rest + 1

@@ -1,0 +1,276 @@
+"""Do dates select what xarray selects, and is each the number that cftime says?"""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+from fractions import Fraction
+from typing import Any
+
+import cftime
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardload.planning.selection import Near, between, name_axes, near
+from shardload.values.dates import has_dates, in_numbers
+
+CALENDARS = ("standard", "gregorian", "proleptic_gregorian", "noleap", "365_day", "360_day", "all_leap", "366_day", "julian")
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1, "milliseconds": Fraction(1, 1000)}
+ZONES = {"": 0, " +01:00": 3600, " -6:30": -23400, "Z": 0, " UTC": 0, "+0100": 3600}
+
+
+def number(date: Any, units: str, calendar: str, dtype: str = "f8") -> Any:
+    """The number that a date is, as the first end of a range."""
+    found = in_numbers(near(date), "time", {"units": units, "calendar": calendar}, np.dtype(dtype))
+    assert isinstance(found, Near)
+    return found.value
+
+
+@given(
+    st.sampled_from(CALENDARS),
+    st.sampled_from(list(UNITS)),
+    st.tuples(st.integers(1, 4000), st.integers(1, 12), st.integers(1, 31)),
+    st.tuples(st.integers(1, 4000), st.integers(1, 12), st.integers(1, 31)),
+    st.integers(0, 86399),
+    st.sampled_from(list(ZONES)),
+)
+@example("standard", "days", (1582, 10, 15), (1582, 10, 4), 0, "")
+@example("standard", "days", (1500, 2, 29), (1600, 2, 29), 0, "")
+@example("standard", "days", (1700, 2, 29), (1600, 2, 29), 0, "")
+@example("noleap", "days", (2000, 2, 28), (2000, 3, 1), 0, "")
+def test_each_date_is_the_number_of_cftime(
+    calendar: str, unit: str, date: tuple[int, int, int], zero: tuple[int, int, int], seconds: int, zone: str
+) -> None:
+    """Wrong if a leap year, the change of the calendar, or a time zone were another than for cftime."""
+    units = f"{unit} since {zero[0]:04}-{zero[1]}-{zero[2]} 06:30:00"
+    clock = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    try:
+        wanted = cftime.datetime(*date, seconds // 3600, seconds // 60 % 60, seconds % 60, calendar=calendar)
+        first = cftime.datetime(*zero, 6, 30, calendar=calendar)
+    except ValueError:
+        with pytest.raises(ValueError, match="is no date of the calendar"):
+            number("{:04}-{:02}-{:02}T".format(*date) + clock, units, calendar)
+        return
+    text = "{:04}-{:02}-{:02}T".format(*date) + clock
+    exact = Fraction((wanted - first) // datetime.timedelta(seconds=1)) / UNITS[unit]
+    assert number(text, units, calendar) == exact == number(wanted, units, calendar)
+    assert number(text, units + zone, calendar) == exact + Fraction(ZONES[zone]) / UNITS[unit]
+
+
+@st.composite
+def axes(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], str, str]:
+    """The numbers of an axis of time, ascending or descending, their units and calendar."""
+    calendar = draw(st.sampled_from(CALENDARS))
+    unit = draw(st.sampled_from(["days", "hours", "minutes", "seconds"]))
+    zone = draw(st.sampled_from(["", "", " -06:00", " +01:30"]))
+    units = f"{unit} since {draw(st.sampled_from(['1999-12-30', '2001-02-28 12:00:00', '1850-01-01T00:00:00']))}{zone}"
+    per_day = int(86400 / UNITS[unit])
+    start = draw(st.integers(-3, 400)) + (365 * 150 if "1850" in units else 0)
+    step = draw(st.sampled_from([Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(5), Fraction(30), Fraction(365)]))
+    offset = draw(st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(3, 4)]))
+    numbers = [(start + offset + k * step) * per_day for k in range(draw(st.integers(1, 40)))]
+    if all(n.denominator == 1 for n in numbers) and draw(st.booleans()):
+        values = np.array([int(n) for n in numbers], draw(st.sampled_from(["i4", "i8"])) if max(numbers) < 2**31 else "i8")
+    else:
+        values = np.array([float(n) for n in numbers])
+    return (values[::-1].copy() if draw(st.booleans()) else values), units, calendar
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Dates around the axes, whole or in part."""
+    text = f"{draw(st.integers(1999, 2003)):04}"
+    for form in draw(st.sampled_from([(), ("-{:02}",), ("-{:02}", "-{:02}"), ("-{:02}", "-{:02}", "T{:02}:00")])):
+        most = {"-{:02}": 12, "T{:02}:00": 23}[form] if text.count("-") == 0 or "T" in form else 28
+        text += form.format(draw(st.integers(0 if "T" in form else 1, most)))
+    return text
+
+
+def by_xarray(values: Any, units: str, calendar: str) -> xr.DataArray:
+    """Positions along an axis, with the dates that xarray makes of its numbers."""
+    time = xr.Variable("time", values, {"units": units, "calendar": calendar})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return xr.decode_cf(xr.Dataset({"at": ("time", np.arange(values.size))}, {"time": time}))["at"]
+
+
+def position(part: Any, values: Any, units: str, calendar: str) -> Any:
+    return name_axes(
+        {"time": in_numbers(part, "time", {"units": units, "calendar": calendar}, values.dtype)}, ("time",), {"time": values}
+    )[0]
+
+
+@given(axes(), texts(), texts())
+def test_ranges_are_those_of_xarray(axis: Any, low: str, high: str) -> None:
+    """Wrong if a month ended before its last day, an end were left out, or an axis that descends were searched as others."""
+    is_down = axis[0].size > 1 and axis[0][0] > axis[0][-1]  # there pandas refuses text
+    places = np.arange(axis[0].size)[:: -1 if is_down else 1]
+    at = by_xarray(axis[0][places], *axis[1:])
+    wanted = sorted(places[at.sel(time=slice(low, high)).values].tolist())
+    try:
+        found = position(between(low, high), *axis)
+    except ValueError as error:
+        assert not wanted
+        assert "no coordinate is in that range" in str(error) or "the lower end comes first" in str(error)
+    else:
+        assert np.arange(axis[0].size)[found].tolist() == wanted
+
+
+@given(axes(), texts().filter(lambda text: text.count("-") == 2))
+def test_the_nearest_is_that_of_xarray(axis: Any, text: str) -> None:
+    if axis[0].size > 1 and axis[0][0] > axis[0][-1]:
+        axis = (axis[0][::-1], *axis[1:])  # of two that are equally near, xarray takes another one along an axis that descends
+    at = by_xarray(*axis)
+    day = at.indexes["time"]
+    hours = int(text[11:13] or 0)
+    label: Any = pd.Timestamp(text)
+    if isinstance(day, xr.CFTimeIndex):
+        label = day[0].replace(year=int(text[:4]), month=int(text[5:7]), day=int(text[8:10]), hour=hours, minute=0, second=0)
+    wanted = int(at.sel(time=label, method="nearest"))
+    assert position(near(text), *axis) == wanted
+    assert position(near(label), *axis) == wanted
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4"])
+@pytest.mark.parametrize("since", ["2001-01-01", "1850-01-01", "0001-01-01"])
+def test_times_that_floating_point_does_not_have(since: str, dtype: str) -> None:
+    """Wrong if 8:00, stored as the nearest number to a third of a day, were before 8:00. xarray then leaves it out."""
+    units, minutes = f"days since {since}", 480 if dtype == "f4" else 20
+    first = number("2001-03-01", units, "standard")
+    exact = [first + Fraction(k * minutes, 1440) for k in range(200)]
+    values = np.array([float(n) for n in exact], dtype)
+    if np.unique(values).size < values.size:
+        return  # 32 bits do not tell them apart
+    for k in range(200):
+        text = str(np.datetime64("2001-03-01T00:00") + np.timedelta64(k * minutes, "m"))
+        assert position(between(text, text), values, units, "standard") == slice(k, k + 1)
+        if k:
+            before = str(np.datetime64(text) - np.timedelta64(minutes, "m"))
+            assert position(between(np.datetime64(before), np.datetime64(text)), values, units, "standard") == slice(
+                k - 1, k + 1
+            )
+        assert position(near(text), values, units, "standard") == k
+    if since == "2001-01-01" and dtype == "f8":  # a model that adds up its time steps
+        values = float(first) + np.cumsum(np.full(200, 1 / 72)) - 1 / 72
+        assert any(value < float(n) for value, n in zip(values, exact, strict=True))
+        for k in range(200):
+            text = str(np.datetime64("2001-03-01T00:00") + np.timedelta64(k * minutes, "m"))
+            assert position(between(text, text), values, units, "standard") == slice(k, k + 1)
+
+
+DAILY = {"units": "days since 2000-01-01", "calendar": "standard"}
+
+
+@pytest.mark.parametrize(
+    ("date", "wanted"),
+    [
+        ("2000-01-11", 10),
+        ("2000-01-11T12", 10.5),
+        ("2000-01-11 12:00:00.5Z", 10 + Fraction(86401, 172800)),
+        ("2000-01-11T12:00+06:00", 10.25),
+        (datetime.date(2000, 1, 11), 10),
+        (datetime.datetime(2000, 1, 11, 6, 0, 0, 500000), 10 + Fraction(43201, 172800)),
+        (datetime.datetime(2000, 1, 11, 6, tzinfo=datetime.timezone(datetime.timedelta(hours=6))), 10),
+        (np.datetime64("2000-01-11"), 10),
+        (np.datetime64("2000-02"), 31),
+        (np.datetime64("2000-01-11T12:00:00.000000001", "ns"), 10 + Fraction(1, 2) + Fraction(1, 86400 * 10**9)),
+        (pd.Timestamp("2000-01-11T12:00:00.000000001"), 10 + Fraction(1, 2) + Fraction(1, 86400 * 10**9)),
+        (cftime.DatetimeGregorian(2000, 1, 11), 10),
+        (cftime.DatetimeProlepticGregorian(2000, 1, 11), 10),
+        (cftime.datetime(2000, 1, 11, calendar=""), 10),
+        (10.5, 10.5),
+        (np.int32(10), 10),
+    ],
+)
+def test_dates_of_all_kinds(date: Any, wanted: Any) -> None:
+    found = in_numbers(near(date), "time", DAILY, np.dtype("f8"))
+    assert isinstance(found, Near) and found.value == wanted
+    if not isinstance(date, str):  # an instant
+        assert position(between(date, date), np.array([wanted - 1, wanted, wanted + 0.25], "f8"), *DAILY.values()) == slice(
+            1, 2
+        )
+    assert has_dates(near(date)) == (not isinstance(date, (float, np.int32)))
+
+
+@pytest.mark.parametrize("dtype", ["i4", "u8", "f4", "f8"])
+def test_a_span_ends_before_the_next_one(dtype: str) -> None:
+    """Wrong if a day took the 0:00 of the next one."""
+    for days in (np.arange(400).astype(dtype), np.arange(400).astype(dtype)[::-1]):
+        for low, high, first, last in (
+            ("2000-01-02", "2000-01-03", 1, 2),
+            ("2000-02", "2000-02", 31, 59),
+            ("1999", "2000", 0, 365),
+        ):
+            assert sorted(days[position(between(low, high), days, *DAILY.values())])[:: last - first] == [first, last]
+
+
+def test_near() -> None:
+    """Wrong if a distance were in other units, or of a date and the one before the later one were not taken."""
+    noon = np.arange(40) + 0.5
+    assert position(near("2000-01-11"), noon, *DAILY.values()) == 10
+    assert position(near("2000-01-11"), noon[::-1], *DAILY.values()) == 29
+    assert position(near("2000-01-11"), (noon * 24).astype("i4"), "hours since 2000-01-01", "standard") == 10
+    hour = datetime.timedelta(hours=1)
+    for within in (hour, np.timedelta64(60, "m"), 1 / 24):
+        assert position(near("2000-01-11T11:00", within=within), noon, *DAILY.values()) == 10
+        with pytest.raises(
+            ValueError, match=r"nearest coordinate is 2000-01-11T12:00:00 \(position 10\); it goes from 2000-01-01T1"
+        ):
+            position(near("2000-01-11T10:59", within=within), noon, *DAILY.values())
+    assert has_dates(near(3, within=hour)) and position(near(10.6, within=3 * hour), noon, *DAILY.values()) == 10
+
+
+@pytest.mark.parametrize(
+    ("part", "attrs", "says"),
+    [
+        (near("2000-01-01"), {}, "on the axis 'time', whose coordinate has no units; dates need those of time"),
+        (near("2000-01-01"), {"units": "m"}, "has the units 'm'; dates need those of time, such as 'days since 2000-01-01'"),
+        (near("2000-01-01"), {"units": ["a"]}, "has no units"),
+        (near("2000-01-01"), {"units": "months since 2000-01-01"}, "'months' is no unit with a length of its own"),
+        (near("2000-01-01"), {"units": "days since the flood"}, "of which the date cannot be read"),
+        (near("2000-01-01"), {"units": "days since 2000-01-01+01:30"}, "of which the date cannot be read"),
+        (near("2000-01-01"), {"units": "days since 2000-02-30"}, "2000-02-30 is no date of the calendar standard"),
+        (near("2000-01-01"), {"units": "days since 0000-01-01"}, "the calendar standard has no year 0"),
+        (near("2000-01-01"), {"units": "days since 2000-01-01 00:00 +99"}, "'+99' is no time zone"),
+        (near("2000-01-01"), {**DAILY, "calendar": "maya"}, "has the calendar 'maya'; expected one of standard, proleptic"),
+        (near("2000-01-01"), {**DAILY, "calendar": 7}, "has the calendar 7"),
+        (near("2000-02-30"), DAILY, "2000-02-30 is no date of the calendar standard"),
+        (near("2000-02-29"), {**DAILY, "calendar": "noleap"}, "2000-02-29 is no date of the calendar noleap"),
+        (between("1582-10-10", "1600"), DAILY, "1582-10-10 is no date of the calendar standard"),
+        (near("2000-01-01T24:00"), DAILY, "T24:00:00 is no time of day"),
+        (near("2000-01"), DAILY, "which day of it? Pass one, near('2000-01-01'), or between('2000-01', '2000-01') for all"),
+        (near("2000"), DAILY, "which day of it? Pass one, near('2000-01-01'), or between('2000', '2000')"),
+        (near("01/02/2000"), DAILY, "'01/02/2000' is no date that can be read; expected one such as '2001-06-15'"),
+        (between("2000-02", "2000-01"), DAILY, "the lower end comes first"),
+        (between("2000-02", float("nan")), DAILY, "expected dates or numbers"),
+        (near(np.datetime64("NaT")), DAILY, "NaT is no date"),
+        (near("2000-01-01", within=np.timedelta64(1, "M")), DAILY, "has no length"),
+        (near(None), DAILY, "a NoneType is neither a number in the units of the coordinate nor a date"),
+        (near(cftime.DatetimeNoLeap(2000, 1, 1)), DAILY, "this is a date of the calendar 'noleap', the axis has 'standard'"),
+        (near(cftime.DatetimeProlepticGregorian(1500, 1, 1)), DAILY, "this is a date of the calendar 'proleptic_gregorian'"),
+    ],
+)
+def test_what_is_no_date(part: Any, attrs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        in_numbers(part, "time", attrs, np.dtype("f8"))
+    assert says in str(raised.value) and str(raised.value).startswith(f"select has {part} on the axis 'time'")
+
+
+@given(st.sampled_from(CALENDARS), st.integers(-40000, 2_000_000), st.integers(0, 86399))
+def test_a_number_is_shown_as_its_date(calendar: str, day: int, second: int) -> None:
+    axis = {"units": "seconds since 0800-03-01", "calendar": calendar}
+    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).told(day * 86400 + second)
+    wanted = cftime.datetime(800, 3, 1, calendar=calendar) + datetime.timedelta(days=day, seconds=second)
+    assert told.replace("T", " ").removesuffix(" 00:00:00") == str(wanted).removesuffix(" 00:00:00")
+
+
+def test_no_coordinate_in_a_range_of_dates() -> None:
+    with pytest.raises(ValueError, match="no coordinate is in that range; it goes from 2000-01-01 to 2000-01-10"):
+        position(between("2001-06", "2002"), np.arange(10), *DAILY.values())
+    with pytest.raises(ValueError, match="no coordinate is in that range"):  # and not that the ends are in the wrong order
+        position(between("2000-01-02T01", "2000-01-02T02"), np.arange(10), *DAILY.values())
+    assert repr(between("2000", datetime.date(2001, 1, 1))) == "between('2000', datetime.date(2001, 1, 1))"
