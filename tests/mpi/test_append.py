@@ -523,3 +523,33 @@ def test_an_encoder_that_stores_something_else(ranks: Any, shared_tmp_path: Path
     assert on_disk(ranks, shared_tmp_path) == ["run.zarr"]
     on_root(ranks, lambda: shutil.rmtree(path))
     assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("name", ["a.nc", "a.zarr"])
+@pytest.mark.parametrize("kind", ["int16", "float32"])
+def test_decoded_values_are_no_packed_numbers(comm: Any, shared_tmp_path: Path, name: str, kind: str) -> None:
+    """Wrong if they were appended as they are: readers would apply factor and offset to them a second time."""
+    path = shared_tmp_path / name
+
+    def make() -> None:
+        x = xarray.Dataset({"t": (("time", "y", "x"), ramp((2, Y, X)).astype(kind))})
+        x["t"].attrs = {"scale_factor": np.float32(0.5), "add_offset": np.float32(10)}
+        x.to_zarr(path, consolidated=False) if name == "a.zarr" else x.to_netcdf(path, unlimited_dims=["time"])
+
+    on_root(comm, make)
+    mesh, spec = mesh_of(), P(None, "a", "b")
+    stored = shardload.load(path, mesh, spec, dataset="t", decode=False)
+    decoded = shardload.load(
+        path, mesh, spec, dataset="t", decode=True, dtype="float32"
+    )  # float64 of Zarr, as JSON has no types
+    says = ("holds packed numbers", "scale_factor=0.5", "Pack them first")
+    same_error(comm, lambda: shardload.append(path, {"t": decoded}), ConfigError, *says, "values that were decoded")
+    if kind == "int16":
+        same_error(comm, lambda: shardload.append(path, {"t": decoded + 0}), ConfigError, *says, "is float32")
+    shardload.append(path, {"t": stored})
+
+    def look() -> None:
+        with xarray.open_dataset(path, **({"engine": "zarr", "consolidated": False} if name == "a.zarr" else {})) as found:
+            np.testing.assert_array_equal(found["t"], np.concatenate([ramp((2, Y, X))] * 2).astype(kind) * 0.5 + 10)
+
+    on_root(comm, look)

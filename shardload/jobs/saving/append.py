@@ -35,6 +35,7 @@ from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
+from shardload.values.decoding import packed_by
 
 __all__ = ["AppendReport", "append"]
 
@@ -170,13 +171,14 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
     names = [one.name for one in asked.arrays]
     known = _read_file(path, names)
-    labelled = [one.name for one in asked.arrays if one.attrs]
-    if labelled:
+    compared = {one.name for one in asked.arrays if one.attrs or one.is_decoded or one.dtype.kind in "fc"}
+    if compared:
         with open_file(path) as file:
-            for name in set(labelled) & set(known["arrays"]):
+            for name in compared & set(known["arrays"]):
                 with closing(file.open(name)) as source:
                     attrs = source.labels().attrs
                     known["arrays"][name]["attrs"] = {key: attrs[key] for key in UNITS if isinstance(attrs.get(key), str)}
+                    known["arrays"][name]["packed"] = packed_by(source.dtype, source.info.packing)
     return known
 
 
@@ -228,6 +230,14 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
         held = native_dtype(np.dtype(found[one.name]["dtype"]))
+        packed = found[one.name].get("packed")
+        if packed and (one.is_decoded or native_dtype(one.dtype) != held):
+            values = "values that were decoded" if one.is_decoded else str(native_dtype(one.dtype))
+            raise ConfigError(
+                f"{where} holds packed numbers, {held} with {', '.join(packed)}, and what is to be appended is {values}. Pack "
+                "them first: subtract add_offset, divide by scale_factor, round if these are integers, and cast; what is "
+                "missing becomes _FillValue"
+            )
         if native_dtype(one.dtype) != held:
             raise ConfigError(
                 f"{where} holds {held}, what is to be appended is {native_dtype(one.dtype)}. Cast it: x.astype('{held}')"

@@ -249,6 +249,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
     order = _by_name(names, "byteorder", given["byteorder"], None)
     attrs, of_file = _attrs(names, is_single, given["attrs"])
     loaded = _loaded(leaves, is_single, given["shape"], given["plan"])
+    asks_if_decoded = given["like"] is not None or "dim" in given  # the other array, or what is appended to, may be packed
     made = []
     for name, x in leaves.items():
         if order[name] not in _BYTE_ORDERS:
@@ -265,7 +266,7 @@ def _spread(leaves: dict[str, Any], is_single: bool, given: Mapping[str, Any]) -
                 dims=_names("dims", name, dims[name]),
                 attrs=attrs[name],
                 unlimited=_axes(name, unlimited[name]),
-                is_decoded=loaded[name][1] if given["like"] is not None else None,
+                is_decoded=loaded[name][1] if asks_if_decoded else None,
             )
         )
     return made, of_file
