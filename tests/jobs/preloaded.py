@@ -23,6 +23,7 @@ import dataclasses
 import fcntl
 import gc
 import importlib.machinery
+import linecache
 import os
 import pkgutil
 import resource
@@ -332,6 +333,8 @@ def run(arguments: list[str], paths: list[str]) -> None:
     if arguments[0] == "-c":
         sys.argv[:] = ["-c", *arguments[2:]]
         code = compile(arguments[1], "<string>", "exec")
+        if sys.version_info >= (3, 13):  # which shows its lines in a traceback
+            linecache.cache["<string>"] = len(arguments[1]), None, arguments[1].splitlines(keepends=True), "<string>"
     else:
         sys.argv[:] = arguments
         path = os.path.abspath(arguments[0])

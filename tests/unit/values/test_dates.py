@@ -247,7 +247,7 @@ def test_near() -> None:
         (near("01/02/2000"), DAILY, "'01/02/2000' is no date that can be read; expected one such as '2001-06-15'"),
         (between("2000-02", "2000-01"), DAILY, "the lower end comes first"),
         (between("2000-02", float("nan")), DAILY, "expected dates or numbers"),
-        (near(np.datetime64("NaT")), DAILY, "NaT is no date"),
+        (near(np.datetime64("NaT", "ns")), DAILY, "NaT is no date"),
         (near("2000-01-01", within=np.timedelta64(1, "M")), DAILY, "has no length"),
         (near(None), DAILY, "a NoneType is neither a number in the units of the coordinate nor a date"),
         (near(cftime.DatetimeNoLeap(2000, 1, 1)), DAILY, "this is a date of the calendar 'noleap', the axis has 'standard'"),
