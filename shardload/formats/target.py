@@ -37,7 +37,6 @@ __all__ = [
     "sync_folder",
     "sync_name",
     "temporary_of",
-    "unconfirmed",
 ]
 
 MODES = ("w-", "w")
@@ -99,7 +98,7 @@ def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tup
     return found
 
 
-def unconfirmed(error: OSError, path: str) -> SourceError:
+def _unconfirmed(error: OSError, path: str) -> SourceError:
     """The error of a file that is whole and has its name, if the file system does not say that the name is on disk."""
     code = errno.errorcode.get(error.errno or 0, type(error).__name__)
     found = SourceError(
@@ -187,7 +186,7 @@ def sync_name(folder: str, path: str) -> None:
     try:
         sync_folder(folder)
     except OSError as error:
-        raise unconfirmed(error, path) from error
+        raise _unconfirmed(error, path) from error
 
 
 class Target:
