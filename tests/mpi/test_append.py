@@ -260,12 +260,13 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     on_root(ranks, look)
 
 
-def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [(6, 8, 32), None], ids=["shards", "chunks"])
+def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path, shards: Any) -> None:
     """Wrong if an append did not begin where the one before it has ended, or an axis without a name could not grow."""
     path, values = shared_tmp_path / "run.zarr", ramp((7, 5, X), "int16")
 
     def begin() -> None:
-        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=(6, 8, 32))
+        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=shards)
 
     on_root(ranks, begin)
     for k in range(1, 5):
