@@ -336,9 +336,17 @@ class Target:
             os.rename(self._final, old)
         try:
             os.rename(temporary, self._final)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
+        except OSError as error:
+            try:
                 os.rename(old, self._final)
+            except FileNotFoundError:  # nothing had the name
+                pass
+            except OSError:
+                raise SourceError(
+                    f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
+                    f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
+                    path=self.path,
+                ) from error
             raise
         return old
 
