@@ -189,7 +189,7 @@ def _of_array(tree: Any, dataset: Any) -> _Parts:
 
 
 def _keep_growing(found: _Parts, dim: Any, lengths: _Lengths, plans: Mapping[str, Plan]) -> None:
-    """Leave the variables with the axis that grows."""
+    """Keep the variables with the axis that grows, and no others."""
     dims = list(dict.fromkeys(dim for one in found.variables.values() for dim in one.dims))
     if dim not in dims:
         told = ", ".join(map(repr, dims))

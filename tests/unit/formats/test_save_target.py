@@ -380,7 +380,7 @@ def test_the_library_cannot_read_what_was_written(
         raise said
 
     with sink.create() as catalog:
-        monkeypatch.setattr("shardload.formats.hdf5.sink.explained", refuses)
+        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
         with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
             after_finish(sink, catalog)
         monkeypatch.undo()
