@@ -276,9 +276,8 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
         for name, more in found.items():
             if scope not in more["scopes"] or name in axes:
                 continue
-            if more.get(
-                "is_dimension"
-            ):  # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays
+            if more.get("is_dimension"):
+                # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays.
                 if more["shape"] == [old]:
                     dimensions[name] = old + new
             else:
@@ -302,7 +301,7 @@ def _of_two_lengths(
         how = f"by zarr-python, zarr.open_array({os.path.join(path, longer.strip('/'))!r}).resize({shape})"
     return ConfigError(
         f"along {dim!r} '{longer}' in '{path}' has {most} elements and '{shorter}' {n}, as an append leaves them that was "
-        f"killed at its very end. Make them equally long first, for example {how}"
+        f"killed at its very end. Make them equally long first (this cuts off what is beyond), for example {how}"
     )
 
 
