@@ -76,7 +76,10 @@ def _damaged(path: str, dataset: str | None, error: Exception) -> SourceError:
     if isinstance(error, NotAFileError | OutsideError):
         return SourceError(f"{what} cannot be opened: {error}.", path=path, dataset=dataset)
     if is_unread(error):
-        text = f"{what} cannot be read: {type(error).__name__}: {error}. Its device or file server failed, or it is gone there"
+        why = "Its device or file server failed, or it is gone there"
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            why = "Not the file, but this process or machine has reached a limit: `ulimit -a` and `free -h` show them"
+        text = f"{what} cannot be read: {type(error).__name__}: {error}. {why}"
         return SourceError(text, path=path, dataset=dataset)
     return SourceError(
         f"{what} cannot be opened: its metadata is damaged, or asks for something unknown here. The library below "

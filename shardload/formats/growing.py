@@ -7,11 +7,29 @@ room for more: at row `base` of the old array. So its chunks are those of the ol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+
+from shardload.formats.base import json_value
 from shardload.formats.sink import Encoder, Sink
 from shardload.planning.region import Region
+from shardload.values.decoding import PACKING, packed_by, typed
 
-__all__ = ["Growing", "GrowingSink"]
+__all__ = ["UNITS", "Growing", "GrowingSink", "meaning_of"]
+
+UNITS = ("units", "calendar")
+
+
+def meaning_of(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """What stored numbers mean, by the attributes of their array, as plain JSON: what is appended must mean the same.
+
+    >>> meaning_of(np.dtype("i2"), {"units": "K", "scale_factor": 0.5, "title": "t"})
+    {'attrs': {'units': 'K'}, 'packed': ['scale_factor=0.5']}
+    """
+    told = {key: json_value(attrs[key]) for key in UNITS if key in attrs}
+    packing = {key: typed(attrs[key]) for key in PACKING if attrs.get(key) is not None}
+    return {"attrs": {key: text for key, text in told.items() if isinstance(text, str)}, "packed": packed_by(dtype, packing)}
 
 
 class Growing(Encoder):

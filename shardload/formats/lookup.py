@@ -23,16 +23,7 @@ import numpy as np
 from shardload.errors import ConfigError, SourceError, is_unread
 from shardload.formats import registry
 from shardload.formats.access import STRICT, Access
-from shardload.formats.base import (
-    ArrayInfo,
-    Format,
-    OpenFile,
-    Source,
-    nbytes_of,
-    read_whole,
-    read_whole_plain,
-    refusal,
-)
+from shardload.formats.base import ArrayInfo, Format, OpenFile, Source, nbytes_of, read_whole, read_whole_plain, refusal
 from shardload.formats.diagnosis import (
     as_source_error,
     candidates,

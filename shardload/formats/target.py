@@ -37,7 +37,6 @@ __all__ = [
     "sync_folder",
     "sync_name",
     "temporary_of",
-    "unconfirmed",
 ]
 
 MODES = ("w-", "w")
@@ -99,7 +98,7 @@ def _unwritten(error: OSError, path: str, dataset: str | None = None, chunk: tup
     return found
 
 
-def unconfirmed(error: OSError, path: str) -> SourceError:
+def _unconfirmed(error: OSError, path: str) -> SourceError:
     """The error of a file that is whole and has its name, if the file system does not say that the name is on disk."""
     code = errno.errorcode.get(error.errno or 0, type(error).__name__)
     found = SourceError(
@@ -187,7 +186,7 @@ def sync_name(folder: str, path: str) -> None:
     try:
         sync_folder(folder)
     except OSError as error:
-        raise unconfirmed(error, path) from error
+        raise _unconfirmed(error, path) from error
 
 
 class Target:
@@ -337,9 +336,17 @@ class Target:
             os.rename(self._final, old)
         try:
             os.rename(temporary, self._final)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
+        except OSError as error:
+            try:
                 os.rename(old, self._final)
+            except FileNotFoundError:  # nothing had the name
+                pass
+            except OSError:
+                raise SourceError(
+                    f"'{self.path}' is gone: the new store could not get the name ({error}), nor the old one get it back. "
+                    f"That is whole, at '{old}'. Type: mv '{old}' '{self._final}'",
+                    path=self.path,
+                ) from error
             raise
         return old
 

@@ -364,7 +364,8 @@ def _plain(number: Any) -> int | float:
 def _nearest(values: np.ndarray[Any, Any], value: Any, tie: Any = None) -> tuple[int, Any] | None:
     """The position of the coordinate nearest to a value, and its distance; None if there is none.
 
-    Of several that are equally near, the first; with `tie`, of all whose distances differ by no more, the largest.
+    Of several that are equally near, the first; with `tie`, the largest: in floating point, of all whose distances differ by no
+    more than that.
     """
     if not math.isfinite(value):
         return None

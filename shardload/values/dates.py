@@ -364,7 +364,7 @@ def _date(number: int, calendar: str) -> tuple[int, int, int]:
         if number >= _day("proleptic_gregorian", *_REFORM):
             return _date(number, "proleptic_gregorian")
         return _date(number - _JULIAN_IS_LATE, "julian")
-    year = number // 366 - 1
+    year = number // (366 if number > 0 else 360) - 1  # not after it, in any calendar
     while _BEFORE_YEAR[calendar](year + 1) <= number:
         year += max(1, (number - _BEFORE_YEAR[calendar](year + 1)) // 366)
     rest, month = number - _BEFORE_YEAR[calendar](year), 1

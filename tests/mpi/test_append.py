@@ -260,12 +260,13 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     on_root(ranks, look)
 
 
-def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [(6, 8, 32), None], ids=["shards", "chunks"])
+def test_rows_one_by_one_and_by_number(ranks: Any, shared_tmp_path: Path, shards: Any) -> None:
     """Wrong if an append did not begin where the one before it has ended, or an axis without a name could not grow."""
     path, values = shared_tmp_path / "run.zarr", ramp((7, 5, X), "int16")
 
     def begin() -> None:
-        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=(6, 8, 32))
+        zarr.create_array(str(path), data=np.ascontiguousarray(values[:, :1]), chunks=(3, 4, 16), shards=shards)
 
     on_root(ranks, begin)
     for k in range(1, 5):
@@ -546,10 +547,33 @@ def test_decoded_values_are_no_packed_numbers(comm: Any, shared_tmp_path: Path, 
     same_error(comm, lambda: shardload.append(path, {"t": decoded}), ConfigError, *says, "values that were decoded")
     if kind == "int16":
         same_error(comm, lambda: shardload.append(path, {"t": decoded + 0}), ConfigError, *says, "is float32")
+        cast = shardload.load(path, mesh, spec, dataset="t", decode=False, dtype="float32")  # packed numbers all the same
+        same_error(comm, lambda: shardload.append(path, {"t": cast}), ConfigError, "Cast it: x.astype('int16')")
     shardload.append(path, {"t": stored})
 
     def look() -> None:
         with xarray.open_dataset(path, **({"engine": "zarr", "consolidated": False} if name == "a.zarr" else {})) as found:
             np.testing.assert_array_equal(found["t"], np.concatenate([ramp((2, Y, X))] * 2).astype(kind) * 0.5 + 10)
+
+    on_root(comm, look)
+
+
+@pytest.mark.parametrize("how", [hdf5plugin.Bitshuffle(), hdf5plugin.BZip2()], ids=["bitshuffle", "bzip2"])
+def test_arrays_that_a_load_refuses_grow(comm: Any, shared_tmp_path: Path, how: Any) -> None:
+    """Wrong if an append to whole chunks, which decodes no old value, needed a filter that loads do not trust."""
+    path, values = shared_tmp_path / "a.h5", ramp((8, Y, X))
+
+    def make() -> None:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("t", data=values[:4], chunks=(4, Y, X), maxshape=(None, Y, X), **how)
+
+    on_root(comm, make)
+    with pytest.raises(SourceError, match="allow_filters"):
+        shardload.load(path, mesh_of(), P(None, "a"), dataset="t")
+    shardload.append(path, {"t": put(values[4:], mesh_of(), P(None, "a"))}, dim=0)
+
+    def look() -> None:
+        with h5py.File(path) as file:
+            np.testing.assert_array_equal(file["t"], values)
 
     on_root(comm, look)

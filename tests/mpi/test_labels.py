@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardload
-from shardload import ConfigError, between, near
+from shardload import ConfigError, SourceError, between, near
 from shardload.formats.lookup import Labeller
 from tests.mpi.support import check, mesh_of, on_root, padded, same_error, sharding_of, unit
 
@@ -351,6 +351,17 @@ def test_arithmetic_between_a_load_and_a_save(comm: Any, shared_tmp_path: Path, 
     same(expected)
     shardload.save(out, computed["speed"], plan=plan.plans["u"], mode="w", attrs={"long_name": "speed"})
     same(expected["speed"].assign_attrs(long_name="speed").to_dataset())
+
+
+def test_a_plan_whose_file_is_gone(comm: Any, shared_tmp_path: Path) -> None:
+    """Wrong if one rank went on, or the error called it a wrong argument."""
+    path, _ = packed(comm, shared_tmp_path)
+    plan = shardload.plan(path, mesh_of(), P("a", "b"), dataset="u", decode=True, pad=0)
+    u = xr.DataArray(plan.execute() + 1, dims=("time", "lat", "lon"), name="u")
+    on_root(comm, lambda: Path(path).rename(shared_tmp_path / "gone.nc"))
+    same_error(comm, lambda: shardload.save(shared_tmp_path / "a.nc", u, plan=plan), SourceError, "packed.nc")
+    on_root(comm, lambda: (shared_tmp_path / "gone.nc").rename(path))
+    shardload.save(shared_tmp_path / "a.nc", u, plan=plan)
 
 
 def test_what_nothing_says_of_padding(comm: Any, shared_tmp_path: Path) -> None:

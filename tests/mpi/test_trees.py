@@ -333,11 +333,11 @@ def test_one_round_for_all(comm: Any, snap: tuple[str, str], verify: str, monkey
     counts: Counter[str] = Counter()
     for name in ("begin", "all_same", "agree", "least_ints", "gather_int", "gather_ints"):
         counted(monkeypatch, counts, Group, name)
-    counted(monkeypatch, counts, hdf5_source, "explained")
+    counted(monkeypatch, counts, hdf5_source, "open_explained")
     x = shardload.load(written, mesh, P(), **how)
     replicated = verify != "index" and len(jax.devices()) > 1
     expected = {"begin": 1, "all_same": 1, "agree": 2, "least_ints": int(replicated), "gather_ints": int(verify == "full")}
-    opened = counts.pop("explained")
+    opened = counts.pop("open_explained")
     assert opened <= 1 + (comm.rank == 0) + (verify == "full"), (
         "rank 0 opens it for the metadata, readers, and full reads again"
     )

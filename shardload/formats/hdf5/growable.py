@@ -20,6 +20,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import native_dtype, read_at
+from shardload.formats.growing import meaning_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import NO_VARIABLE
@@ -219,6 +220,7 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
         "fill": fill.tobytes().hex(),
         "format": "netCDF4" if "_NCProperties" in dataset.file.attrs else "HDF5",
         "why_not": [facts.why_not(read, axis) for axis in range(dataset.ndim)],
+        **meaning_of(dtype, {key: value for key, value in found.attrs.items() if not isinstance(value, h5py.Empty)}),
     }
     _check_filters(where, dataset, known)
     return known

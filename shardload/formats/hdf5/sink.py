@@ -30,7 +30,7 @@ from shardload.formats.base import ArrayInfo, native_dtype, read_at
 from shardload.formats.hdf5.dimensions import check_netcdf, name_axes, write_attrs
 from shardload.formats.hdf5.ledger import MOST_NBYTES, Ledger
 from shardload.formats.hdf5.pipeline import Pipeline
-from shardload.formats.hdf5.source import explained
+from shardload.formats.hdf5.source import open_explained
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -380,7 +380,7 @@ class _Hdf5Catalog(Catalog):
     def _check(self) -> None:
         """Compare what the HDF5 library finds in the written file with what was noted."""
         try:
-            with explained(self.ticket.temporary) as file:
+            with open_explained(self.ticket.temporary) as file:
                 limit_cache(file)
                 for name, noted in self._chunks.items():
                     spec, dataset = self._sink.arrays[name].spec, file[name].id

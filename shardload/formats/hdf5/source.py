@@ -55,7 +55,7 @@ from shardload.formats.hdf5.raw_file import RawFile, has_signature, open_to_read
 from shardload.formats.labels import Labels
 from shardload.planning.region import Region
 
-__all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe"]
+__all__ = ["FORMAT", "Hdf5Format", "Hdf5Source", "describe", "open_explained"]
 
 _MOST_NAMES = 1 << 17  # names to read for the message about a name that does not exist
 _NON_COORDINATE = "_nc4_non_coord_"  # the netCDF library's prefix
@@ -287,12 +287,12 @@ class Hdf5Format(Format):
 
     def list_arrays(self, path: str, access: Access = STRICT) -> list[ArrayInfo]:
         """Every dataset in the file; links to other files are not followed."""
-        with explained(path) as file:
+        with open_explained(path) as file:
             return list(_describe_all(file, path, Fence.around_file(path, access.allow_external), texts=True, access=access))
 
     def sketch_arrays(self, path: str, access: Access = STRICT, most: int | None = None, like: str = "") -> list[ArrayInfo]:
         """Like `list_arrays`, without text attributes, and at most `most` + 1 datasets."""
-        with explained(path) as file:
+        with open_explained(path) as file:
             found = _describe_all(
                 file, path, Fence.around_file(path, access.allow_external), most=most, like=like, access=access
             )
@@ -300,7 +300,7 @@ class Hdf5Format(Format):
 
     def open_path(self, path: str, dataset: str, access: Access = STRICT) -> Source:
         """Open a dataset by its name, or by the name of a link to it; KeyError if there is none."""
-        file = explained(path)
+        file = open_explained(path)
         try:
             return _open_dataset(OpenFacts(file), path, dataset, access, is_own=True)
         except BaseException:
@@ -309,7 +309,7 @@ class Hdf5Format(Format):
 
     def open_file(self, path: str, access: Access = STRICT) -> OpenFile:
         """Open the file once for several datasets."""
-        return _Hdf5File(explained(path), path, access)
+        return _Hdf5File(open_explained(path), path, access)
 
     def open_object(self, obj: Any, access: Access = STRICT) -> Source:
         """Make a source of an open `h5py.Dataset`."""
@@ -397,7 +397,7 @@ def _open_dataset(
         raise
 
 
-def explained(path: str) -> h5py.File:
+def open_explained(path: str) -> h5py.File:
     """Open a file read-only. If the library refuses, SourceError says what to do."""
     try:
         return open_to_read(path)

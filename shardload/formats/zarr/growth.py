@@ -30,8 +30,9 @@ import zarr
 from shardload.errors import ConfigError, SourceError
 from shardload.formats import encoding
 from shardload.formats.base import ArrayInfo, native_dtype
+from shardload.formats.compression_words import BLOSC_SHUFFLES
 from shardload.formats.encoding import EncodeChain, Step
-from shardload.formats.growing import Growing, GrowingSink
+from shardload.formats.growing import Growing, GrowingSink, meaning_of
 from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.locks import AppendLock
 from shardload.formats.sink import ArraySpec, Catalog, Compression
@@ -45,7 +46,6 @@ __all__ = ["GrowthSink", "read_store"]
 
 Json = dict[str, Any]
 _INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-_SHUFFLES = ("noshuffle", "shuffle", "bitshuffle")
 
 
 # --- what there is
@@ -104,7 +104,7 @@ def _read_arrays(path: str) -> dict[str, Json]:
 
 
 def _details(path: str, name: str) -> Json:
-    """Type and fill value of one array, as zarr-python has them."""
+    """Type, fill value and meaning of one array, as zarr-python has them."""
     group: Any = zarr.open(os.path.realpath(path), mode="r")
     one = group if name == "/" else group[name.strip("/")]
     dtype = np.dtype(one.dtype)
@@ -112,7 +112,11 @@ def _details(path: str, name: str) -> Json:
         raise ConfigError(f"'{name}' in '{path}' holds {dtype}; arrays of numbers can be appended to")
     fill = one.fill_value
     value = np.zeros((), dtype) if fill is None else np.asarray(fill, dtype=dtype)
-    return {"dtype": native_dtype(dtype).str, "fill": value.astype(native_dtype(dtype)).tobytes().hex()}
+    return {
+        "dtype": native_dtype(dtype).str,
+        "fill": value.astype(native_dtype(dtype)).tobytes().hex(),
+        **meaning_of(dtype, one.attrs),
+    }
 
 
 def _read_json(path: str) -> Json | None:
@@ -260,7 +264,7 @@ def _step(where: str, name: str, options: Json, itemsize: int, known: Sequence[s
             if name == "blosc":
                 shuffle = options.get("shuffle", 0)
                 default = 2 if itemsize == 1 else 1  # of numcodecs, which calls it -1
-                bits = _SHUFFLES.index(shuffle) if shuffle in _SHUFFLES else {0: 0, 1: 1, 2: 2, -1: default}[shuffle]
+                bits = BLOSC_SHUFFLES.index(shuffle) if shuffle in BLOSC_SHUFFLES else {0: 0, 1: 1, 2: 2, -1: default}[shuffle]
                 size = int(options.get("typesize") or itemsize)
                 cname = str(options["cname"])
                 if cname in encoding.BLOSC_NAMES:

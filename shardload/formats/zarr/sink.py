@@ -23,7 +23,7 @@ import numpy as np
 
 from shardload.errors import ConfigError
 from shardload.formats.base import ArrayInfo, native_dtype
-from shardload.formats.leftovers import ROOTS
+from shardload.formats.leftovers import GROWTH_MARK, ROOTS
 from shardload.formats.sink import (
     ArraySpec,
     Catalog,
@@ -323,7 +323,7 @@ def _count_files(folder: str, *, below: bool) -> int:
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
                 n += _count_files(entry.path, below=False)
-            elif not (below and entry.name == FOLDER_MARK):
+            elif not (below and entry.name in (FOLDER_MARK, GROWTH_MARK)):
                 n += 1
     return n
 

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,15 +27,13 @@ from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
 from shardload.formats.growing import Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
-from shardload.formats.lookup import format_of, open_file
+from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments
-from shardload.jobs.saving.labelled import UNITS
 from shardload.jobs.saving.plan import SavePlan, alignment_of, plan_into, shards_of
 from shardload.jobs.saving.save import SaveReport, Saving, Steps, planned
 from shardload.jobs.writing.file import Values, Written
 from shardload.planning.region import Region
 from shardload.system.interruption import let_interruption_pass
-from shardload.values.decoding import packed_by
 
 __all__ = ["AppendReport", "append"]
 
@@ -170,19 +168,6 @@ def _read(asked: SaveArguments) -> dict[str, Any]:
     if not os.path.exists(path):
         raise SourceError(f"'{path}' does not exist, so nothing can be appended to it. Make it with shardload.save", path=path)
     names = [one.name for one in asked.arrays]
-    known = _read_file(path, names)
-    compared = {one.name for one in asked.arrays if one.attrs or one.is_decoded or one.dtype.kind in "fc"}
-    if compared:
-        with open_file(path) as file:
-            for name in compared & set(known["arrays"]):
-                with closing(file.open(name)) as source:
-                    attrs = source.labels().attrs
-                    known["arrays"][name]["attrs"] = {key: attrs[key] for key in UNITS if isinstance(attrs.get(key), str)}
-                    known["arrays"][name]["packed"] = packed_by(source.dtype, source.info.packing)
-    return known
-
-
-def _read_file(path: str, names: list[str]) -> dict[str, Any]:
     if os.path.isfile(path):
         from shardload.formats.hdf5.growable import read_file
 
@@ -230,15 +215,17 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")
         held = native_dtype(np.dtype(found[one.name]["dtype"]))
-        packed = found[one.name].get("packed")
-        if packed and (one.is_decoded or native_dtype(one.dtype) != held):
+        packed, is_cast = found[one.name]["packed"], native_dtype(one.dtype) != held
+        # Of floating point they may be values: if nothing says where they come from.
+        may_be_values = is_cast and one.dtype.kind in "fc" and one.is_decoded is None
+        if packed and (one.is_decoded or may_be_values):
             values = "values that were decoded" if one.is_decoded else str(native_dtype(one.dtype))
             raise ConfigError(
                 f"{where} holds packed numbers, {held} with {', '.join(packed)}, and what is to be appended is {values}. Pack "
                 "them first: subtract add_offset, divide by scale_factor, round if these are integers, and cast; what is "
                 "missing becomes _FillValue"
             )
-        if native_dtype(one.dtype) != held:
+        if is_cast:
             raise ConfigError(
                 f"{where} holds {held}, what is to be appended is {native_dtype(one.dtype)}. Cast it: x.astype('{held}')"
             )
@@ -289,9 +276,8 @@ def _check_lengths(asked: _Arguments, found: Mapping[str, Any], axes: Mapping[st
         for name, more in found.items():
             if scope not in more["scopes"] or name in axes:
                 continue
-            if more.get(
-                "is_dimension"
-            ):  # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays
+            if more.get("is_dimension"):
+                # netCDF4 leaves that of an unlimited dimension at 0, others keep it as long as its arrays.
                 if more["shape"] == [old]:
                     dimensions[name] = old + new
             else:
@@ -315,7 +301,7 @@ def _of_two_lengths(
         how = f"by zarr-python, zarr.open_array({os.path.join(path, longer.strip('/'))!r}).resize({shape})"
     return ConfigError(
         f"along {dim!r} '{longer}' in '{path}' has {most} elements and '{shorter}' {n}, as an append leaves them that was "
-        f"killed at its very end. Make them equally long first, for example {how}"
+        f"killed at its very end. Make them equally long first (this cuts off what is beyond), for example {how}"
     )
 
 

@@ -20,19 +20,19 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, is_known
 from shardload.errors import ConfigError
+from shardload.formats.growing import UNITS
 from shardload.jobs.loading.labelled import axes_of, coordinates_of
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.options import AUTO, OPTIONS
+from shardload.values.decoding import PACKING
 
-__all__ = ["UNITS", "Labelled", "is_labelled", "of_xarray", "refuse_halo"]
+__all__ = ["Labelled", "is_labelled", "of_xarray", "refuse_halo"]
 
 _OF_DATA = {"chunks": AUTO, "shards": None, "dims": None, "like": None}  # one value is for arrays that are no coordinates
 _VALID = ("valid_range", "valid_min", "valid_max")
-_PACKING = {"scale_factor", "add_offset", "_Unsigned"}
 # What is packed in a file is written as its values; what `xarray` reads beside values stays.
-_OF_FILES = {"scale_factor", "add_offset", "_Unsigned", "missing_value", "dtype", "units", "calendar", "char_dim_name"}
-UNITS = ("units", "calendar")
+_OF_FILES = PACKING | {"missing_value", "dtype", "units", "calendar", "char_dim_name"}
 _OF_DATES = {*UNITS, "dtype"}
 
 
@@ -189,7 +189,7 @@ def _of_array(tree: Any, dataset: Any) -> _Parts:
 
 
 def _keep_growing(found: _Parts, dim: Any, lengths: _Lengths, plans: Mapping[str, Plan]) -> None:
-    """Leave the variables with the axis that grows."""
+    """Keep the variables with the axis that grows, and no others."""
     dims = list(dict.fromkeys(dim for one in found.variables.values() for dim in one.dims))
     if dim not in dims:
         told = ", ".join(map(repr, dims))
@@ -337,10 +337,10 @@ def _encoded(
     plain = {}
     for name, one in found.variables.items():
         x = values[name]
-        is_packed = not _PACKING.isdisjoint(one.encoding)
+        is_packed = not PACKING.isdisjoint(one.encoding)
         plan = _plan_of(name, plans)
         if plan is not None and plan.is_decoded and name not in found.coords:
-            is_packed |= not _PACKING.isdisjoint(plan.info.attrs)
+            is_packed |= not PACKING.isdisjoint(plan.info.attrs)
         attrs = {key: value for key, value in one.attrs.items() if not (is_packed and key in _VALID and _is_whole(value))}
         is_date = isinstance(x, np.ndarray) and x.dtype.kind in "mMO"
         encoding = {key: value for key, value in one.encoding.items() if key not in _OF_FILES or (is_date and key in _OF_DATES)}

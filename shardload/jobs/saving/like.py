@@ -21,12 +21,12 @@ from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
 from shardload.system.caller import warn_once
+from shardload.values.decoding import PACKING
 
 __all__ = ["apply_like", "read_like"]
 
 _CHECKSUMS = ("fletcher32", "crc32c")
-_PACKING = {"scale_factor", "add_offset", "_Unsigned"}
-_OF_PACKED = _PACKING | {"_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"}  # of the packed values
+_OF_PACKED = PACKING | {"_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"}  # of the packed values
 _AS_IT_IS = ("", "none", "bytes", "raw")
 
 
@@ -142,7 +142,7 @@ def _is_decoded(one: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
     ConfigError
         If the packed numbers are of floating point, too, so that nothing says which of the two it has.
     """
-    how = _PACKING & attrs.keys()
+    how = PACKING & attrs.keys()
     if not how or one.is_decoded is not None:
         return bool(how) and one.is_decoded is True
     if how == {"_Unsigned"} and one.dtype.kind in "iu":
@@ -150,7 +150,7 @@ def _is_decoded(one: ToSave, kind: str, attrs: Mapping[str, Any]) -> bool:
     if kind in "iu" or one.dtype.kind in "biu":
         return kind in "iu" and one.dtype.kind not in "biu"
     packed = [f"{key}={attrs[key]}" for key in sorted(how & {"scale_factor", "add_offset"}) if attrs[key] != (key[0] == "s")]
-    if packed and _PACKING.isdisjoint(one.attrs):
+    if packed and PACKING.isdisjoint(one.attrs):
         raise ConfigError(
             f"'{one.name}' holds {one.dtype.name}, and the array in like= holds floating point numbers that are packed "
             f"({', '.join(packed)}), so nothing says whether yours are such numbers or decoded values. For values pass the "
@@ -213,7 +213,7 @@ def _coordinates(one: ToSave, known: Mapping[str, Any]) -> dict[str, ToSave | st
                 f"'{coordinate.dataset}' in like= has shape {values.shape}, and axis '{dim}' of '{one.name}' {length} elements"
             )
             continue
-        is_packed = not _PACKING.isdisjoint(coordinate.attrs)  # these values were decoded
+        is_packed = not PACKING.isdisjoint(coordinate.attrs)  # these values were decoded
         without = _OF_PACKED if is_packed else {"_FillValue"}
         attrs = {key: value for key, value in coordinate.attrs.items() if key not in without}
         found[name] = ToSave(name, values, values.shape, values.dtype, None, None, None, (dim,), attrs)

@@ -25,7 +25,7 @@ import numpy as np
 from shardload.arrays.disassemble import HostShards, check_replicas
 from shardload.comm.group import Arguments, Group, Invocation, group_of
 from shardload.comm.shared_memory import Bell
-from shardload.errors import ConfigError, PeerError, ShardloadError, StallError
+from shardload.errors import ConfigError, PeerError, ShardloadError, SourceError, StallError
 from shardload.jobs.progress import progress_of
 from shardload.jobs.saving.arguments import SaveArguments
 from shardload.jobs.saving.like import apply_like, read_like
@@ -135,7 +135,7 @@ def planned(
     error: BaseException | None = None
     try:
         asked = steps.arguments(path, tree, given, call)
-    except ConfigError as found:
+    except (ConfigError, SourceError) as found:  # of the file, if a plan is asked for names of axes
         error = found
     except Exception as found:  # an unforeseen argument: the other ranks wait for this one
         let_interruption_pass(found)

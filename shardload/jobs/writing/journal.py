@@ -78,10 +78,7 @@ class Journal:
                 left.close()
             sync_folder(os.path.dirname(os.path.abspath(self._path)))
         except BaseException:
-            if left is None:
-                self._remove(file)
-            else:
-                _close(file)
+            _remove(file, new)
             raise
         self._file = file
 
@@ -106,16 +103,17 @@ class Journal:
         """Remove it: the file has its name, or is abandoned."""
         file, self._file = self._file, None
         if file is not None:
-            self._remove(file)
-
-    def _remove(self, file: IO[bytes]) -> None:
-        with suppress(OSError):
-            os.unlink(self._path)
-        _close(file)
+            _remove(file, self._path)
 
 
 def _framed(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + int(deflate.crc32(data)).to_bytes(4, "little") + data
+
+
+def _remove(file: IO[bytes], path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+    _close(file)
 
 
 def _close(file: IO[bytes]) -> None:

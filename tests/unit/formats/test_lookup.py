@@ -220,17 +220,23 @@ def test_reads_that_are_short_or_interrupted(tmp_path: Path, kind: str, monkeypa
 
 
 @pytest.mark.parametrize("call", ["preadv", "read"])
-def test_a_file_that_cannot_be_read_now(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong if it were said to be of an unknown format, or the error named no file."""
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(116, "Stale file handle. Its device or file server"), (24, "Too many open files. Not the file, but this")],
+)
+def test_a_file_that_cannot_be_read_now(
+    tmp_path: Path, call: str, code: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrong if it were said to be of an unknown format, or the error named no file, or blamed it for a limit of the process."""
     path = write_hdf5(tmp_path / "x.h5", {"rho": flat((4, 6), "f4")})
     if call == "read":
         Path(path).write_bytes(b"no array at all")
 
     def fails(*_: Any, **__: Any) -> Any:
-        raise OSError(116, "Stale file handle")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "preadv" if call == "preadv" else "fdopen", fails)
-    with pytest.raises(SourceError, match=r"'.*x.h5' cannot be read: OSError: .*Stale file handle. Its device or file server"):
+    with pytest.raises(SourceError, match=rf"'.*x.h5' cannot be read: OSError: .*{why}"):
         find_array(path)
 
 

@@ -33,9 +33,9 @@ def zipped(path: Path) -> str:
 
 
 KINDS: dict[str, tuple[Callable[[Path], str], Any, str]] = {
-    "HDF5": (lambda folder: write_hdf5(folder / "a.h5", ARRAYS), hdf5_module, "explained"),
+    "HDF5": (lambda folder: write_hdf5(folder / "a.h5", ARRAYS), hdf5_module, "open_explained"),
     "HDF5, chunked": (
-        lambda folder: write_hdf5(folder / "b.h5", ARRAYS, chunks=True, compression="gzip"), hdf5_module, "explained",
+        lambda folder: write_hdf5(folder / "b.h5", ARRAYS, chunks=True, compression="gzip"), hdf5_module, "open_explained",
     ),
     "Zarr": (lambda folder: write_zarr(folder / "a.zarr", ARRAYS), zarr_module, "open_store"),
     "Zarr in a zip file": (lambda folder: zipped(folder / "a.zip"), zarr_module, "open_store"),

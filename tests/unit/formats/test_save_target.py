@@ -337,6 +337,22 @@ def test_a_store_that_does_not_get_its_name(tmp_path: Path, name: str, monkeypat
     assert old_is_whole(tmp_path, name) and os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("name", ["x.zarr", "sharded.zarr"])
+def test_no_store_gets_the_name(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if the error said that the old store was as it was, when it has another name."""
+    monkeypatch.setattr(target, "_renameat2", lambda: None)
+    catalog, rename = finished(tmp_path, name, "w"), os.rename
+    monkeypatch.setattr(target.os, "rename", lambda a, b: failing() if b.endswith(name) else rename(a, b))
+    with pytest.raises(SourceError, match=f"'.*{name}' is gone: .*Type: mv '.*replaced' '.*{name}'") as raised:
+        catalog.commit()
+    monkeypatch.undo()
+    catalog.abandon()
+    (left,) = os.listdir(tmp_path)
+    assert f"whole, at '{tmp_path / left}'" in str(raised.value)
+    os.rename(tmp_path / left, tmp_path / name)
+    assert old_is_whole(tmp_path, name)
+
+
 @pytest.mark.parametrize("name", ["x.h5", "x.nc"])
 def test_a_temporary_that_is_not_closed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sink, close = a_sink(tmp_path, name, "w-"), os.close
@@ -364,7 +380,7 @@ def test_the_library_cannot_read_what_was_written(
         raise said
 
     with sink.create() as catalog:
-        monkeypatch.setattr("shardload.formats.hdf5.sink.explained", refuses)
+        monkeypatch.setattr("shardload.formats.hdf5.sink.open_explained", refuses)
         with pytest.raises(SourceError, match=f"the new file of '.*{name}' cannot be read by HDF5: .*errno = 5"):
             after_finish(sink, catalog)
         monkeypatch.undo()

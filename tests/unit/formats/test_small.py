@@ -62,8 +62,8 @@ def test_values_of_all_arrays_together_are_capped(path: str) -> None:
 def test_a_file_is_opened_once(tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong if the one array of a file without a name took two opens, or each array of a tree one."""
     opens: list[str] = []
-    right = hdf5.explained
-    monkeypatch.setattr(hdf5, "explained", lambda where: (opens.append(where), right(where))[1])
+    right = hdf5.open_explained
+    monkeypatch.setattr(hdf5, "open_explained", lambda where: (opens.append(where), right(where))[1])
     with h5py.File(tmp_path / "one.h5", "w") as file:
         file["x"] = TINY
     one = str(tmp_path / "one.h5")

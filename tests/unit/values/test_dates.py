@@ -268,6 +268,16 @@ def test_a_number_is_shown_as_its_date(calendar: str, day: int, second: int) -> 
     assert told.replace("T", " ").removesuffix(" 00:00:00") == str(wanted).removesuffix(" 00:00:00")
 
 
+@pytest.mark.parametrize(
+    ("calendar", "days_of_400_years"),
+    [("proleptic_gregorian", 146097), ("noleap", 146000), ("all_leap", 146400), ("360_day", 144000)],
+)
+def test_a_number_long_before_the_first_year_is_shown_as_its_date(calendar: str, days_of_400_years: int) -> None:
+    axis = {"units": "days since 0000-03-01", "calendar": calendar}
+    told = in_numbers(near("1000-01-01"), "time", axis, np.dtype("i8")).told
+    assert [told(-k * days_of_400_years) for k in (3, 25)] == ["-1200-03-01", "-10000-03-01"]
+
+
 def test_no_coordinate_in_a_range_of_dates() -> None:
     with pytest.raises(ValueError, match="no coordinate is in that range; it goes from 2000-01-01 to 2000-01-10"):
         position(between("2001-06", "2002"), np.arange(10), *DAILY.values())
