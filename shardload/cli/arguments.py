@@ -34,6 +34,7 @@ __all__ = [
     "parse_readers",
     "parse_select",
     "parse_spec",
+    "reworded",
     "show_error",
     "wrong",
 ]
@@ -196,8 +197,7 @@ def as_typed(message: str) -> str:
     >>> as_typed("readers is 'all'; expected 'auto'"), as_typed("pass dataset='...' (largest first)")
     ("--readers is 'all'; expected 'auto'", 'pass --dataset ... (largest first)')
     """
-    for said, instead in IN_COMMANDS.items():
-        message = message.replace(said, instead)
+    message = reworded(message, IN_COMMANDS)
     message = _SAID_FIRST.sub(lambda found: f"{_FLAGS[found[1]]} is ", message)
     return _KEYWORD.sub(lambda found: _flag(found[1], found[2]), message)
 
@@ -208,9 +208,14 @@ def info_as_typed(message: str) -> str:
     >>> info_as_typed("'a.h5' holds no array '/rh'. Pass dataset= one of these (nearest first): '/rho' (8,) float32.")
     "'a.h5' holds no array '/rh'. Type FILE:/NAME, one of these (nearest first): '/rho' (8,) float32."
     """
-    for said, instead in IN_INFO.items():
+    return as_typed(reworded(message, IN_INFO))
+
+
+def reworded(message: str, words: Mapping[str, str]) -> str:
+    """A message with other words for some."""
+    for said, instead in words.items():
         message = message.replace(said, instead)
-    return as_typed(message)
+    return message
 
 
 # Parts of messages that name what no command has. A test looks for each in the package: a message may have been worded anew.

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import IO, Any
 
-from shardload.cli.arguments import as_typed, show_error, wrong
+from shardload.cli.arguments import as_typed, reworded, show_error, wrong
 from shardload.comm.mpi import world_rank_and_size
 from shardload.errors import ConfigError, ShardloadError, printable
 from shardload.jobs.copying.copy import CopyReport, copy_file, refuse_copy
@@ -95,8 +95,7 @@ def copy_as_typed(message: str) -> str:
     "'out.h5' exists, and mode is 'w-'. Type --mode w to replace it, or choose another name"
     """
     message = _LENGTHS.sub(_as_long_as_each_other, message)
-    for before, after in IN_COPY.items():
-        message = message.replace(before, after)
+    message = reworded(message, IN_COPY)
     message = _EXAMPLE.sub(lambda found: f"Type --chunks {(found[1] or found[2]).replace(' ', '')}", message)
     message = _FIRST.sub(lambda found: f"--{found[1]} {found[2]} ", message)
     message = _WORDS.sub(lambda found: f"--{found[1]} {found[2].strip('()').replace(' ', '').strip(chr(39))}".rstrip(), message)

@@ -16,7 +16,7 @@ from shardload.formats.sink import Encoder, Sink
 from shardload.planning.region import Region
 from shardload.values.decoding import PACKING, packed_by, typed
 
-__all__ = ["UNITS", "Growing", "GrowingSink", "meaning_of"]
+__all__ = ["UNITS", "Growing", "GrowingSink", "meaning_of", "units_of"]
 
 UNITS = ("units", "calendar")
 
@@ -27,9 +27,14 @@ def meaning_of(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> dict[str, Any]
     >>> meaning_of(np.dtype("i2"), {"units": "K", "scale_factor": 0.5, "title": "t"})
     {'attrs': {'units': 'K'}, 'packed': ['scale_factor=0.5']}
     """
-    told = {key: json_value(attrs[key]) for key in UNITS if key in attrs}
     packing = {key: typed(attrs[key]) for key in PACKING if attrs.get(key) is not None}
-    return {"attrs": {key: text for key, text in told.items() if isinstance(text, str)}, "packed": packed_by(dtype, packing)}
+    return {"attrs": units_of(attrs), "packed": packed_by(dtype, packing)}
+
+
+def units_of(attrs: Mapping[str, Any]) -> dict[str, str]:
+    """The attributes without which numbers mean nothing."""
+    told = {key: json_value(attrs[key]) for key in UNITS if key in attrs}
+    return {key: text for key, text in told.items() if isinstance(text, str)}
 
 
 class Growing(Encoder):

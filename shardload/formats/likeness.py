@@ -24,13 +24,12 @@ from shardload.formats.base import ArrayInfo, Properties, native_dtype
 from shardload.formats.netcdf import refused_by_hdf5, refused_by_netcdf
 from shardload.formats.sink import ArraySpec, Compression, fitting
 from shardload.planning.selection import Selection
+from shardload.values.decoding import OF_STORED
 
 __all__ = ["KEEP", "Asked", "attrs_for", "is_empty_text", "marked", "spec_like"]
 
 KEEP = "keep"
 """In `Asked`: as in the source."""
-
-_OF_VALUES = ("_FillValue", "missing_value", "valid_min", "valid_max", "valid_range")  # of the type of the values
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
 def _cast(info: ArrayInfo, key: str, value: Any, before: np.dtype[Any], dtype: np.dtype[Any]) -> Any:
     """An attribute that has the type of the values, in their new type."""
     is_number = isinstance(value, np.ndarray | np.generic) and native_dtype(value.dtype) == native_dtype(before)
-    if key not in _OF_VALUES or not is_number:
+    if key not in OF_STORED or not is_number:
         return value
     with np.errstate(all="ignore"):
         cast = np.asarray(value).astype(native_dtype(dtype))

@@ -119,9 +119,9 @@ def _between(part: Between, axis: _Axis, dtype: np.dtype[Any]) -> Between:
 
 def _near(part: Near, axis: _Axis, dtype: np.dtype[Any]) -> Near:
     span = axis.span(part.value)
-    if span.is_long:
+    if span.lacks:
         raise _NoDate(
-            f"; which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.is_long}'), or "
+            f"; which day of it? Pass one, near('{str(part.value).strip()}{'-01' * span.lacks}'), or "
             f"between({part.value!r}, {part.value!r}) for all of it"
         )
     within: Any = part.within
@@ -147,13 +147,13 @@ def _rounded(number: Fraction, dtype: np.dtype[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Span:
-    """From where to where a date goes, in numbers of an axis; one number if it is an instant. `is_long` counts what a month
-    (1) and a year (2) lack of a day.
+    """From where to where a date goes, in numbers of an axis; one number if it is an instant. `lacks` counts what a month
+    (1) and a year (2) lack to be a day.
     """
 
     begin: Fraction
     end: Fraction
-    is_long: int = 0
+    lacks: int = 0
 
 
 @dataclass(frozen=True)

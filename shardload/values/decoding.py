@@ -26,13 +26,26 @@ import numpy as np
 
 from shardload.errors import ConfigError
 
-__all__ = ["ATTRIBUTES", "PACKING", "TEXTS", "VALID", "Decoding", "Packing", "decoding_of", "packed_by", "typed"]
+__all__ = [
+    "ATTRIBUTES",
+    "OF_STORED",
+    "PACKING",
+    "TEXTS",
+    "VALID",
+    "VALID_RANGE",
+    "Decoding",
+    "Packing",
+    "decoding_of",
+    "packed_by",
+    "typed",
+]
 
 VALID = "valid"  # decode="valid": values outside of the valid range are masked, too
 TEXTS = ("_Unsigned", "dtype")
 _FILLS = ("missing_value", "_FillValue")
-_VALID = ("valid_range", "valid_min", "valid_max")
-ATTRIBUTES = ("scale_factor", "add_offset", *_FILLS, *_VALID, *TEXTS)
+VALID_RANGE = ("valid_range", "valid_min", "valid_max")
+ATTRIBUTES = ("scale_factor", "add_offset", *_FILLS, *VALID_RANGE, *TEXTS)
+OF_STORED = (*_FILLS, *VALID_RANGE)  # those that are numbers of the stored type
 PACKING = frozenset(("scale_factor", "add_offset", "_Unsigned"))  # those by which stored numbers differ from values
 
 Array = np.ndarray[Any, Any]

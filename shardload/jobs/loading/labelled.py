@@ -18,9 +18,9 @@ from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.jobs.loading.trees import Where, node_of, rebuilt, text_of
 from shardload.planning.selection import Selection
-from shardload.values.decoding import ATTRIBUTES
+from shardload.values.decoding import ATTRIBUTES, VALID_RANGE
 
-__all__ = ["Cut", "axes_of", "coordinates_of", "to_xarray"]
+__all__ = ["Cut", "axes_of", "coordinates_of", "haloed_axes", "to_xarray"]
 
 _ONE_BY_ONE = "Wrap each by itself: jax.tree.map(shardload.to_xarray, arrays, plan.plans)"
 
@@ -158,11 +158,7 @@ def _wrap(xarray: Any, array: Any, plan: Plan) -> Any:
     info, kept = plan.info, axes_of(plan)
     n = dict(zip(kept, array.shape, strict=True))
     # With a halo, rows are in the array more than once, and a row does not lie where its coordinate does.
-    haloed = {
-        dim
-        for dim, padded, held, found in zip(kept, plan.shape_padded, plan.shape_global, array.shape, strict=True)
-        if padded != held == found
-    }
+    haloed = haloed_axes(plan) if array.shape == plan.shape_global else set()
     coords = {
         name: xarray.Variable(one.dims, one.values, one.attrs, one.encoding)
         for name, one in coordinates_of(plan, n).items()
@@ -212,6 +208,13 @@ def axes_of(plan: Plan) -> list[str]:
     return [dims[axis] for axis in plan._layout.source.selection.kept]
 
 
+def haloed_axes(plan: Plan) -> set[str]:
+    """The names of the axes along which a plan loads halos."""
+    return {
+        dim for dim, padded, held in zip(axes_of(plan), plan.shape_padded, plan.shape_global, strict=True) if padded != held
+    }
+
+
 def coordinates_of(plan: Plan, n: Mapping[str, int]) -> dict[str, Cut]:
     """The coordinates that a plan knows, cut as its array is selected, for axes of lengths `n`, by name. Along an axis with
     padding, floating point coordinates go on with NaN, and others are left out.
@@ -233,7 +236,7 @@ def _dims(plan: Plan) -> list[str]:
 
 def _split(attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The attributes that describe values, and those that were applied to the stored numbers."""
-    encoding = {key: attrs[key] for key in ATTRIBUTES if key in attrs and not key.startswith("valid")}
+    encoding = {key: attrs[key] for key in ATTRIBUTES if key in attrs and key not in VALID_RANGE}
     return {key: value for key, value in attrs.items() if key not in encoding}, encoding
 
 

@@ -148,6 +148,8 @@ class SaveArguments:
             raise ConfigError(f"writers is {writers!r}; expected 'auto', 'all' (each rank writes) or 'root' (rank 0 alone)")
         _check_path(name)
         kind = format_for(name, given["format"])
+        if given["shape"] is not None and given["plan"] is not None:
+            raise ConfigError("both shape and plan are given; pass one of them")
         own = of_xarray(tree, given, kind) if is_labelled(tree) else None
         if own is not None:
             tree, given = own.arrays, own.given
@@ -409,8 +411,6 @@ def _axes(name: str, given: Any) -> tuple[str | int, ...]:
 
 def _loaded(leaves: dict[str, Any], is_single: bool, shape: Any, plan: Any) -> dict[str, tuple[tuple[int, ...], bool | None]]:
     """What is known of each array from its load: the shape without padding, and whether it was decoded."""
-    if shape is not None and plan is not None:
-        raise ConfigError("both shape and plan are given; pass one of them")
     given: dict[str, Any] = {}
     if shape is not None:
         given = _by_name(list(leaves), "shape", shape, None)

@@ -20,20 +20,19 @@ import numpy as np
 
 from shardload.arrays.padding import Extent, extent_of, is_known
 from shardload.errors import ConfigError
-from shardload.formats.growing import UNITS
-from shardload.jobs.loading.labelled import axes_of, coordinates_of
+from shardload.formats.growing import UNITS, units_of
+from shardload.jobs.loading.labelled import axes_of, coordinates_of, haloed_axes
 from shardload.jobs.loading.plan import Plan
 from shardload.jobs.loading.tree_plan import TreePlan
 from shardload.options import AUTO, OPTIONS
-from shardload.values.decoding import PACKING
+from shardload.values.decoding import PACKING, VALID_RANGE
 
 __all__ = ["Labelled", "is_labelled", "of_xarray", "refuse_halo"]
 
 _OF_DATA = {"chunks": AUTO, "shards": None, "dims": None, "like": None}  # one value is for arrays that are no coordinates
-_VALID = ("valid_range", "valid_min", "valid_max")
 # What is packed in a file is written as its values; what `xarray` reads beside values stays.
-_OF_FILES = PACKING | {"missing_value", "dtype", "units", "calendar", "char_dim_name"}
 _OF_DATES = {*UNITS, "dtype"}
+_OF_FILES = PACKING | _OF_DATES | {"missing_value", "char_dim_name"}
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,6 @@ def of_xarray(tree: Any, given: Mapping[str, Any], kind: str) -> Labelled:
         If the object holds what no file of numbers can hold, or nothing says which of its elements are padding.
     """
     found = _parts(tree, given)
-    if given["shape"] is not None and given["plan"] is not None:
-        raise ConfigError("both shape and plan are given; pass one of them")
     plans = _plans(given["plan"])
     lengths = _lengths(found, given["shape"], plans)
     if "dim" in given:
@@ -95,7 +92,7 @@ def of_xarray(tree: Any, given: Mapping[str, Any], kind: str) -> Labelled:
     shapes = {name: _shape(name, one, lengths) for name, one in found.variables.items()}
     values = {name: _cut(name, one, shapes[name], found) for name, one in found.variables.items()}
     if "dim" in given:  # rows are values as they are stored, and attributes are the file's: those that count are compared
-        encoded = {name: (one, _that_count(found.variables[name])) for name, one in values.items()}
+        encoded = {name: (one, units_of(found.variables[name].attrs)) for name, one in values.items()}
         of_file: Mapping[str, Any] = {}
     else:
         encoded, of_file = _encoded(found, values, shapes, kind, plans)
@@ -282,7 +279,7 @@ def _add_left_out(found: _Parts, plans: Mapping[str, Plan]) -> None:
             continue
         kept = axes_of(plan)
         padded = dict(zip(kept, plan.shape_padded, strict=True))
-        haloed = {dim for dim, n, held in zip(kept, plan.shape_padded, plan.shape_global, strict=True) if n != held}
+        haloed = haloed_axes(plan)
         known = coordinates_of(plan, padded)
         for name, one in coordinates_of(plan, dict(zip(kept, plan.shape, strict=True))).items():
             is_here = any(all(x.sizes.get(dim) == padded[dim] for dim in one.dims) for x in found.variables.values())
@@ -341,7 +338,7 @@ def _encoded(
         plan = _plan_of(name, plans)
         if plan is not None and plan.is_decoded and name not in found.coords:
             is_packed |= not PACKING.isdisjoint(plan.info.attrs)
-        attrs = {key: value for key, value in one.attrs.items() if not (is_packed and key in _VALID and _is_whole(value))}
+        attrs = {key: value for key, value in one.attrs.items() if not (is_packed and key in VALID_RANGE and _is_whole(value))}
         is_date = isinstance(x, np.ndarray) and x.dtype.kind in "mMO"
         encoding = {key: value for key, value in one.encoding.items() if key not in _OF_FILES or (is_date and key in _OF_DATES)}
         if encoding.get("_FillValue", 0) is not None:
@@ -359,7 +356,7 @@ def _encoded(
         for name, one in variables.items():
             if one.attrs.get("bounds") in variables and one.dtype.kind in "mMO" and "units" not in one.encoding:
                 units = xarray.conventions.encode_cf_variable(one, name=name).attrs  # those of its bounds, too
-                one.encoding.update({key: units[key] for key in ("units", "calendar") if key in units})
+                one.encoding.update({key: units[key] for key in UNITS if key in units})
         variables, of_file = xarray.conventions.cf_encoder(variables, of_file)
     except (NotImplementedError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(f"xarray cannot write this: {error}") from None
@@ -386,11 +383,6 @@ def _as_stored(name: str, one: Any, x: Any, found: _Parts, kind: str) -> tuple[A
     if one.dims == (name,) and x.dtype.kind == "f" and not np.isnan(x).any():
         attrs.pop("_FillValue", None)  # CF wants none of the coordinates of an axis
     return x, attrs
-
-
-def _that_count(one: Any) -> dict[str, Any]:
-    """The attributes without which numbers mean nothing."""
-    return {key: one.attrs[key] for key in UNITS if isinstance(one.attrs.get(key), str)}
 
 
 def _is_whole(value: Any) -> bool:

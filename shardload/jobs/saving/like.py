@@ -21,12 +21,12 @@ from shardload.formats.sink import Compression
 from shardload.jobs.saving.arguments import SaveArguments, ToSave
 from shardload.options import AUTO
 from shardload.system.caller import warn_once
-from shardload.values.decoding import PACKING
+from shardload.values.decoding import OF_STORED, PACKING
 
 __all__ = ["apply_like", "read_like"]
 
 _CHECKSUMS = ("fletcher32", "crc32c")
-_OF_PACKED = PACKING | {"_FillValue", "missing_value", "valid_min", "valid_max", "valid_range"}  # of the packed values
+_OF_PACKED = PACKING.union(OF_STORED)  # of the packed values
 _AS_IT_IS = ("", "none", "bytes", "raw")
 
 
