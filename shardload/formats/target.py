@@ -48,6 +48,8 @@ _NOREPLACE, _EXCHANGE = 1, 2  # of renameat2
 _FIRST_RESERVED, _MOST_RESERVED = 16 << 20, 1 << 30  # bytes that one call reserves
 _SLOW_SECONDS, _FAST_NBYTES = 5e-3, 16 << 30  # a call that is slower than this and so many bytes in a second
 _AT_FDCWD = -100
+_MOUNTS = "/proc/self/mountinfo"
+_IN_MEMORY = {"tmpfs", "ramfs"}
 _NO_FSYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _UNKNOWN = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EMLINK}
 
@@ -143,12 +145,12 @@ def reserve(descriptor: int, start: int, stop: int) -> int:
 
     Several processes that write to one new file then find its blocks there, one after the other, in place of blocks that each
     of their writes asks for (ext4, 8 ranks: two thirds of the time). It is a wish: what a file system refuses is left to the
-    writes, and their errors. Where it takes long (a file system in memory, which makes each page), nothing is gained, and the
-    rest is left too. Where there is not so much room, nothing is asked for: it would take all that other programs have left,
-    and where a file system compresses, what is written into reserved space is not compressed.
+    writes, and their errors. Where it takes long, the rest is left too. A file system in memory is not asked: it would make
+    each page here, on one rank, in place of the writes. Where there is not so much room, nothing is asked for: it would take
+    all that other programs have left, and where a file system compresses, what is written into reserved space is not.
     """
     call, at, some = _fallocate(), start, _FIRST_RESERVED
-    if stop - start > _room(descriptor):
+    if stop - start > _room(descriptor) or _is_in_memory(descriptor):
         return 0
     while call is not None and at < stop:
         nbytes, began = min(some, stop - at), time.perf_counter()
@@ -167,6 +169,18 @@ def _room(descriptor: int) -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def _is_in_memory(descriptor: int) -> bool:
+    """Whether a file is on a file system without a disk, as far as the kernel's list of mounts says."""
+    try:
+        device = os.fstat(descriptor).st_dev
+        with open(_MOUNTS, encoding="utf-8", errors="replace") as file:
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:
+        return False
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return any(of.split()[2:3] == [wanted] and kind.partition(" ")[0] in _IN_MEMORY for of, _, kind in mounts)
 
 
 def sync_folder(path: str) -> None:

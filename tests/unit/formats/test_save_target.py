@@ -603,6 +603,26 @@ def test_a_file_system_that_takes_long_is_asked_no_more(monkeypatch: pytest.Monk
     assert disk.now < 0.02
 
 
+def test_a_file_in_memory_reserves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong if rank 0 makes pages there while the others wait, or if another mount's kind counts."""
+    disk = AFileSystem().put_in(monkeypatch)
+    with open(tmp_path / "x", "wb") as file:
+        device = os.fstat(file.fileno()).st_dev
+        here = f"{os.major(device)}:{os.minor(device)}"
+
+        def reserved(*mounts: str) -> int:
+            (tmp_path / "mountinfo").write_text("".join(f"{mount}\n" for mount in mounts))
+            monkeypatch.setattr(target, "_MOUNTS", str(tmp_path / "mountinfo"))
+            return target.reserve(file.fileno(), 0, 10)
+
+        disk_too, other = f"31 1 {here} / / rw shared:1 - ext4 /dev/sda rw", "32 1 999:999 / /dev/shm rw - tmpfs tmpfs rw"
+        assert reserved(f"30 1 {here} / /tmp rw - tmpfs tmpfs rw", other) == 0 and not disk.asked
+        assert reserved(f"30 1 {here} / /tmp rw shared:1 master:2 - ramfs none rw") == 0 and not disk.asked
+        assert reserved(other, disk_too, "", "33 1") == 10 and disk.asked == [(0, 10)]
+        monkeypatch.setattr(target, "_MOUNTS", str(tmp_path / "none"))
+        assert target.reserve(file.fileno(), 0, 10) == 10
+
+
 def test_a_system_without_fallocate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "_fallocate", lambda: None)
     assert target.reserve(3, 0, 10) == 0
