@@ -16,7 +16,7 @@ from shardload.jobs.copying.request import CopyRequest
 from shardload.system.terminal import own_stdout, width_of, wrap
 from shardload.units import counted, format_nbytes
 
-__all__ = ["IN_COPY", "copy_as_typed", "parse_compression", "parse_sizes", "run"]
+__all__ = ["IN_COPY", "copy_as_typed", "parse_axes", "parse_compression", "parse_sizes", "run"]
 
 KEEP = "keep"
 _COMPRESSION = re.compile(
@@ -38,6 +38,22 @@ def parse_sizes(text: str | None, flag: str) -> tuple[int, ...] | str | None:
     if not parts or not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
         raise wrong(flag, f"{text!r} is not a size for each axis. Type for example {flag} 128,128,128, or {flag} none")
     return tuple(int(part) for part in parts)
+
+
+def parse_axes(text: str | None) -> tuple[str | int, ...]:
+    """Axes by name or number, from ``--unlimited``.
+
+    >>> parse_axes("time,-1"), parse_axes(None)
+    (('time', -1), ())
+    """
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise wrong(
+            "--unlimited", f"cannot read {text!r}. Type for example --unlimited time, or --unlimited 0 for the first axis"
+        )
+    return tuple(int(part) if re.fullmatch(r"-?[0-9]+", part) else part for part in parts)
 
 
 def parse_compression(text: str | None) -> Any:
@@ -83,7 +99,7 @@ _LENGTHS = re.compile(
     r"axis '(?P<axis>[^']+)' has (?P<n>\d+) elements in (?P<where>.+), but (?P<m>\d+) in (?P<other>.+)\. "
     r"Axes of one name have one length: .*"
 )
-_FIRST = re.compile(r"^(chunks|shards|compression|format|mode|dtype|verify) (is|are) ")
+_FIRST = re.compile(r"^(chunks|shards|compression|unlimited|format|mode|dtype|verify) (is|are) ")
 
 
 def copy_as_typed(message: str) -> str:

@@ -329,6 +329,10 @@ def copy(
         str | None,
         typer.Option(metavar="NAME[:LEVEL][+shuffle]|none", help="zstd, gzip:6+shuffle, blosc(lz4) (default: as in IN)."),
     ] = None,
+    unlimited: Annotated[
+        str | None,
+        typer.Option(metavar="AXIS,...", help="Axes that can grow (append), by name or number: time (default: as in IN)."),
+    ] = None,
     file_format: Annotated[
         str | None,
         typer.Option(
@@ -374,7 +378,7 @@ def copy(
 
       shardload copy run.h5 run.zarr --chunks 64,64,64 --shards 512,512,512 --dry-run
     """
-    from shardload.cli.copy import parse_compression, parse_sizes, run
+    from shardload.cli.copy import parse_axes, parse_compression, parse_sizes, run
 
     names = tuple(dataset or ())
     index = None if select is None else parse_select(select)
@@ -383,6 +387,7 @@ def copy(
     more: dict[str, Any] = {"format": file_format, "mode": mode, "staging": staging, "verify": how, "dtype": dtype}
     more |= {"allow_external": allow_external, "allow_filters": allow_filters, "untrusted": untrusted}
     more |= {"resume": resume, "dataset": names, "select": index, "compression": packing, **sizes}
+    more["unlimited"] = parse_axes(unlimited)
     raise typer.Exit(run(source, target, only_plan=dry_run, as_json=as_json, **more))
 
 

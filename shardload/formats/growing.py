@@ -16,9 +16,14 @@ from shardload.formats.sink import Encoder, Sink
 from shardload.planning.region import Region
 from shardload.values.decoding import PACKING, packed_by, typed
 
-__all__ = ["UNITS", "Growing", "GrowingSink", "meaning_of", "units_of"]
+__all__ = ["HOW_TO_GROW", "UNITS", "Growing", "GrowingSink", "meaning_of", "units_of"]
 
 UNITS = ("units", "calendar")
+HOW_TO_GROW = (
+    "Make a file that can: `shardload copy OLD NEW --unlimited AXIS`; or with unlimited= in shardload.save, "
+    "maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, unlimited_dims= in xarray"
+)
+"""What to type for an HDF5 or netCDF4 array that cannot grow along an axis."""
 
 
 def meaning_of(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,12 +44,15 @@ class Asked:
         None for an array in one piece, or without shards. With other chunks, shards are those that are asked for, or none.
     compression : object
         What `Compression.of` takes, or ``"keep"``. With another one there are no checksums.
+    unlimited : tuple of int
+        Axes of the new array that can grow, beside those of the source. Zarr arrays can grow along each.
     """
 
     dtype: np.dtype[Any] | None = None
     chunks: tuple[int, ...] | str | None = KEEP
     shards: tuple[int, ...] | str | None = KEEP
     compression: Any = KEEP
+    unlimited: tuple[int, ...] = ()
 
 
 def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: str, asked: Asked) -> tuple[ArraySpec, list[str]]:
@@ -77,6 +80,7 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
     if asked.dtype is not None:
         attrs = {key: _cast(info, key, value, found.dtype, dtype) for key, value in attrs.items()}
     attrs, fill, notes = attrs_for(kind, str(info), attrs, dtype, found.fill_value)
+    grows = {n for n, k in enumerate(kept) if k in found.unlimited} | set(asked.unlimited)
     spec = ArraySpec(
         shape=selection.shape,
         dtype=dtype,
@@ -87,9 +91,7 @@ def spec_like(info: ArrayInfo, found: Properties, selection: Selection, kind: st
         dims=tuple(found.dims[k] for k in kept),
         attrs=attrs,
         fill_value=_fitting_fill(fill, dtype) if asked.dtype is not None else fill,
-        unlimited=tuple(n for n, k in enumerate(kept) if k in found.unlimited)
-        if not kind.startswith("zarr") and chunks
-        else (),
+        unlimited=tuple(sorted(grows)) if not kind.startswith("zarr") and (chunks or asked.unlimited) else (),
     )
     return spec, [f"{what} was left out" for what in (*found.unread, *notes)]
 

@@ -24,7 +24,7 @@ import numpy as np
 from shardload.planning.blocks import aligned
 from shardload.planning.grid import Grid
 from shardload.planning.region import Region
-from shardload.planning.saving import ROUNDS_HELD
+from shardload.planning.saving import LEAST_CHUNK_NBYTES, MOST_CHUNK_NBYTES, ROUNDS_HELD
 from shardload.planning.shards import Shards
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Item",
     "Round",
     "Unit",
+    "growing_chunks",
     "least_nbytes",
     "plan_array",
     "plan_memory",
@@ -43,6 +44,7 @@ __all__ = [
 _MOST_TRIED = 20_000  # shapes of a slab
 _ENOUGH_NBYTES = 8 << 20  # of a slab: larger ones save no more work per slab
 _RUN_NBYTES = 4 << 20
+_LEAST_ROWS = 512  # of a chunk along an axis that can grow, if rows are short: a time axis gets no chunk for each step
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,24 @@ class CopyMemory:
     def nbytes(self) -> int:
         """All of it."""
         return ROUNDS_HELD * self.round_nbytes + self.reading_nbytes + self.encoding_nbytes
+
+
+def growing_chunks(shape: Sequence[int], axis: int, itemsize: int) -> tuple[int, ...]:
+    """Chunks for an array that was in one piece and shall be able to grow along an axis: as few rows of that axis as are worth
+    a chunk, whole along the others up to 4 MiB.
+
+    >>> growing_chunks((8760, 721, 1440), 0, 4), growing_chunks((30, 721, 720), 0, 4), growing_chunks((8760,), 0, 8)
+    ((1, 721, 1440), (1, 721, 720), (8760,))
+    >>> growing_chunks((100, 2), 0, 8), growing_chunks((3, 4000, 4000), 0, 4)
+    ((512, 2), (1, 1000, 1000))
+    """
+    cell = [1 if k == axis else max(1, n) for k, n in enumerate(shape)]
+    while math.prod(cell) * itemsize > MOST_CHUNK_NBYTES and max(cell) > 1:
+        longest = max(range(len(cell)), key=lambda k: cell[k])
+        cell[longest] = -(-cell[longest] // 2)
+    rows = LEAST_CHUNK_NBYTES // (math.prod(cell) * itemsize)
+    cell[axis] = max(1, min(rows, max(shape[axis], _LEAST_ROWS)))
+    return tuple(cell)
 
 
 def least_nbytes(unit_nbytes: int, reading_nbytes: int, n_threads: int = 1) -> int:

@@ -209,7 +209,14 @@ def test_a_file_axis_by_number_and_without_values(ranks: Any, shared_tmp_path: P
         x = shardload.load(path, mesh_of(), P(None, None, "a"), dataset="x")  # and leaves no lock
         assert x.shape == (7, k + 1, X)
     more = put(values[:, :1], mesh_of(), P(None, None, "a"))
-    same_error(ranks, lambda: shardload.append(path, more, dim=1, dataset="x"), ConfigError, "may have 5", "maxshape=(None")
+    same_error(
+        ranks,
+        lambda: shardload.append(path, more, dim=1, dataset="x"),
+        ConfigError,
+        "may have 5",
+        "--unlimited AXIS",
+        "maxshape=(None",
+    )
     rho = put(values[3:, 0], mesh_of(), P(None, "a"))
     assert shardload.append(shared_tmp_path / "run.nc", {"rho": rho}).grown == {"/rho": (3, 7)}
 
@@ -256,6 +263,46 @@ def test_what_does_not_fit_into_a_file(ranks: Any, shared_tmp_path: Path) -> Non
     def look() -> None:
         with h5py.File(copy) as file:
             np.testing.assert_array_equal(file["rho"][...], values)
+
+    on_root(ranks, look)
+
+
+@pytest.mark.parametrize("name", ["run.nc", "run.h5", "plain.h5"])
+def test_a_copy_that_can_grow(ranks: Any, shared_tmp_path: Path, name: str) -> None:
+    """Wrong if only some of the arrays with that axis could grow, another axis did, or a value were lost on the way."""
+    values, has_names = ramp((7, Y, X)), name != "plain.h5"
+    old, new = shared_tmp_path / f"old-{name}", shared_tmp_path / name
+    more = {"chunks": (2, 5, 7), "compression": "gzip"} if has_names else {}
+
+    def make() -> None:
+        with h5py.File(old, "w") as file:  # an array with chunks, others in one piece
+            file.create_dataset("rho", data=values[:4], **more)
+            file["time"] = _times(4)
+            file["still"] = values[0]
+            if has_names:
+                file["time"].make_scale("time")
+                file["rho"].dims[0].attach_scale(file["time"])
+
+    on_root(ranks, make)
+    asked = ("time",) if has_names else (0,)
+    dataset = () if has_names else ("rho", "time")
+    copy_file(CopyRequest(str(old), str(new), dataset, unlimited=asked, timeout=60.0), comm=ranks, progress=False)
+    # Two rows, then one: the new chunks are not full after either.
+    for part in (slice(4, 6), slice(6, 7)):
+        rows = {"rho": put(values[part], mesh_of(), P(None, "a")), "time": _times(7)[part]}
+        shardload.append(new, rows, dim="time" if has_names else 0)
+
+    def look() -> None:
+        with h5py.File(new) as file:
+            np.testing.assert_array_equal(file["rho"][...], values)
+            np.testing.assert_array_equal(file["time"][...], _times(7))
+            assert (file["rho"].maxshape, file["time"].maxshape) == ((None, Y, X), (None,))
+            if has_names:
+                np.testing.assert_array_equal(file["still"][...], values[0])
+                assert file["still"].maxshape == (Y, X) and file["rho"].chunks == (2, 5, 7)
+        if name == "run.nc":
+            with xarray.open_dataset(new, decode_times=False) as opened:
+                assert opened.encoding["unlimited_dims"] == {"time"} and dict(opened.sizes)["time"] == 7
 
     on_root(ranks, look)
 

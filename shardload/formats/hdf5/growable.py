@@ -20,7 +20,7 @@ import numpy as np
 
 from shardload.errors import ConfigError, SourceError
 from shardload.formats.base import native_dtype, read_at
-from shardload.formats.growing import meaning_of
+from shardload.formats.growing import HOW_TO_GROW, meaning_of
 from shardload.formats.hdf5.chunk_tree import ChunkTree
 from shardload.formats.hdf5.making import properties_of
 from shardload.formats.hdf5.metadata import NO_VARIABLE
@@ -195,10 +195,7 @@ def _details(path: str, dataset: h5py.Dataset, superblock: Superblock, read: Rea
     """How one array is stored. ConfigError if nothing can be appended to it."""
     where = f"'{dataset.name}' in '{path}'"
     if dataset.chunks is None:
-        raise ConfigError(
-            f"{where} has no chunks, so that it cannot grow. Make it with unlimited= in shardload.save, "
-            "maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4 or unlimited_dims= in xarray"
-        )
+        raise ConfigError(f"{where} has no chunks, so that it cannot grow. {HOW_TO_GROW}")
     if dataset.dtype.kind not in "biufc" or not _is_written(dataset):
         raise ConfigError(f"{where} holds {dataset.dtype} in a form that append does not write; append with h5py")
     try:

@@ -25,6 +25,7 @@ from shardload.formats.lookup import Finder, find_array, open_file, split_path
 from shardload.formats.sink import ArraySpec, Compression, Sink
 from shardload.jobs.consistency import State
 from shardload.options import AUTO, CHECKSUM, FULL, INDEX, TIMEOUT, Options
+from shardload.planning.copying import growing_chunks
 from shardload.planning.region import Region
 from shardload.planning.selection import Selection, select_axes
 from shardload.planning.source_layout import SourceLayout
@@ -54,6 +55,9 @@ class CopyRequest:
         Layout of the new arrays that have as many axes.
     compression : object
         As in `Asked`; of the new arrays that have chunks.
+    unlimited : tuple of str or int
+        Axes that can grow, beside those that can in the source: by name of every array that has the axis, also of coordinates;
+        by number of the new arrays. Arrays in one piece get chunks for it.
     format, mode : str
         As for `make_sink`.
     staging : int or ``"auto"``
@@ -74,6 +78,7 @@ class CopyRequest:
     chunks: tuple[int, ...] | str | None = KEEP
     shards: tuple[int, ...] | str | None = KEEP
     compression: Any = KEEP
+    unlimited: tuple[str | int, ...] = ()
     format: str | None = None
     mode: str = "w-"
     staging: int | str = AUTO
@@ -264,16 +269,20 @@ def _like(
     main = [name for name in main if name in described] or list(described)
     parts = _parts(request.select, {name: described[name] for name in main})
     asked = _asked(request, {name: described[name][0] for name in main})
-    found = []
+    found, growing = [], set[str | int]()
     for name, (info, properties, state) in described.items():
         selection = _selection(info, properties, parts, request.select if name in main else None)
-        spec, more = spec_like(info, properties, selection, kind, _asked_of(asked, info, selection, name in main))
+        grows = _growing(request.unlimited, [properties.dims[k] for k in selection.kept], name in main)
+        growing |= set(grows)
+        wanted = _asked_of(asked, info, selection, name in main, tuple(sorted(set(grows.values()))))
+        spec, more = spec_like(info, properties, selection, kind, wanted)
         notes += more
         target = "/data" if name == "/" and not kind.startswith("zarr") else name
         found.append(Found(info, selection, target, spec, state))
     if not found:
         raise ConfigError(f"'{request.source}' holds no arrays that could be copied")
     _check_asked(request, found, asked, main)
+    _check_growing(request.unlimited, growing, found)
     if kind.startswith("zarr"):
         notes += _different_lengths(found)
     if request.untrusted:
@@ -364,20 +373,46 @@ def _asked(request: CopyRequest, main: Mapping[str, ArrayInfo]) -> Asked:
     return Asked(dtype, request.chunks, request.shards, request.compression)
 
 
-def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool) -> Asked:
+def _growing(unlimited: Sequence[str | int], dims: Sequence[str | None], is_main: bool) -> dict[str | int, int]:
+    """Which axes of one new array can grow, by what was asked for: numbers are of those that are no coordinates."""
+    named = {dim: k for k, dim in enumerate(dims) if dim in unlimited}
+    ndim = len(dims) if is_main else 0
+    numbers = {number: number % ndim for number in unlimited if isinstance(number, int) and -ndim <= number < ndim}
+    return {dim: k for dim, k in named.items() if dim is not None} | numbers
+
+
+def _check_growing(unlimited: Sequence[str | int], growing: set[str | int], found: Sequence[Found]) -> None:
+    """ConfigError if something shall be able to grow that no array has."""
+    for one in unlimited:
+        if one in growing:
+            continue
+        if isinstance(one, int):
+            shapes = some([f"{array.info.dataset} {array.spec.shape}" for array in found])
+            raise ConfigError(f"unlimited is axis {one}, which no array of the new file has: {shapes}")
+        dims = sorted({repr(dim) for array in found for dim in array.spec.dims or () if dim})
+        raise ConfigError(
+            f"unlimited is {one!r}, an axis that no array of the new file has; there are: {some(dims) or 'no names of axes'}"
+        )
+
+
+def _asked_of(asked: Asked, info: ArrayInfo, selection: Selection, is_main: bool, grows: tuple[int, ...]) -> Asked:
     """What is asked of one array: layout only if it has as many axes, compression only if it has chunks."""
+    can_get_chunks = info.chunks is None and bool(grows)
+    for_growth = growing_chunks(selection.shape, grows[0], np.dtype(info.dtype).itemsize) if can_get_chunks else KEEP
     if not is_main:
-        return Asked()
+        return Asked(chunks=for_growth, unlimited=grows)
     ndim = len(selection.shape)
     chunks, shards, compression = asked.chunks, asked.shards, asked.compression
     if isinstance(chunks, tuple) and len(chunks) != ndim:
         chunks = shards = KEEP
     if isinstance(shards, tuple) and len(shards) != ndim:
         shards = KEEP
+    if isinstance(chunks, str):
+        chunks = for_growth
     has_chunks = (info.chunks is not None if isinstance(chunks, str) else chunks is not None) and ndim > 0
     if not has_chunks:
         compression = KEEP
-    return Asked(asked.dtype, chunks, shards, compression)
+    return Asked(asked.dtype, chunks, shards, compression, grows)
 
 
 def _check_asked(request: CopyRequest, found: Sequence[Found], asked: Asked, main: Sequence[str]) -> None:

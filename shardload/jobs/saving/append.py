@@ -25,7 +25,7 @@ from shardload.comm.group import Group
 from shardload.errors import ConfigError, ShardloadError, SourceError
 from shardload.formats.access import Access
 from shardload.formats.base import Source, native_dtype
-from shardload.formats.growing import Growing, GrowingSink
+from shardload.formats.growing import HOW_TO_GROW, Growing, GrowingSink
 from shardload.formats.leftovers import ROOTS, refuse_leftover
 from shardload.formats.lookup import format_of
 from shardload.jobs.saving.arguments import SaveArguments
@@ -39,10 +39,6 @@ __all__ = ["AppendReport", "append"]
 
 _log = logging.getLogger("shardload")
 _MOST_TOLD = 8
-_HOW_TO_GROW = (
-    "Make it with unlimited= in shardload.save, maxshape=(None, ...) in h5py, an unlimited dimension in netCDF4, or "
-    "unlimited_dims= in xarray"
-)
 
 Array = np.ndarray[Any, Any]
 
@@ -210,7 +206,7 @@ def _check(asked: _Arguments, found: Mapping[str, Any]) -> tuple[dict[str, int],
         if most is not None and shape[axis] + one.shape[axis] > most:
             raise ConfigError(
                 f"axis {axis} of {where} has {shape[axis]} elements and may have {most} (its maxshape), so that "
-                f"{one.shape[axis]} cannot be appended. {_HOW_TO_GROW}"
+                f"{one.shape[axis]} cannot be appended. {HOW_TO_GROW}"
             )
         if not one.shape[axis] or 0 in one.shape:
             raise ConfigError(f"what is to be appended to {where} has the shape {one.shape}: no elements")

@@ -93,6 +93,10 @@ def test_json_says_what_was_written(run: Run, file: str, tmp_path: Path) -> None
         (["--format", "tiff"], 1, "--format is 'tiff'"),
         (["--select", "time=1"], 1, "no array has"),
         (["--shards", "4,8,20"], 1, "Leave --shards out"),
+        (["--unlimited", "time,"], 2, "Type for example --unlimited time, or --unlimited 0"),
+        (["--unlimited", "time"], 1, "--unlimited is 'time', an axis that no array of the new file has; there are: no names"),
+        (["--unlimited", "3"], 1, "--unlimited is axis 3, which no array of the new file has: /rho (12, 8, 20)"),
+        (["--unlimited", "0", "--chunks", "none"], 1, "an axis that may grow, but no chunks. Type --chunks 12,8,20"),
     ],
 )
 def test_what_it_refuses_says_what_to_type(
