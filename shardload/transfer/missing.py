@@ -19,6 +19,7 @@ from shardload.planning.schedule import Block, Grid, Schedule
 from shardload.planning.selection import Selection
 from shardload.system.caller import warn_once
 from shardload.transfer.counters import MOST_NAMED
+from shardload.units import counted
 
 __all__ = [
     "chunk_numbers",
@@ -107,8 +108,9 @@ def describe_missing(n: int, first: Sequence[int], info: ArrayInfo, selection: S
         index = tuple(a // c for a, c in zip(place.start, info.chunks, strict=True))
         places.append(f"{index} (elements {place})")
     more = ", ..." if n > len(places) else ""
-    verb = "chunk is" if n == 1 else "chunks are"
-    return f"{n:,} of {chunks.n_cells:,} {verb} not stored in {info}, and have its fill value: {', '.join(places)}{more}"
+    of_all = f"{n:,} of {counted(chunks.n_cells, 'chunk')}"
+    are, have = ("is", "has") if n == 1 else ("are", "have")
+    return f"{of_all} {are} not stored in {info}, and {have} its fill value: {', '.join(places)}{more}"
 
 
 def settle_missing(text: str, missing: str, rank: int, info: ArrayInfo) -> None:
