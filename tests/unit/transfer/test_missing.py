@@ -74,7 +74,8 @@ def test_what_is_said() -> None:
     text = describe_missing(5, [1, 11], info, selection, chunks)
     assert "5 of 12 chunks are not stored in '/a' in 'f.h5'" in text
     assert "(0, 1, 0) (elements [0:2, 4:8, 0:3]), (3, 2, 0) (elements [6:7, 8:10, 0:3]), ..." in text
-    assert "1 of 12 chunks is not stored in '/a' in 'f.h5', and has its fill value: (0" in describe_missing(1, [1], info, selection, chunks)
+    one = describe_missing(1, [1], info, selection, chunks)
+    assert "1 of 12 chunks is not stored in '/a' in 'f.h5', and has its fill value: (0" in one
     settle_missing(text, "fill", 0, info)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
