@@ -319,17 +319,6 @@ def save_command(
     out = out or RESULTS / "save.json"
     saves.measure_saves(wanted, reference, target, chosen, repeats=repeats, out=out, say=say, resume=resume, minutes=minutes)
     typer.echo(out)
-    if out.parent == RESULTS:
-        _show_saves(read_records(RESULTS))
-
-
-def _show_saves(records: dict[str, Any]) -> None:
-    """The tables and the figure of the page for users."""
-    if records.get("save", {}).get("cells"):
-        put_section(DOCS / "save.md", "save", save_section(records["save"]))
-        plot_saves(records["save"], DOCS / "figures" / "save.svg")
-    if records.get("copy", {}).get("cells"):
-        put_section(DOCS / "save.md", "copy", copy_section(records["copy"]))
 
 
 @app.command("copy")
@@ -356,8 +345,6 @@ def copy_command(
     record = rechunking.measure_copies(file, target, there, ranks=ranks, staging=staging, repeats=repeats, out=out, say=say)
     write_record(out, record)
     typer.echo("\n".join(rechunking.copy_table(record)))
-    if out.parent == RESULTS:
-        _show_saves(read_records(RESULTS))
 
 
 @app.command()
@@ -368,7 +355,7 @@ def heat() -> None:
 
 @app.command()
 def report(results: Results = RESULTS) -> None:
-    """Make tables (table.md) and a plot (ratios.svg) from the records."""
+    """Make tables and plots from the records: table.md, ratios.svg, docs/save.md and its figure. Measuring changes no page."""
     records = read_records(results)
     for kind, name in (("run", "ratios.svg"), ("cold", "ratios-cold.svg")):
         if kind in records and records[kind]["cells"]:
@@ -376,6 +363,15 @@ def report(results: Results = RESULTS) -> None:
     if results == RESULTS:
         _show_saves(records)
     typer.echo(write_report(results, records).read_text())
+
+
+def _show_saves(records: dict[str, Any]) -> None:
+    """The tables and the figure of the page for users."""
+    if records.get("save", {}).get("cells"):
+        put_section(DOCS / "save.md", "save", save_section(records["save"]))
+        plot_saves(records["save"], DOCS / "figures" / "save.svg")
+    if records.get("copy", {}).get("cells"):
+        put_section(DOCS / "save.md", "copy", copy_section(records["copy"]))
 
 
 @app.command("all")
