@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,31 @@ from shardload.planning.blocks import count_runs, plan_row_chunks, run_stride
 from shardload.planning.cost import Cost, Nodes, choose_mode, plan_cost
 from shardload.planning.rates import decode_rate
 from shardload.planning.region import Region
-from shardload.planning.schedule import Grid, Schedule, plan_schedules, plan_shards
+from shardload.planning.schedule import Grid, Schedule, plan_shards
 from shardload.planning.selection import select_axes
 from shardload.planning.source_layout import SourceLayout
-from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct, Parallel
-from tests.unit.brute_force import Case, cases, chunks_read, elements_read, flat_index, grids, held_regions, simulate
+from shardload.planning.strategies import DIRECT, MODES, PARALLEL, ROOT, Direct, Parallel, plan_schedules
+from tests.unit.brute_force import (
+    MAX_DEVICES,
+    MAX_SIZE,
+    Case,
+    cases,
+    chunks_read,
+    elements_read,
+    flat_index,
+    grids,
+    held_regions,
+    simulate,
+)
 from tests.unit.eight_devices import CHECKS, outcome
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _counts_of_cases_are_exact() -> Iterator[None]:
+    """A random case may have more parts than are counted one by one otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(count, "_MAX_TRIPLES", MAX_SIZE * MAX_DEVICES)
+        yield
 
 
 def cost_of(
@@ -280,8 +300,13 @@ def test_a_large_plan_is_counted_within_bounds_at_once() -> None:
 # --- nodes and cores
 
 
+# Each of 1,440 chunks goes to twelve devices of one rank: 17,280 parts.
+MANY_PARTS = Case((4, 5, 8, 9), ((), (), (), ()), np.zeros((3, 4), np.int64), 1, (1,) * 4, (0,) * 4, 1, block_nbytes=1)
+
+
 @settings(max_examples=150)
 @given(cases(), st.integers(1, 7))
+@example(MANY_PARTS, 1)
 def test_traffic_of_nodes_is_that_of_the_parts(case: Case, per_node: int) -> None:
     case = replace(case, n_readers=max(1, case.n_readers))
     plan = case.plan()
